@@ -1,22 +1,25 @@
-"""The memory in which the gradients of a model are added up, the same in every step.
+"""The gradients of a model: the memory in which they are added up, and those that a step begins with.
 
 On a host whose instances share memory, the gradient that ends as an instance's part of the job's sum lies there
 from the start: autograd's results are moved into it while they are in the cache, and the sum over the instances is
-made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody. Gradients that
-are rounded are added over the replicas in narrow buffers, of half the size, and made wide again at the end.
+made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody. Gradients that are
+rounded are added over the replicas in narrow buffers, of half the size, and made wide again at the end. The memory
+is the same in every step.
 """
 
+import hashlib
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from popdist.errors import BackendError
+from popdist.errors import BackendError, GradientError, name_instances
 from popdist.gradients.flat_buffers import (
     FlatGradient,
     FlatTensors,
@@ -26,7 +29,15 @@ from popdist.gradients.flat_buffers import (
     scale_flat,
     sum_of,
 )
-from popdist.gradients.gradient_flags import is_used, remove_gradients
+from popdist.gradients.gradient_flags import (
+    is_reduced,
+    is_used,
+    mark_reduced,
+    mark_used,
+    remove_gradients,
+    stepped_parameters,
+)
+from popdist.gradients.partial_gradients import PartialGradient
 from popdist.groups import Group, as_floats
 from popdist.host_memory.addition import node_additions
 from popdist.host_memory.host_group import HostGroup
@@ -309,3 +320,148 @@ class ModelGradients:
         if self._memory is None or self._memory.gradients is not gradients or self._memory.group is not group:
             self._memory = GradientMemory(group, layout, gradients, self.narrow)
         return self._memory
+
+
+_models: Final[weakref.WeakSet[ModelGradients]] = weakref.WeakSet()
+"""The gradients of all models that have had a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A gradient that nothing has used: a copy, in memory that no step writes over, and its parameter."""
+
+    position: int
+    parameter: Parameter
+    gradient: Tensor
+    is_reduced: bool
+
+
+class OldGradients:
+    """The gradients that a model has when its step begins: removed, and those that matter are ``kept``.
+
+    Used ones are dropped. Others are those that a program adds up on purpose or has forgotten; only it knows
+    which, so it must say: drop them (``zero_grad()``) or add to them (``add=True``).
+
+    Three kinds are dropped all the same. Zeros, which ``zero_grad(set_to_none=False)`` leaves. Those of a
+    parameter that no optimizer has ever stepped on, when one has used the others of the model: they are of no use.
+    And all, when one in the job holds NaN or infinity: then a GradScaler has left out the step, which it does not
+    tell.
+    """
+
+    __slots__ = ("_gradients", "_is_decided", "_module", "kept")
+
+    def __init__(self, module: nn.Module, gradients: ModelGradients) -> None:
+        self._module = module
+        self._gradients = gradients
+        self.kept: Sequence[_Kept] = ()
+        self._is_decided = False
+        _models.add(gradients)
+        unused, are_some_used = gradients.remove()
+        if unused:
+            self._keep(unused, stepped_parameters() if are_some_used else None)
+
+    def _keep(self, unused: Mapping[int, Tensor], held: set[int] | None) -> None:
+        found = []
+        for position, (_, parameter) in enumerate(self._module.named_parameters()):
+            gradient = unused.get(id(parameter))
+            if gradient is None or (held is not None and id(parameter) not in held):
+                continue
+            # of a partial gradient other instances have other parts
+            if _is_zero(gradient) and not isinstance(gradient, PartialGradient):
+                continue
+            kept = _Kept(
+                position=position,
+                parameter=parameter,
+                gradient=_copy(gradient),
+                is_reduced=is_reduced(gradient),
+            )
+            found.append(kept)
+        self.kept = found
+
+    def number(self, *, add: bool) -> int:
+        """What this instance says of them in a header; 0 if there are none.
+
+        It is a digest of which parameters they belong to, if the step adds to them. Else it is the place of the
+        first of them, from 1, and negative where a model has one that is not finite.
+        """
+        if not self.kept or self._is_decided:
+            return 0
+        if add:
+            text = repr([kept.position for kept in self.kept]).encode()
+            return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        place = next((kept.position + 1 for kept in self.kept if not _is_zero(kept.gradient)), 0)
+        return place if self._are_all_finite() else -place
+
+    def _are_all_finite(self) -> bool:
+        others = (unused for model in _models for unused in model.unused().values())
+        return all(map(_is_finite, [kept.gradient for kept in self.kept])) and all(map(_is_finite, others))
+
+    def drop_unless_added(self, numbers: Mapping[int, int], *, add: bool) -> None:
+        """Drop them, if the step does not add to them and all may go; ``numbers`` are those of all instances.
+
+        A GradientError says that they would be lost, or belong to other parameters on another instance.
+        """
+        self._is_decided = True
+        if add and len(set(numbers.values())) > 1:
+            raise GradientError(
+                "add=True, and the instances do not have gradients of the same parameters: call zero_grad() on "
+                "all of them or on none"
+            )
+        if add or not any(numbers.values()):
+            return
+        self.kept = ()
+        if min(numbers.values()) < 0:
+            for model in _models:
+                if model is not self._gradients:
+                    mark_used(model.parameters())
+            return
+        place = max(numbers.values())
+        names = [name for name, _ in self._module.named_parameters()]
+        owners = name_instances(instance for instance, number in numbers.items() if number)
+        raise GradientError(
+            f"{names[place - 1]} has a gradient that no optimizer's step has used, on {owners}, and a loop over "
+            "micro batches would drop it. If it shall go, call zero_grad() before the loop. If the loop shall add "
+            "to it, as when an optimizer steps after every second loop only, write "
+            "model.micro_batches(batch, add=True), or model.reduce_gradients(add=True)"
+        )
+
+    @torch.no_grad()
+    def add_to_new(self) -> None:
+        """Make each ``.grad`` the sum of what was kept and of what the step has made, if it has made any."""
+        for kept in self.kept:
+            parameter, new = kept.parameter, kept.parameter.grad
+            if new is None:
+                parameter.grad = kept.gradient
+                mark_reduced(kept.gradient, is_reduced=kept.is_reduced)
+                continue
+            if isinstance(new, PartialGradient) and _is_part_of_same(kept.gradient, new):
+                new.content.add_(kept.gradient.content)  # type: ignore[attr-defined] # it is one of these, too
+            else:
+                new.add_(kept.gradient)
+            mark_reduced(new, is_reduced=is_reduced(new) and kept.is_reduced)
+
+
+def _is_part_of_same(old: Tensor, new: PartialGradient) -> bool:
+    return isinstance(old, PartialGradient) and old.ranges == new.ranges and old.is_whole == new.is_whole
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, PartialGradient):
+        gradient.content = gradient.content.clone()
+        return gradient
+    return gradient.detach().clone()
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """The elements of ``gradient`` that are here."""
+    if isinstance(gradient, PartialGradient):
+        return gradient.here
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    return not _numbers(gradient).any()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(_numbers(gradient).isfinite().all())

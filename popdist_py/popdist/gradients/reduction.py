@@ -27,8 +27,7 @@ from popdist.errors import (
 )
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, add_instances, scale_flat
-from popdist.gradients.memory import GradientMemory
-from popdist.gradients.old_gradients import OldGradients
+from popdist.gradients.memory import GradientMemory, OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.step_headers import (

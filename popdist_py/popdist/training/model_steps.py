@@ -14,8 +14,7 @@ from popdist import context
 from popdist.data.batch import Batch
 from popdist.errors import BatchError, MicroBatchError, check_flags
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
-from popdist.gradients.memory import ModelGradients
-from popdist.gradients.old_gradients import OldGradients
+from popdist.gradients.memory import ModelGradients, OldGradients
 from popdist.gradients.reduction import GradientSum, check_reduction, refuse_step
 from popdist.gradients.step_headers import (
     CANNOT_SPLIT,

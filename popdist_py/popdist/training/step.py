@@ -19,8 +19,7 @@ from popdist.errors import BatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient
 from popdist.gradients.gradient_flags import mark_step
-from popdist.gradients.memory import GradientMemory, ModelGradients
-from popdist.gradients.old_gradients import OldGradients
+from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.progress import progress_page
