@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import popdist
-from popdist.checks.checked_steps import CheckedSteps
+from popdist.checks.step_checks import CheckedSteps
 from popdist.host_memory.addition import Reduction
 
 Step = Callable[[], object]

@@ -1,6 +1,6 @@
 """Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
 
-Holds popdist.checks.optimizer_steps, popdist.checks.step_checks, popdist.gradients.buffers,
+Holds popdist.checks.step_checks, popdist.gradients.buffers,
 popdist.gradients.memory, popdist.gradients.reduction,
 popdist.gradients.step_headers, popdist.training.batch_norm, popdist.training.model_steps,
 popdist.training.norm_sync, popdist.training.outside_step, popdist.training.replica_turns and

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
-from popdist.checks.checked_steps import is_checked
+from popdist.checks.step_checks import is_checked
 from popdist.errors import OptimizerError, seed_number
 from popdist.gradients.shards import flat_view
 from popdist.optim.elementwise import (

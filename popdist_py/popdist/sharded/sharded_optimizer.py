@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
-from popdist.checks.checked_steps import is_checked
+from popdist.checks.step_checks import is_checked
 from popdist.errors import OptimizerError, check_flags, name_instances
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from popdist.checks import optimizer_steps
+from popdist.checks.step_checks import reserve
 from popdist.errors import BackendError
 from popdist.gradients.shards import ShardExchange, flat_view, group_by_kind
 from popdist.groups import Backend, Group, host_group_of
@@ -36,7 +36,7 @@ class WeightCopies:
         host = host_group_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
-            optimizer_steps.reserve(shared, owner)
+            reserve(shared, owner)
             self._shared |= set(map(id, shared))
         self._exchanges = None
 

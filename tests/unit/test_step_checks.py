@@ -1,6 +1,6 @@
 """The schedule of the checks that cost time, and the checksums of parameters.
 
-Holds popdist.checks.parameter_sums.
+Holds popdist.checks.tensor_changes.
 """
 
 import pytest
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist.checks.checked_steps import is_checked
-from popdist.checks.parameter_sums import sum_parameters
+from popdist.checks.step_checks import is_checked
+from popdist.checks.tensor_changes import sum_parameters
 from popdist.context import Checks
 
 DTYPES = (
