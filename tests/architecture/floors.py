@@ -38,7 +38,6 @@ POPDIST: Final[Floors] = (
         "errors": "what popdist raises, and checks of arguments",
         "layout": "which replicas each instance owns",
         "tree": "the one order of addition",
-        "training_loop": "where a step of a training loop ends",
         "stack_signal": "stacks on request",
         "startup": "what Python does first under poprun",
     },
@@ -49,7 +48,7 @@ POPDIST: Final[Floors] = (
     },
     {
         "environments": "jobs of other launchers",
-        "progress": "how far a program has come",
+        "progress": "how far a program has come, and where its steps end",
     },
     {"host_memory": "memory that the processes of a host share"},
     {"transport": "how the instances of a job reach each other"},

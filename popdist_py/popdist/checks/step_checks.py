@@ -53,6 +53,7 @@ from popdist.gradients.gradient_flags import is_reduced, parameters_of
 from popdist.gradients.step_headers import NOT_DEALT, BeginHeader, ModelChecks, StepChecks
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+from popdist.progress import training_loop
 from popdist.training.micro_batches import Nest, children_of, is_list_of_strings
 from popdist.training.model_steps import ModelSteps
 from popdist.training.step import (
@@ -64,7 +65,6 @@ from popdist.training.step import (
     running_steps,
     with_closure,
 )
-from popdist.training_loop import training_loop
 from popdist.weights import bytes_of
 
 NUM_FIRST: Final = 3

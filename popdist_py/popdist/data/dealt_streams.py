@@ -19,8 +19,8 @@ from popdist.data.epoch import EpochPosition
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
 from popdist.errors import DatasetError
+from popdist.progress import training_loop
 from popdist.torch_private import hide_worker_info
-from popdist.training_loop import training_loop
 
 
 class ShardedIterable(IterableDataset[Any]):

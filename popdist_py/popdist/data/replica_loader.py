@@ -22,7 +22,7 @@ from popdist.data.batch import Batch, Share
 from popdist.data.epoch import EpochPosition, EpochReader
 from popdist.data.sample_randomness import Randomness, Reseed, draws_nothing, sample_seeds
 from popdist.errors import BatchError, PopdistWarning
-from popdist.training_loop import training_loop
+from popdist.progress import training_loop
 
 SMALL_BYTES: Final = 2**18
 """Tensors of up to so many bytes are sent as copies; for larger ones torch's shared memory is faster."""

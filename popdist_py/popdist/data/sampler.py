@@ -25,7 +25,7 @@ from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.errors import CollectiveError, DatasetError, check_flags, name_instances
 from popdist.groups import wait_for_first_error
-from popdist.training_loop import training_loop
+from popdist.progress import training_loop
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
 """Names under which samplers that divide by rank keep the number of ranks."""

@@ -24,13 +24,13 @@ from popdist.gradients.step_headers import (
     ModelChecks,
 )
 from popdist.layout import ReplicaLayout
+from popdist.progress import training_loop
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.randomness import RandomScope, ReplicaRandomness
 from popdist.training.replica_turns import ReplicaTurns
 from popdist.training.step import LoneStep, Step, StepState, joint_modules, watch_optimizers
-from popdist.training_loop import training_loop
 
 LEFT: Final = (
     "the last step of this model was lost on all instances, because a loop over its micro batches was left before "

@@ -22,8 +22,7 @@ from popdist.gradients.gradient_flags import mark_step
 from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
-from popdist.progress import progress_page
-from popdist.training_loop import training_loop
+from popdist.progress import progress_page, training_loop
 from popdist.tree import TreeSum
 
 
