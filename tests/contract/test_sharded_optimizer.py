@@ -1,6 +1,6 @@
 """The sharded optimizer obeys the same laws in jobs of every size, the job of one included.
 
-Holds popdist.sharded.norm_exchange, popdist.sharded.parameters, popdist.sharded.optimizer_state,
+Holds popdist.sharded.sharded_optimizer, popdist.sharded.parameters,
 popdist.sharded.weight_copies, popdist.gradients.partial_gradients and popdist.optim.lars.
 """
 

@@ -5,12 +5,14 @@ updated with another learning rate.
 """
 
 import hashlib
+import math
 import reprlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import add
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,12 +27,20 @@ from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
-from popdist.optim.pieces import PieceOptimizer, load_uncast
-from popdist.sharded.norm_exchange import NormExchange, pieces_of
-from popdist.sharded.optimizer_state import State, copy_state, gather_state, own_state
-from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
+from popdist.optim.pieces import BLOCK, NodeSums, Piece, PieceOptimizer, load_uncast
+from popdist.sharded.parameters import (
+    Named,
+    ShardedParameter,
+    State,
+    copy_state,
+    describe,
+    gather_state,
+    own_state,
+    shard_parameters,
+)
 from popdist.sharded.weight_copies import WeightCopies
 from popdist.training.replicated_model import ReplicatedModel
+from popdist.tree import Node, aligned_nodes, finish
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of settings that are shown and compared by their value."""
@@ -352,3 +362,98 @@ class ShardedOptimizer(Optimizer):
         group = context.current_group()
         check_whole_job(group, context.environment().contract.layout)
         return group
+
+
+_NUM_SUMS: Final = 2
+"""Sums of squares for each parameter: one of the weights, one of the tensor that is compared with them."""
+
+
+class NormExchange:
+    """Exchanges norms, in the steps of one optimizer, of parameters of which several instances have a shard.
+
+    Such an instance has some nodes of the tree over the parameter's blocks. Once in a step all instances send what
+    they have, for all cut parameters in one message, and each finishes the same trees.
+    """
+
+    def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
+        self._group = group
+        self._cut = [parameter for parameter in sharded if sum(map(bool, parameter.ranges)) > 1]
+        self._nodes = [
+            [_nodes_of(parameter, elements) for elements in parameter.ranges] for parameter in self._cut
+        ]
+        self._is_over = True
+
+    def begin_step(self) -> None:
+        """Begin a step, whose exchange is still to be made."""
+        self._is_over = not self._cut
+
+    def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
+        """Add up sums over pieces; every instance calls it once in a step."""
+        if self._is_over:
+            return {}
+        received = self._gather([0.0, *self._numbers_of(own)])
+        if failed := [i for i, row in zip(self._group.instances, received, strict=True) if row[0]]:
+            wait_for_first_error()
+            raise OptimizerError(
+                f"{name_instances(failed)} failed in a step (see the error there), so norms of parameters are not "
+                "known"
+            )
+        positions = [1] * len(received)
+        totals: dict[Tensor, list[float]] = {}
+        for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
+            sums: list[dict[Node, float]] = []
+            for _ in range(_NUM_SUMS):
+                values: dict[Node, float] = {}
+                for instance, nodes in enumerate(nodes_of_all):
+                    start, positions[instance] = positions[instance], positions[instance] + len(nodes)
+                    values |= zip(nodes, received[instance][start : positions[instance]], strict=True)
+                sums.append(values)
+            if parameter.shard in own:
+                totals[parameter.shard] = [finish(values, _num_blocks(parameter), add) for values in sums]
+        return totals
+
+    def end_step(self) -> None:
+        """Take part in the exchange if this instance failed before it, because the others wait."""
+        if not self._is_over:
+            self._gather([1.0])
+
+    def _numbers_of(self, own: NodeSums) -> list[float]:
+        """The numbers that this instance sends; zeros, which nobody reads, for parameters without a gradient."""
+        mine = self._group.backend.instance_index
+        numbers: list[float] = []
+        for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
+            none = [[0.0] * len(nodes_of_all[mine])] * _NUM_SUMS
+            numbers += [number for values in own.get(parameter.shard, none) for number in values]
+        return numbers
+
+    def _gather(self, numbers: list[float]) -> list[list[float]]:
+        self._is_over = True
+        width = 1 + max(
+            _NUM_SUMS * sum(len(nodes[instance]) for nodes in self._nodes)
+            for instance in range(len(self._group.instances))
+        )
+        device = self._cut[0].whole.device
+        sent = torch.zeros(width, dtype=torch.float64)
+        sent[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        with self._group.doing(f"the norms of {len(self._cut)} parameters"):
+            rows: list[list[float]] = self._group.backend.all_gather(sent.to(device)).tolist()
+        return rows
+
+
+def pieces_of(sharded: Sequence[ShardedParameter]) -> dict[Tensor, Piece]:
+    """The piece of the whole parameter that each shard of this instance is."""
+    return {
+        parameter.shard: Piece(position=position, elements=parameter.mine, num_elements=parameter.whole.numel())
+        for position, parameter in enumerate(sharded)
+        if parameter.mine
+    }
+
+
+def _num_blocks(parameter: ShardedParameter) -> int:
+    return math.ceil(parameter.whole.numel() / BLOCK)
+
+
+def _nodes_of(parameter: ShardedParameter, elements: range) -> list[Node]:
+    if not elements:
+        return []
+    return aligned_nodes(elements.start // BLOCK, math.ceil(elements.stop / BLOCK), _num_blocks(parameter))
