@@ -23,7 +23,7 @@ from measuring.documents import put, table
 from numpy.typing import NDArray
 
 from popdist.packing import PackingStrategy, lpfhp, nnlshp, optimal, spfhp, unpacked
-from popdist.packing.packed_rows import PackedRows
+from popdist.packing.packed_loader import PackedRows
 
 DATA = Path(__file__).parent / "data" / "packing_histograms.json"
 WIKIPEDIA, SQUAD = ("wikipedia-512", 512), ("squad-1.1-384", 384)

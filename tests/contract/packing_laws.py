@@ -23,7 +23,7 @@ from popdist.packing import (
     token_mean,
     unpack,
 )
-from popdist.packing.packed_rows import PackedRows
+from popdist.packing.packed_loader import PackedRows
 from tests.contract.collective_laws import refused
 
 TIMEOUT_SECONDS = 300.0

@@ -20,7 +20,7 @@ import popdist
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.errors import DatasetError
 from popdist.packing import PackedBatch, Packing, StreamRow, lpfhp, optimal, pack_stream, spfhp
-from popdist.packing.packed_rows import PackedRows
+from popdist.packing.packed_loader import PackedRows
 from popdist.packing.sample_lengths import cut_to_fit
 from popdist.packing.strategies import Algorithm
 from tests.docs.markdown import ROOT
