@@ -1,7 +1,7 @@
 """poptorch.optim: what the optimizers are, and that a model's steps are those of torch.
 
 Holds poptorch.optim.optimizers, poptorch.optim.optimizer_values, poptorch.optim.group_stepper,
-poptorch.optim.model_optimizer, popdist.optim and popdist.optim.lamb.
+poptorch.optim.model_optimizer, popdist.optim and popdist.optim.trust_ratio.
 """
 
 import copy

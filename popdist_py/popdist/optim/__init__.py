@@ -3,8 +3,7 @@
 >>> from popdist.optim import LAMB, LARS, LowPrecision
 """
 
-from popdist.optim.lamb import LAMB
-from popdist.optim.lars import LARS
 from popdist.optim.low_precision import LowPrecision
+from popdist.optim.trust_ratio import LAMB, LARS
 
 __all__ = ["LAMB", "LARS", "LowPrecision"]

@@ -119,7 +119,7 @@ def is_piece_optimizer(optimizer_class: type[Optimizer]) -> bool:
     return issubclass(optimizer_class, PieceOptimizer) and optimizer_class.__module__ in _OWN
 
 
-_OWN: Final = frozenset({"popdist.optim.lamb", "popdist.optim.lars", "popdist.optim.low_precision"})
+_OWN: Final = frozenset({"popdist.optim.trust_ratio", "popdist.optim.low_precision"})
 
 
 def check_number(what: str, value: object, *, minimum: float = 0.0, below: float = float("inf")) -> None:
