@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
-from popdist.transport.host_messages import HostMessages
+from popdist.transport.hosts import HostMessages
 from tests.contract.forked_ranks import Rank
 
 LENGTH = 3 << 20

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from popdist.errors import BackendError, CollectiveError
-from popdist.host_memory import barriers, host_group, segment_exchange
+from popdist.host_memory import barriers, host_group, segments
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.short_messages import ShortMessages
@@ -110,14 +110,14 @@ def law_a_reduction_goes_where_it_is_told() -> None:
 def law_segments_come_through_a_socket_where_proc_does_not_lead_to_them() -> None:
     """And where neither does, there is no group on any rank, although only one of them failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_exchange, "_open_through_proc", lambda _announcement: None)
+        patch.setattr(segments, "_open_through_proc", lambda _announcement: None)
         with connected() as made:
             block = made.allocate(1)
             block.mine[0] = made.rank + 1
             made.barrier()
             assert [int(row[0]) for row in block.rows] == list(range(1, made.size + 1))
         if dist.get_rank() == 0:
-            patch.setattr(segment_exchange, "_connect", lambda _announcement, _rank: None)
+            patch.setattr(segments, "_connect", lambda _announcement, _rank: None)
         made_without = connect()
         assert (made_without is None) == (dist.get_world_size() > 1)
 
@@ -126,7 +126,7 @@ def law_a_foreign_segment_proves_no_host() -> None:
     """The token counts: memory in which another one stands is not taken for the rank's that announced it."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(segment_exchange, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
+            patch.setattr(segments, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
         found = connect()
     assert (found is None) == (dist.get_world_size() > 1)
 

@@ -1,7 +1,6 @@
 """The torch backend `popdist` obeys its laws at every number of ranks, survives losses, and carries FSDP.
 
-Holds popdist.process_group.group_calls, popdist.process_group.torch_process_group, popdist.transport.hosts and
-popdist.transport.host_messages.
+Holds popdist.process_group.group_calls, popdist.process_group.torch_process_group and popdist.transport.hosts.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,15 +1,11 @@
-"""The memory of another user is never taken for that of a peer, whatever was announced.
-
-Holds popdist.host_memory.segment_exchange.
-"""
+"""The memory of another user is never taken for that of a peer, whatever was announced."""
 
 import os
 import signal
 
 import pytest
 
-from popdist.host_memory.segment_exchange import TOKEN_BYTES, TOKEN_OFFSET, _Announcement, _open_through_proc
-from popdist.host_memory.segments import PAGE_BYTES
+from popdist.host_memory.segments import PAGE_BYTES, TOKEN_BYTES, TOKEN_OFFSET, _Announcement, _open_through_proc
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")

@@ -22,15 +22,17 @@ from torch.distributed.distributed_c10d import Store
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op, Reduction
 from popdist.host_memory.barriers import Barriers, Names, ProcessWatch, make_fence, operation, purpose
-from popdist.host_memory.segment_exchange import PeerSegment, SegmentExchange, open_through_proc
 from popdist.host_memory.segments import (
     PAGE_BYTES,
+    PeerSegment,
     Reservation,
     Segment,
+    SegmentExchange,
     SharedBlock,
     as_tensor,
     as_words,
     map_window,
+    open_through_proc,
     whole_pages,
 )
 

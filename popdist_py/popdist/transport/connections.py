@@ -24,8 +24,7 @@ from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.short_messages import ShortMessages
 from popdist.transport.channel import Channel, as_backend_error
-from popdist.transport.host_messages import HostMessages
-from popdist.transport.hosts import Member, RankPlace, SeveralHosts, connect
+from popdist.transport.hosts import HostMessages, Member, RankPlace, SeveralHosts, connect
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
