@@ -41,8 +41,8 @@ from popdist.gradients.step_headers import BeginHeader
 from popdist.groups import Exchange
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
-from popdist.transport.bucket_sums import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum
 from popdist.transport.channel import Channel
+from popdist.transport.two_level import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum
 from popdist.tree import Node, TreeSum
 
 KEPT_BYTES: Final = 31 << 20
