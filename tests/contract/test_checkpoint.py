@@ -1,7 +1,4 @@
-"""All instances save, load and fail together, and a run that was killed loses nothing but time.
-
-Holds popdist.checkpoint.byte_exchange.
-"""
+"""All instances save, load and fail together, and a run that was killed loses nothing but time."""
 
 import json
 import os

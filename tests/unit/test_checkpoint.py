@@ -1,7 +1,6 @@
 """What is saved is loaded, whole or not at all, and nothing else; here in a job of one.
 
-Holds popdist.checkpoint.states, popdist.checkpoint.loading, popdist.checkpoint.saving and
-popdist.checkpoint.tensor_files.
+Holds popdist.checkpoint.states and popdist.checkpoint.tensor_files.
 """
 
 import io

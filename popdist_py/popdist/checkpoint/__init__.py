@@ -3,7 +3,6 @@
 >>> from popdist.checkpoint import save, load_latest
 """
 
-from popdist.checkpoint.loading import Loaded, load_latest
-from popdist.checkpoint.saving import save
+from popdist.checkpoint.checkpoint import Loaded, load_latest, save
 
 __all__ = ["Loaded", "load_latest", "save"]
