@@ -19,8 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from popdist.errors import BackendError, CollectiveError
 from popdist.host_memory import barriers, host_group, segments
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.short_messages import ShortMessages
+from popdist.host_memory.host_group import HostGroup, ShortMessages
 from popdist.tree import tree_sum
 
 TIMEOUT_SECONDS: Final = 300.0

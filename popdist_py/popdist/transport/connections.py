@@ -22,7 +22,7 @@ from popdist.errors import BackendError
 from popdist.host_memory.barriers import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.short_messages import ShortMessages
+from popdist.host_memory.host_group import ShortMessages
 from popdist.transport.channel import Channel, as_backend_error
 from popdist.transport.hosts import HostMessages, Member, RankPlace, SeveralHosts, connect
 

@@ -24,9 +24,8 @@ from torch import distributed as dist
 from popdist.errors import BackendError, name_instances
 from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
-from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.host_group import HostGroup, ShortMessages
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
-from popdist.host_memory.short_messages import ShortMessages
 from popdist.transport.channel import Channel, as_backend_error
 from popdist.transport.connections import Connections
 from popdist.transport.hosts import SeveralHosts
