@@ -1,7 +1,4 @@
-"""Packed rows as tensors, masks that keep sequences apart, and weights that make packing invisible to a training.
-
-Holds popdist.packing.sequences and popdist.packing.collation.
-"""
+"""Packed rows as tensors, masks that keep sequences apart, and weights that make packing invisible to training."""
 
 import math
 from typing import Any

@@ -3,10 +3,17 @@
 >>> from popdist.packing import Packing, lpfhp
 """
 
-from popdist.packing.collation import Collator, Packed
+from popdist.packing.collation import (
+    Collator,
+    Packed,
+    attention_mask,
+    label_counts,
+    packed_betas,
+    token_mean,
+    unpack,
+)
 from popdist.packing.linear_programme import nnlshp, optimal
 from popdist.packing.packed_loader import PackedBatch, PackedMicroBatch, Packing
-from popdist.packing.sequences import attention_mask, label_counts, packed_betas, token_mean, unpack
 from popdist.packing.strategies import PackingStrategy, lpfhp, spfhp, unpacked
 from popdist.packing.stream_packing import PackedStream, StreamRow, pack_stream
 
