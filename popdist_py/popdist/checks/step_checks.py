@@ -124,20 +124,24 @@ class ReplicaChecks(ModelChecks):
         self._buffers = buffers
         self._steps = CheckedSteps()
         self._python_state = PythonState(module)
+        self._passes_before = training_loop.num_loader_passes
 
     def begin_step(self, batch: Nest = None) -> StepChecks:
         """The checks of the step that begins; in one that is not checked only what others found is passed on."""
         if not self._steps.is_next_checked():
             return UncheckedStep()
         is_first = self._steps.number == 1
+        num_passes = training_loop.num_loader_passes - self._passes_before
         if self._layout.num_replicas == 1:
-            return CheckedStep(None, batch, is_first=is_first)
-        step = CheckedStep(sum_parameters(self._module), batch, is_first=is_first)
+            return CheckedStep(None, batch, num_passes, is_first=is_first)
+        step = CheckedStep(sum_parameters(self._module), batch, num_passes, is_first=is_first)
         step.watch_others(OtherParameters(self._module, self._buffers.other_modules()))
         return step
 
     def end_step(self) -> None:
         """Count a step that has ended with a gradient on all instances."""
+        if self._steps.is_next_checked():  # a pass that was found is not found again
+            self._passes_before = training_loop.num_loader_passes
         self._steps.end_step()
 
     def watch(self, forward: Callable[[], R]) -> R:
@@ -160,14 +164,14 @@ class CheckedStep(UncheckedStep):
 
     is_on = True
 
-    def __init__(self, sums: ParameterSums | None, batch: Nest, *, is_first: bool) -> None:
+    def __init__(self, sums: ParameterSums | None, batch: Nest, num_passes: int, *, is_first: bool) -> None:
         self._sums = sums
         self._others: OtherParameters | None = None
         self._buffers: UntrackedBuffers | None = None
         self._is_first = is_first
         self.checksum = 0 if sums is None else sums.word
         if context.environment().contract.num_instances > 1 and batch is not None:
-            self.num_loader_passes = training_loop.num_loader_passes
+            self.num_loader_passes = num_passes
             self.digest = 0 if hasattr(batch, "micro_batches") else digest_of(batch)
 
     def watch_others(self, parameters: OtherParameters) -> None:
@@ -194,10 +198,10 @@ class CheckedStep(UncheckedStep):
         most = max(passes, default=0)
         if own.num_loader_passes == most > min(passes, default=0) and own.epoch != NOT_DEALT:
             _warn(
-                f"this instance has read loaders of popdist.data_loader {most} times, and another one "
-                f"{min(passes)} times: a loader that is read on some instances only, as in `if is_main():`, gives "
-                "them their share of the samples. Evaluate on all instances and join what they find by "
-                "popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's there"
+                f"this instance has read loaders of popdist.data_loader {most} times since the last check, and "
+                f"another one {min(passes)} times: a loader that is read on some instances only, as in "
+                "`if is_main():`, gives them their share of the samples. Evaluate on all instances and join what "
+                "they find by popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's there"
             )
 
     def fault(self) -> str | None:
