@@ -26,7 +26,10 @@ def _train(
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_every_split_trains_the_same(forked_world: ForkedWorlds, shards: bool) -> None:  # noqa: FBT001 - a parameter
-    """Weights, each replica's losses, and the optimizer's state, sharded or not; with dropout and statistics."""
+    """Weights, each replica's losses, the optimizer's state, sharded or not, with dropout; and statistics.
+
+    Those of the job's replica 0 are the module's on all instances.
+    """
     ((checksum, losses, state),) = _train(forked_world, 1, shards=False)
     for num_instances in (2, 4):
         found = _train(forked_world, num_instances, shards=shards)

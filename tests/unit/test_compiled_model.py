@@ -5,13 +5,16 @@ Holds poptorch.executor.compiled_model.
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import poptorch
+from poptorch.executor.saved_models import read
 from tests.unit.poptorch_models import Affine, Forward, Net, job_of_one, random_batch, states_are_equal
 
 __all__ = ["job_of_one"]
@@ -228,6 +231,53 @@ def test_tied_parameters_stay_tied() -> None:
 def _count(m: Forward, x: Tensor) -> Tensor:
     m.y.add_(1)
     return x * m.y
+
+
+class _Centred(nn.Module):
+    """Statistics of a layer, which torch.jit may have compiled, and of its own, by torch's operation."""
+
+    mean: Tensor
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("var", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        functional.batch_norm(x, self.mean, self.var, training=True)  # type: ignore[arg-type] # a buffer
+        return poptorch.identity_loss(y.square(), "mean")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shares", [True, False])
+def test_each_replica_has_its_running_statistics(shares: bool, compiled: bool, tmp_path: Path) -> None:  # noqa: FBT001 - parameters
+    """The module those of replica 0, as a plain loop over its samples has them; a saved model has all."""
+    norm = nn.BatchNorm1d(2)
+    model = _Centred(torch.jit.script(norm) if compiled else norm)
+    alone = _Centred(nn.BatchNorm1d(2))
+    options = poptorch.Options().replicationFactor(3).deviceIterations(2).broadcastBuffers(shares)
+    training = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.0))
+    x = torch.randn(2, 3, 4, 2)
+    training(x.flatten(0, 2))
+    for part in x[:, 0]:
+        alone(part)
+
+    assert states_are_equal(model, alone)
+    assert not torch.equal(model.mean, torch.zeros(2))
+    training.save(tmp_path, export_model=False)
+    other = _Centred(nn.BatchNorm1d(2))
+    loaded = poptorch.trainingModel(other, options, torch.optim.SGD(other.parameters(), lr=0.0))
+    loaded.loadExecutable(tmp_path)
+    assert states_are_equal(other, alone)
+    loaded.save(tmp_path / "again", export_model=False)
+    first, second = (read(path).replica_buffers for path in (tmp_path, tmp_path / "again"))
+    assert [len(one) for one in first] == [0, 5, 5]
+    assert not torch.equal(first[1]["mean"], first[2]["mean"])
+    for one, again in zip(first, second, strict=True):
+        assert all(torch.equal(one[name], again[name]) for name in one)
 
 
 def test_replicas_share_buffers_or_have_their_own() -> None:

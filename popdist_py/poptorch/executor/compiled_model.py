@@ -43,7 +43,6 @@ class CompiledModel:
         is_training = optimizer is not None
         self._module = module
         self.arguments = CallArguments(module.forward, arguments, named_arguments, options)
-        self._is_shared = popdist.num_instances() * options.replication_factor > 1 and options.broadcast_buffers
         self._devices = popdist.devices()
         self._is_on_cpu = self._devices[0].type == "cpu"
         # the module's parameters and buffers
@@ -53,12 +52,11 @@ class CompiledModel:
             modes,
             is_training=is_training,
             has_copies=any(device.type != "cpu" for device in self._devices),
-            num_buffer_sets=1 if options.broadcast_buffers else options.replication_factor,
         )
         self._updatable = _updatable_buffers(options, self.tensors)
         first = self._micro_batches(arguments, named_arguments)[0]
         with self.tensors.running():
-            forward = self._trace(first, is_training=is_training)
+            forward = self._trace(first, options, is_training=is_training)
             self._seen = forward.seen
             check_stages(self._seen, options, is_training=is_training)
             self.runs: Runs  # what the calls compute
@@ -69,19 +67,25 @@ class CompiledModel:
         self._num_inputs = len(tensors_of(first))
         self._num_outputs = len(tensors_of(forward.result))
 
-    def _trace(self, first: MicroBatch, *, is_training: bool) -> TracedForward:
-        """Run the first forward, which leaves the buffers as they are."""
+    def _trace(self, first: MicroBatch, options: Options, *, is_training: bool) -> TracedForward:
+        """Run the first forward, which leaves the buffers as they are, and give each replica those of its own."""
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
         device = self._devices[0] if len({*self._devices}) > 1 else None
         forward = TracedForward(self._module, first, is_training=is_training, device=device)
-        for name, buffer in self.tensors.buffers.items():
-            if self._is_shared and not _has_same_bits(buffer, before[name]):
-                raise Error(
-                    f"the model changes its buffer {name}, and has several replicas, each of which makes "
-                    "something else of it: poptorch does not support broadcasting buffers that change. "
-                    "Call options.broadcastBuffers(False), with which each replica keeps its own"
-                )
-            buffer.detach().copy_(before[name])
+        changed = {name for name, it in self.tensors.buffers.items() if not _has_same_bits(it, before[name])}
+        for name in changed:
+            self.tensors.buffers[name].detach().copy_(before[name])
+        if popdist.num_instances() * options.replication_factor == 1:
+            return forward
+        if options.broadcast_buffers and (others := changed - forward.statistics):
+            raise Error(
+                f"the model changes its buffer {min(others)}, and has several replicas, each of which makes "
+                "something else of it: poptorch does not support broadcasting buffers that change. Call "
+                "options.broadcastBuffers(False), with which each replica keeps its own"
+            )
+        separate = [name for name in self.tensors.buffers if not options.broadcast_buffers or name in changed]
+        shared = changed & forward.statistics if is_training else ()
+        self.tensors.separate_buffers(separate, options.replication_factor, shared)
         return forward
 
     def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
@@ -216,7 +220,13 @@ class TrainingRuns(Runs):
     @torch.enable_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - as above
         """The results of a call's micro batches, put together; gradients are computed also under ``no_grad``."""
-        return super().run(micro_batches)
+        if self.must_agree and self._model is not None:
+            self.must_agree = False
+            popdist.broadcast_weights({**self._tensors.parameters, **self._tensors.buffers})
+            self._tensors.fill_replicas()
+        result = super().run(micro_batches)
+        self._tensors.share_buffers()
+        return result
 
     def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
         scaling = self.optimizer.loss_scaling
@@ -239,9 +249,6 @@ class TrainingRuns(Runs):
         scaling: float,
     ) -> None:
         """Compute the gradients of this process's replicas, and reduce those of the whole job."""
-        if self.must_agree:
-            self.must_agree = False
-            popdist.broadcast_weights(model)
         num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
         is_in_order = num_replicas == 1 or num_accumulations == 1
         results: dict[int, Any] = {}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import popdist
 from poptorch.errors import Error
 
 
@@ -65,17 +66,41 @@ class ModuleTensors:
         *,
         is_training: bool,  # whether running the model trains the parameters
         has_copies: bool,  # whether the model computes on copies, and the module's own tensors stay where they are
-        # replicas of this process that have buffers of their own; 1 where all share the module's
-        num_buffer_sets: int = 1,
     ) -> None:
         self._module = module
         self._devices = devices
         self._modes = modes
         self._is_training = is_training
         self._has_copies = has_copies
-        self._num_buffer_sets = num_buffer_sets
         self._is_running = False
+        self._separate: list[str] = []  # the buffers of which each replica has its own
+        self._shared = frozenset[str]()  # of these, those that the module has of the job's replica 0
+        self._num_replicas = 1
         self._find_tensors()
+
+    def separate_buffers(self, names: Iterable[str], num_replicas: int, shared: Iterable[str]) -> None:
+        """Give each of the process's replicas its own buffers ``names``.
+
+        The module has those of the first one; of the buffers ``shared`` those of the job's first one, as soon as
+        `share_buffers` is called.
+        """
+        self._separate, self._num_replicas, self._shared = [*names], num_replicas, frozenset(shared)
+        self._make_replica_buffers()
+
+    def _make_replica_buffers(self) -> None:
+        self._separate = [name for name in self._separate if name in self.buffers]
+        values = self._own_values()
+        # values of local replica 1 and so on; copied together, so that views of one memory stay that
+        self._others = [copy.deepcopy(values) for _ in range(self._num_replicas - 1)]
+        # of local replica 0, what the module has of another instance
+        self._first: dict[str, Tensor] = {}
+        if popdist.instance_index():
+            pairs = zip(self._separate, copy.deepcopy(values), strict=True)
+            self._first = {name: value for name, value in pairs if name in self._shared}
+        self._own = values  # what the module has while the model does not run
+
+    def _own_values(self) -> list[Tensor]:
+        return [self.copies.get(name, self.buffers[name].data) for name in self._separate]
 
     def _find_tensors(self) -> None:
         self._num_trainings_seen = ModuleTensors.num_trainings
@@ -91,9 +116,7 @@ class ModuleTensors:
         self.copies: dict[str, Tensor] = {}
         if self._has_copies:
             self.copies = {name: self._copy_of(name, tensor) for name, tensor in named.items()}
-        values = [self.copies.get(name, it.data) for name, it in self.buffers.items()]
-        others = range(self._num_buffer_sets - 1)
-        self._other_sets = [copy.deepcopy(values) for _ in others]  # together: views of one memory stay that
+        self._make_replica_buffers()
 
     def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
         device = self._devices[name]
@@ -112,7 +135,7 @@ class ModuleTensors:
             self._find_tensors()  # the program has put others there, as module.half() does
         if not self._is_training and self._num_trainings_seen != ModuleTensors.num_trainings:
             self._num_trainings_seen = ModuleTensors.num_trainings
-            self._fill_other_sets()
+            self.fill_replicas()
         changed_modes = [(part, mode) for part, mode in self._modes if part.training is not mode]
         gradients = self._put_gradients_aside() if self._is_training else []
         host_values = {name: self._tensor(name).data for name in self.copies}
@@ -120,7 +143,7 @@ class ModuleTensors:
             part.training = mode
         for name, value in self.copies.items():
             self._tensor(name).data = value
-        self._own_buffers = [buffer.data for buffer in self.buffers.values()] if self._other_sets else []
+        self._own = self._own_values()
         self._is_running = True
         ModuleTensors.num_running += 1
         try:
@@ -129,7 +152,7 @@ class ModuleTensors:
             self._is_running = False
             ModuleTensors.num_running -= 1
             ModuleTensors.num_trainings += self._is_training
-            self.select_replica(0)
+            self._put_buffers(self._own)
             faults = [place.put_back() for place in self._places if not place.is_kept]
             for name, value in host_values.items():
                 self._tensor(name).data = value
@@ -153,11 +176,27 @@ class ModuleTensors:
 
     def select_replica(self, replica: int) -> None:
         """While the model runs: give the module the buffers of local replica ``replica``."""
-        if not self._other_sets:
+        if replica:
+            self._put_buffers(self._others[replica - 1])
+        elif self._others or self._first:
+            own = zip(self._separate, self._own, strict=True)
+            self._put_buffers([self._first.get(name, value) for name, value in own])
+
+    def _put_buffers(self, values: Sequence[Tensor]) -> None:
+        for name, value in zip(self._separate, values, strict=True):
+            self.buffers[name].data = value
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """While the model runs, on all instances: give the module the shared buffers of the job's replica 0."""
+        if not self._shared or popdist.num_instances() == 1:
             return
-        values = self._other_sets[replica - 1] if replica else self._own_buffers
-        for buffer, value in zip(self.buffers.values(), values, strict=True):
-            buffer.data = value
+        named = zip(self._separate, self._own, strict=True)
+        values = [value for name, value in named if name in self._shared]
+        sent = [value.to(popdist.devices()[0]).reshape(-1).view(torch.uint8) for value in values]
+        received = popdist.broadcast(torch.cat(sent)).split([len(part) for part in sent])
+        for value, part in zip(values, received, strict=True):
+            value.copy_(part.clone().view(value.dtype).view(value.shape))
 
     @torch.no_grad()
     def copy_to_device(self, names: Iterable[str] | None = None) -> None:
@@ -166,7 +205,7 @@ class ModuleTensors:
         for name, value in self.copies.items():
             if name in chosen:
                 value.copy_(self._tensor(name))
-        self._fill_other_sets(names)
+        self.fill_replicas(names)
 
     @torch.no_grad()
     def copy_to_host(self) -> None:
@@ -180,13 +219,25 @@ class ModuleTensors:
                         other.copy_(value)
 
     @torch.no_grad()
-    def _fill_other_sets(self, names: Iterable[str] | None = None) -> None:
+    def fill_replicas(self, names: Iterable[str] | None = None) -> None:
         """Give all replicas the module's buffers."""
-        chosen = {*self.buffers} if names is None else {*names}
-        for values in self._other_sets:
-            for (name, buffer), value in zip(self.buffers.items(), values, strict=True):
-                if name in chosen:
-                    value.copy_(buffer)
+        chosen = {*self._separate} if names is None else {*names}
+        for values in self.replica_buffers:
+            for name in chosen & values.keys():
+                values[name].copy_(self.buffers[name])
+
+    @property
+    def replica_buffers(self) -> list[dict[str, Tensor]]:
+        """What each replica of this process has in place of the module's buffers, by name."""
+        others = (dict(zip(self._separate, values, strict=True)) for values in self._others)
+        return [self._first, *others]
+
+    @torch.no_grad()
+    def load_replica_buffers(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from `replica_buffers` of as many replicas; what is missing stays as it is."""
+        for values, read in zip(self.replica_buffers, saved, strict=False):
+            for name in values.keys() & read.keys():
+                values[name].copy_(read[name])
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:

@@ -212,7 +212,7 @@ class PoplarExecutor:
     def save(
         self, filename: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True
     ) -> None:
-        """Write the compiled model with its weights, the state of its optimizer, and its random states.
+        """Write the compiled model: weights, the optimizer's state, buffers and random states of the replicas.
 
         Args:
             filename: A file; or a folder, which gets ``model.poptorch``.
@@ -226,6 +226,7 @@ class PoplarExecutor:
         saved = SavedModel(
             is_training=self._is_training,
             weights={name: tensor.detach() for name, tensor in self._host_tensors()},
+            replica_buffers=compiled.tensors.replica_buffers,
             optimizer_state=state.get("ipu_state") or {},
             random_state=torch.tensor(runs.rng_state, dtype=torch.uint8) if save_rng_state else None,
             example=self._example,
@@ -261,6 +262,7 @@ class PoplarExecutor:
             return
         args, kwargs = saved.example
         self.compile(*args, **kwargs)
+        self._compiled_model().tensors.load_replica_buffers(saved.replica_buffers)
         if self._is_training and saved.optimizer_state:
             self._training_runs().optimizer.write_state({"ipu_state": saved.optimizer_state})
         if saved.random_state is not None:

@@ -36,6 +36,8 @@ class SavedModel:
     is_training: bool  # whether it was a training model
     # parameters and buffers by name; empty for those of the module that reads the file
     weights: dict[str, Tensor] = field(default_factory=dict)
+    # what each replica of this process has in place of the module's buffers, by name
+    replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     # the optimizer's tensors on the device, by name
     optimizer_state: dict[str, Tensor] = field(default_factory=dict)
     # of the replicas of this process, as bytes; None where it was not asked for
@@ -70,7 +72,7 @@ def pickled(*objects: object) -> tuple[Tensor, ...]:
     pickler = _ModelPickler(stream)
     try:
         pickler.dump(objects)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:  # the last is torch.jit's
         raise Error(f"the model cannot be pickled: {error}. Say export_model=False to leave it out") from error
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8), *pickler.tensors
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from poptorch.blocks import MovedArguments, record_forward
-from poptorch.custom_types import with_tensors
+from poptorch.custom_types import tensors_of, with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.module_tensors import ModuleTensors
@@ -26,6 +26,9 @@ _CONVOLUTIONS: Final = (
 
 _WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
 """Operations whose weights get the dtype of their input."""
+
+_WITH_STATISTICS: Final = {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
+_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def isRunningOnIpu() -> bool:
@@ -56,6 +59,26 @@ class WeightCasts(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+class _SeenNorms(TorchFunctionMode):
+    """Within it the tensors of operations are noticed that update running statistics by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch has it
+        del types
+        if func in _WITH_STATISTICS:
+            self.tensors += tensors_of(args)
+        return func(*args, **kwargs or {})
+
+
 class TracedForward:
     """The forward of one model. It runs once when this is made, which changes neither arguments nor generators."""
 
@@ -66,9 +89,10 @@ class TracedForward:
         self._device = device
         self._place: LossPlace | None = None
         args, kwargs = with_tensors(first, Tensor.clone)
-        casts, search = WeightCasts(), LossSearch()
+        casts, norms, search = WeightCasts(), _SeenNorms(), LossSearch()
         with _explained(), _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
             modes.enter_context(casts)
+            modes.enter_context(norms)
             if is_training:
                 modes.enter_context(search)
             if "torch._dynamo" in sys.modules:  # nothing can be seen of what torch.compile has compiled
@@ -77,6 +101,7 @@ class TracedForward:
         if is_training:
             self._place = LossPlace(result, search.final())
         self._has_casts = casts.has_cast
+        self.statistics = _statistics(module, norms.tensors)  # buffers that normalizing operations update, by name
         self.result = with_tensors(result, Tensor.detach)  # of the first forward, detached
 
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
@@ -105,6 +130,19 @@ class TracedForward:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
         with nullcontext() if self._device is None else MovedArguments(self._device):
             return self._module(*args, **kwargs)
+
+
+def _statistics(module: nn.Module, seen: Sequence[Tensor]) -> frozenset[str]:
+    """The buffers among the tensors ``seen``, and what batch norm layers count; of torch.jit's by their names."""
+    known = {*map(id, seen)}
+    found = set[str]()
+    for path, part in module.named_modules():
+        own = dict(part.named_buffers(path, recurse=False))
+        names = {f"{path}.{key}" if path else key for key in _STATISTICS}
+        if isinstance(part, torch.jit.ScriptModule) or any(id(own[name]) in known for name in names & own.keys()):
+            found |= names & own.keys()
+        found |= {name for name, buffer in own.items() if id(buffer) in known}
+    return frozenset(found)
 
 
 @contextmanager
