@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 import popdist
 import poptorch
@@ -300,6 +308,47 @@ def law_sampled_indices_are_the_same_everywhere(_directory: Path) -> None:
     with refused(popdist.CollectiveError, rf"data_loader of 61 samples with a (list|range).*instance {last}: "):
         popdist.data_loader(Augmented(), 2, sampler=[1] * 9 if is_last() else range(9))
     popdist.barrier()
+
+
+class Scaled(Dataset[float]):
+    """Another dataset's samples, as programs wrap a part to transform it."""
+
+    def __init__(self, part: Dataset[float]) -> None:
+        self.part = part
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> float:
+        return 2 * self.part[index]
+
+
+def law_sampled_subsets_are_the_same_everywhere(_directory: Path) -> None:
+    """Each hears who has others, wherever the Subset is; a state of one goes on with the same one only."""
+
+    def split(seed: int) -> Subset[float]:
+        return random_split(range(50), [40, 10], torch.Generator().manual_seed(seed))[0]  # type: ignore[arg-type]
+
+    makers: list[Callable[[int], Any]] = [
+        lambda seed: popdist.data_loader(split(seed), 2),
+        lambda seed: popdist.data_loader(split(seed), 2, sampler=range(40)),
+        lambda seed: popdist.data_loader(Scaled(split(seed)), 2),
+        lambda seed: popdist.ReplicaSampler(ConcatDataset([Scaled(split(0)), split(seed)]), 2),
+        lambda seed: popdist.data_loader(
+            split(seed), 2, packing=popdist.packing.Packing(max_length=8, lengths=[4] * 40), collate_fn=list
+        ),
+    ]
+    for make in makers:
+        state = make(1).state_dict()
+        make(1).load_state_dict(state)
+        with refused(popdist.DatasetError, r"the state was taken with \{'subsets': -?\d+\}"):
+            make(2).load_state_dict(state)
+        if popdist.num_instances() > 1:
+            with refused(
+                popdist.CollectiveError,
+                rf"the Subset in its dataset has other indices on .*instance {popdist.num_instances() - 1}, so sa",
+            ):
+                make(int(is_last()))
 
 
 class Stream:

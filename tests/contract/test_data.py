@@ -38,4 +38,4 @@ def test_samplers(forked_world: ForkedWorlds, tmp_path: Path) -> None:
         for num_instances in (1, 2, 4)
     ]
     assert all(world == [found[0][0]] * num for world, num in zip(found, (1, 2, 4), strict=True))
-    assert found[0][0][0] == 2
+    assert found[0][0][0] == 3

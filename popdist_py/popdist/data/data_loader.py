@@ -163,6 +163,7 @@ def _sampled_loader(
         {"num_samples": epochs.length, "sampler": True, "seed": seed},
         f"data_loader of {epochs.length} samples with a {type(sampler).__name__}, {micro_batch_size=}, "
         f"{accumulation=}, {seed=}, {drop_last=}",
+        dataset,
     )
     shares = SampledShares(sampler, epochs, contract.layout.replicas_of(contract.instance_index), position)
     return SampledLoader(MapFetcher(dataset, collation), shares, position, accumulation, options)
@@ -182,6 +183,7 @@ def _map_loader(
         {"length": epochs.length, "shuffle": shuffle, "seed": seed},
         f"data_loader of {epochs.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
         f"{drop_last=}",
+        dataset,
     )
     shares = EpochShares(epochs, contract.layout.replicas_of(contract.instance_index), position)
     return ReplicaLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})

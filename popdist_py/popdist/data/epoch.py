@@ -13,18 +13,26 @@ modulo 2^64 is used, so a seed means the same shuffle on every machine and in ev
 cryptography: an adversary could predict it.
 """
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from popdist import context
-from popdist.errors import MOST_PARTS, DatasetError, seed_number, whole_number
+from popdist.errors import (
+    MOST_PARTS,
+    CollectiveError,
+    DatasetError,
+    name_instances,
+    seed_number,
+    whole_number,
+)
 from popdist.layout import parts
 
 ReaderState: TypeAlias = dict[str, int | bool]
@@ -167,9 +175,15 @@ class EpochPosition:
     no more.
     """
 
-    def __init__(self, reader: str, identity: ReaderState, agreement: str) -> None:
-        """``identity`` is what a position depends on; all instances must have the same ``agreement``, in words."""
+    def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
+        """``identity`` is what a position depends on; all instances must have the same ``agreement``, in words.
+
+        Where ``dataset`` is made of subsets, their indices must be the same, too, and a position depends on them.
+        """
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
+        self._subsets = checksum_of_subsets(dataset)
+        if self._subsets:
+            self.identity["subsets"] = self._subsets
         self.epoch = 0
         self.num_read = 0
         self._reader = reader
@@ -182,7 +196,15 @@ class EpochPosition:
         """Compare the agreement with that of other instances, once and after ``init()``."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
-            context.current_group().agree(agreement)
+            group = context.current_group()
+            checksums = [checksum for (checksum,) in group.start(agreement, [self._subsets]).wait()]
+            if differing := name_differing(group.instances, checksums):
+                raise CollectiveError(
+                    f"{agreement}: the Subset in its dataset has other indices on {differing}, so samples would "
+                    "come twice and never. random_split() draws them from torch's generator, which each instance "
+                    "seeds for itself: write random_split(dataset, lengths, torch.Generator().manual_seed(0)); "
+                    "other indices, too, must come from one seed or from popdist.broadcast_object()"
+                )
 
     def start(self) -> int:
         """Begin the next epoch, or continue the one that was loaded, and return the number of this iteration."""
@@ -231,6 +253,38 @@ class EpochPosition:
 
     def _jump(self, epoch: int) -> None:
         self.epoch, self.num_read, self._is_running = epoch, 0, False
+
+
+def checksum_of_subsets(dataset: object) -> int:
+    """A 64-bit checksum of the indices of each ``Subset`` that ``dataset`` is or is made of; 0 without one."""
+    digest = hashlib.blake2b(digest_size=8)
+    subsets = list(_subsets_in(dataset, set()))
+    for subset in subsets:
+        indices = np.asarray(subset.indices)
+        digest.update(indices.astype("<i8").tobytes() if indices.dtype.kind in "iu" else repr(indices).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True) if subsets else 0
+
+
+def _subsets_in(dataset: object, seen: set[int]) -> Iterator[Subset[Any]]:
+    if id(dataset) in seen:
+        return
+    seen.add(id(dataset))
+    if isinstance(dataset, Subset):
+        yield dataset
+    for value in getattr(dataset, "__dict__", {}).values():
+        parts = list(value.values()) if isinstance(value, dict) else value
+        are_datasets = isinstance(parts, list | tuple) and parts and isinstance(parts[0], Dataset)
+        for part in parts if are_datasets else [value]:
+            if isinstance(part, Dataset):
+                yield from _subsets_in(part, seen)
+
+
+def name_differing(instances: Sequence[int], values: Sequence[int]) -> str:
+    """Which instances have other values than which, in words; empty where all have the same."""
+    owners: dict[int, list[int]] = {}
+    for instance, value in zip(instances, values, strict=True):
+        owners.setdefault(value, []).append(instance)
+    return " than on ".join(map(name_instances, owners.values())) if len(owners) > 1 else ""
 
 
 class EpochReader:

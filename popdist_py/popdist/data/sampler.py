@@ -20,7 +20,16 @@ from torch.utils.data import Dataset, Sampler
 from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Share
-from popdist.data.epoch import EpochPlan, EpochPosition, EpochReader, Order, ReaderState, deal_epoch, plan_epochs
+from popdist.data.epoch import (
+    EpochPlan,
+    EpochPosition,
+    EpochReader,
+    Order,
+    ReaderState,
+    deal_epoch,
+    name_differing,
+    plan_epochs,
+)
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.errors import CollectiveError, DatasetError, check_flags, name_instances
@@ -84,6 +93,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
             {"length": self._plan.length, "shuffle": shuffle, "seed": seed},
             f"ReplicaSampler of {self._plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, "
             f"{seed=}, {drop_last=}",
+            length_or_dataset,
         )
 
     def __len__(self) -> int:
@@ -239,11 +249,13 @@ class SampledShares(EpochShares):
             raise CollectiveError(
                 f"{name} failed on {name_instances(failed)} in epoch {epoch} (see the error there)"
             )
-        groups: dict[int, list[int]] = {}
-        for number, (checksum,) in zip(instances, told, strict=True):
-            groups.setdefault(checksum, []).append(number)
-        if len(groups) > 1:
-            raise CollectiveError(_differing(name, epoch, list(groups.values())))
+        if differing := name_differing(instances, [checksum for (checksum,) in told]):
+            raise CollectiveError(
+                f"{name} gave other indices in epoch {epoch} on {differing}: it must give the same on every "
+                "instance. data_loader seeds Python's, numpy's and torch's own generators from seed and epoch for "
+                "it; give a generator of the sampler's own the same state everywhere, and make it from the same "
+                "data"
+            )
         return order
 
     def _read(self) -> SamplerOrder:
@@ -313,12 +325,3 @@ def _is_index(number: object, num_samples: int) -> bool:
         return 0 <= index(number) < num_samples  # type: ignore[arg-type] # what is asked
     except TypeError:
         return False
-
-
-def _differing(name: str, epoch: int, groups: list[list[int]]) -> str:
-    found = " than on ".join(name_instances(group) for group in groups)
-    return (
-        f"{name} gave other indices in epoch {epoch} on {found}: it must give the same on every instance. "
-        "data_loader seeds Python's, numpy's and torch's own generators from seed and epoch for it; give a "
-        "generator of the sampler's own the same state everywhere, and make it from the same data"
-    )

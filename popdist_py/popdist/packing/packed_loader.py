@@ -440,6 +440,7 @@ def _map_loader(
         f"data_loader of {rows.num_rows} packed rows with the digest {rows.digest}, "
         f"micro_batch_size={plan.micro_batch_size}, accumulation={plan.accumulation}, shuffle={plan.shuffle}, "
         f"seed={plan.seed}, drop_last={plan.drop_last}",
+        fetcher.dataset,
     )
     shares = EpochShares(epochs, contract.layout.replicas_of(contract.instance_index), position)
     return _PackedLoader(fetcher, rows, position, plan.accumulation, {"sampler": shares, **options})
