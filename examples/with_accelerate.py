@@ -40,6 +40,7 @@ def main() -> None:
     accuracy = sum(right) / len(test)
     accelerator.print(f"world size {accelerator.num_processes}, test accuracy {accuracy:.2%}")
     accelerator.wait_for_everyone()  # no rank ends before rank 0 has printed
+    (model,) = accelerator.free_memory(model)  # where only DDP still holds a gloo group, torch can hang
     accelerator.end_training()
 
 
