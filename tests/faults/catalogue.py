@@ -348,6 +348,23 @@ FAULTS: Final = (
         named=ANYONE,
     ),
     _hit("an agent is killed", Target.AGENT, 137, named=1),
+    Fault(
+        name="exits with 7, its agent is stopped (SIGSTOP)",
+        program="note('ready')\nif rank == 1:\n    os.kill(os.getppid(), signal.SIGSTOP)\n    note('failed')\n"
+        "    sys.exit(7)\nhang()",
+        codes=frozenset({7}),
+        named=1,
+        obeys=False,
+    ),
+    Fault(
+        name="the launcher is killed, an agent is stopped (SIGSTOP)",
+        program=_ENDLESS,
+        codes=frozenset({-signal.SIGKILL}),
+        steps=(
+            Step(when=Moment.READY, target=Target.AGENT, signum=signal.SIGSTOP),
+            Step(when=Moment.READY, target=Target.LAUNCHER, signum=signal.SIGKILL),
+        ),
+    ),
     replace(_hit("any process of a starting job is killed", Target.ANY, when=Moment.RANDOM), is_quick=False),
 )
 """Every fault, in the order of the table."""

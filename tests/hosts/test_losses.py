@@ -1,13 +1,16 @@
 """A host that is lost, or the way to it: the job ends everywhere, and the report names the host."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.faults.targets import bare_interpreters
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import Host, Network
+from tests.hosts.test_jobs import poprun_itself
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import MpiEnvironment
@@ -42,3 +45,18 @@ def test_what_is_lost_ends_the_job_on_every_host(
     assert ("  n2    it does not answer  see that" in err) is bool(restarts)
     assert "Traceback" not in err
     assert own_network.leftovers(apart_from="sshd:") == []
+
+
+def test_what_is_frozen_on_another_host_ends_with_the_job(own_network: Network, tmp_path: Path) -> None:
+    """Its shim and its agent are stopped (SIGSTOP): they hear of Ctrl-C as soon as the MPI runtime ends there."""
+    poprun = HostPoprun(python=Path(sys.executable), name="mpich")
+    words = write_program(tmp_path, "ready()\nhang()")
+    with poprun.started(own_network, "--host=n1,n2", "-n2", "--stop-timeout=1", sys.executable, *words) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        for one in bare_interpreters(own_network.hosts["n2"].init.pid):
+            one.suspend()
+        poprun_itself(process).send_signal(signal.SIGINT)
+        process.communicate()
+
+    assert process.returncode == 130
+    assert own_network.leftovers() == []

@@ -228,6 +228,19 @@ def test_the_shim_that_forks_all_agents_is_killed(launcher: Poprun, tmp_path: Pa
     assert process.returncode == 137
 
 
+def test_what_is_stopped_from_outside_obeys(launcher: Poprun, tmp_path: Path) -> None:
+    """Shims, agents and the MPI launcher are continued: none keeps the job for its grace of ten minutes."""
+    with launcher.started("--stop-timeout=600", "-n2", *write_program(tmp_path, "ready()\nhang()")) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        launchers = psutil.Process(process.pid).children()
+        for one in {*launchers, *bare_interpreters(process.pid)}:
+            one.suspend()
+        interrupt(process, signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_SECONDS)
+
+    assert process.returncode == 143
+
+
 def test_ctrl_z_stops_the_programs_too(launcher: Poprun, tmp_path: Path) -> None:
     """A suspended job neither computes nor reads the terminal; ``fg`` continues all of it."""
     with launcher.started("-n", "2", *write_program(tmp_path, "ready()\ntime.sleep(600)")) as process:

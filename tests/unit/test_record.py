@@ -19,7 +19,9 @@ from poprun.job.identity import JobIdentity
 from poprun.job.record import Record, after_event
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import (
+    AGENT_FROZEN,
     AGENT_KILLED,
+    FROZEN_SECONDS,
     HOST_LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
@@ -127,6 +129,21 @@ def test_who_has_reported_and_where_the_stores_listen() -> None:
     assert record.endpoints == [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]
 
 
+def test_who_says_nothing_is_frozen_but_not_in_a_pause_of_poprun_itself() -> None:
+    """Looks come each second; a longer step is one in which poprun was stopped, too."""
+    record = recorded([*HELLOS, *STARTED])
+    record.enter(Phase.RUNNING, 100.0)
+    seconds = [100.0 + second for second in range(int(FROZEN_SECONDS))]
+    frozen = [record.frozen_instances(now) for now in (*seconds, 9000.0)]
+    record.add_event(1, {"event": "stats", "progress": ""}, 9000.0)
+
+    assert not any(frozen[:-1])
+    assert frozen[-1] == [0, 1]
+    assert record.frozen_instances(9001.0) == [0]
+    record.enter(Phase.STOPPING, 9001.0)
+    assert record.frozen_instances(19001.0) == []
+
+
 def test_nobody_waits_for_agents_that_were_given_up() -> None:
     """Those that have reported still have to end."""
     record = recorded([hello(0)])
@@ -180,6 +197,7 @@ HELLO = {"event": "hello"}
 EXITED = {"event": "exited", "code": 7, "at_seconds": 49.0, "was_stopped": False, "peak_bytes": 11}
 SHIM_LOST = {"event": "shim_lost"}
 HUNG_UP = {"event": LOST, "is_silent": False}
+FROZEN = {"event": LOST, "is_frozen": True}
 SILENT = {"event": LOST, "is_silent": True}
 
 AFTER_EXIT = replace(
@@ -200,6 +218,7 @@ EVENTS: list[tuple[InstanceStatus, dict[str, Any], Phase, InstanceStatus]] = [
     (HAS_ENDED, SHIM_LOST, Phase.RUNNING, HAS_ENDED),
     (FAILED, SHIM_LOST, Phase.RUNNING, FAILED),
     (RUNNING, HUNG_UP, Phase.RUNNING, replace(LOST_SHIM, state=InstanceState.ENDED, problem=AGENT_KILLED)),
+    (RUNNING, FROZEN, Phase.RUNNING, replace(LOST_SHIM, state=InstanceState.ENDED, problem=AGENT_FROZEN)),
     (RUNNING, SILENT, Phase.RUNNING, replace(LOST_SHIM, state=InstanceState.ENDED, problem=HOST_LOST)),
     (RUNNING, HUNG_UP, Phase.STOPPING, replace(RUNNING, state=InstanceState.ENDED)),
     (RUNNING, SILENT, Phase.KILLING, replace(RUNNING, state=InstanceState.ENDED)),

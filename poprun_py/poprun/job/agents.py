@@ -104,6 +104,10 @@ class AgentLinks:
         for instance in self._agents:
             self.send_order(instance, order)
 
+    def hang_up(self, instance: int) -> None:
+        """Close the connection to an agent, which then ends its tree as soon as it runs."""
+        self._drop(self._agents[instance])
+
     def take_streams(self, instance: int) -> dict[int, int]:
         """Descriptors of the sockets that are the streams of an instance of a job of several hosts."""
         return {number: stream.detach() for number, stream in self._streams.pop(instance, {}).items()}

@@ -20,10 +20,11 @@ from poprun.job.state import Limits, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
+from poprun.messages.control import LOST
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
-from poprun.process.process_tree import ProcessKey, own_tree, reap, send, terminate
+from poprun.process.process_tree import ProcessKey, StoppedChildren, own_tree, reap, send, terminate
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Attempt:
         self._streams = ProgramStreams(plan, environ, identity)
         self._inquiry: StackInquiry | None = None
         self._monitor: MonitorProcess | None = None
+        self._stopped_children = StoppedChildren()
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
@@ -123,6 +125,10 @@ class Attempt:
             )
             self._listen(_LOOK_SECONDS if is_calm else _TICK_SECONDS)
             now = time.monotonic()
+            self._stopped_children.continue_them()
+            for instance in self._record.frozen_instances(now):
+                self._links.hang_up(instance)
+                self._handle_event(instance, {"event": LOST, "is_frozen": True})
             if self._record.phase is Phase.STARTING:
                 self._start_watch.update(self._launcher.running, self._record.reported, now)
             if self._links.viewers is not None:
@@ -246,6 +252,8 @@ class Attempt:
 
     def _enter(self, phase: Phase) -> None:
         self._record.enter(phase, time.monotonic())
+        if phase >= Phase.STOPPING:
+            send(own_tree(), signal.SIGCONT)  # whoever is stopped could not obey
 
     def _start_programs(self) -> None:
         for index in range(self._plan.num_instances):

@@ -16,7 +16,9 @@ from popdist.progress import Progress
 from poprun.errors import SHORTAGES, OutputError, describe_error
 from poprun.job.identity import JobIdentity
 from poprun.job.state import (
+    AGENT_FROZEN,
     AGENT_KILLED,
+    FROZEN_SECONDS,
     HOST_LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
@@ -77,7 +79,8 @@ def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     if event.get("errno") and status.state in (InstanceState.AWAITED, InstanceState.READY):
         problem = f"its agent cannot start: {describe_error(event['errno'])}"
         return replace(ended, exit_code=NOT_BOUND, problem=problem, exited_at_seconds=now_seconds)
-    return _with_problem(ended, HOST_LOST if event.get("is_silent") else AGENT_KILLED, now_seconds)
+    problem = AGENT_FROZEN if event.get("is_frozen") else HOST_LOST if event.get("is_silent") else AGENT_KILLED
+    return _with_problem(ended, problem, now_seconds)
 
 
 def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
@@ -148,6 +151,9 @@ def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> I
         return status
     return replace(status, problem=problem, exited_at_seconds=status.exited_at_seconds or now_seconds)
 
+
+_LONGEST_STEP_SECONDS: Final = 2.0
+"""More than lies between two looks of a poprun that runs: in the rest of a longer step it was stopped."""
 
 _LOOK_SECONDS: Final = 0.5
 
@@ -244,12 +250,16 @@ class Record:
         self.is_timed_out = False  # whether it is stopped because the job takes too long
         self.is_hung = False  # whether it is stopped because no instance makes progress
         self.stop_reason = ""  # why poprun stops it; empty when it does not
+        self._awake_seconds = 0.0  # time in which poprun ran; in a pause of the whole job nothing can be heard
+        self._looked_at_seconds = now_seconds
+        self._heard_at_seconds = [0.0] * plan.num_instances  # of that time, when each instance was last heard of
 
     def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
         """Add an event of an instance; times are this host's, as other clocks differ."""
         if event["event"] == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
+        self._heard_at_seconds[instance] = self._awake_seconds
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             if instance == 0:
@@ -259,6 +269,20 @@ class Record:
         """Begin a new phase."""
         self.phase = phase
         self._phase_since_seconds = now_seconds
+        self._heard_at_seconds = [self._awake_seconds] * len(self.statuses)
+
+    def frozen_instances(self, now_seconds: float) -> list[int]:
+        """The instances that should run, and whose agents have not been heard of for ``FROZEN_SECONDS``."""
+        self._awake_seconds += min(now_seconds - self._looked_at_seconds, _LONGEST_STEP_SECONDS)
+        self._looked_at_seconds = now_seconds
+        if self.phase is not Phase.RUNNING:
+            return []
+        return [
+            status.index
+            for status, heard_at_seconds in zip(self.statuses, self._heard_at_seconds, strict=True)
+            if self._awake_seconds - heard_at_seconds >= FROZEN_SECONDS
+            and status.state in (InstanceState.READY, InstanceState.RUNNING)
+        ]
 
     def give_up_awaited(self) -> None:
         """Count the agents that have not reported as ended."""
@@ -304,10 +328,14 @@ _LEFT: Final = 128 + signal.SIGTERM
 _HUNG: Final = 75
 """EX_TEMPFAIL of sysexits.h: another try may go well."""
 
-_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
+_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, SHIM_KILLED: 2}
 """Programs fail because their host or another is lost, not the other way round."""
 
-_LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
+_LOST: Final = {
+    HOST_LOST: 68,
+    AGENT_KILLED: shell_code(-signal.SIGKILL),
+    AGENT_FROZEN: shell_code(-signal.SIGKILL),
+}
 """Exit codes of poprun; 68 is EX_NOHOST of sysexits.h."""
 
 

@@ -13,6 +13,12 @@ MAX_SAMPLES: Final = 64
 AGENT_KILLED: Final = "its agent was killed"
 """The problem of an instance whose agent was lost; the kernel has then killed its program."""
 
+AGENT_FROZEN: Final = "nothing was heard of its agent for 30 s: it is stopped, or its host stands still"
+"""The problem of an instance whose agent was stopped (SIGSTOP) and could not be continued."""
+
+FROZEN_SECONDS: Final = 30.0
+"""After how long without a word from a running instance, which its agent measures each second, it is lost."""
+
 HOST_LOST: Final = "its host does not answer any more"
 """The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
 

@@ -19,8 +19,8 @@ from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramWatch, StackQuestion
 from poprun.messages.control import RECEIVE_BYTES, Link, connect, is_remote, notice_death
 from poprun.messages.json_lines import Message, ProtocolError
-from poprun.process.process_tree import catchers, descendants, key_of, own_tree, reap, send, terminate
-from poprun.process.spawn import ProcessStart, become_subreaper, start_process, take_memory_from
+from poprun.process.process_tree import ancestors, catchers, descendants, key_of, own_tree, reap, send, terminate
+from poprun.process.spawn import ProcessStart, become_subreaper, die_with_parent, start_process, take_memory_from
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ class Agent:
         wakeup = self._catch_signals()
         self._report_ready()
         become_subreaper()
+        die_with_parent(signal.SIGCONT)  # if somebody has stopped this agent, it wakes up to end what it started
         poll = select.poll()
         ends = set(self._parentage.ends)
         for descriptor in (self._control.fileno(), wakeup, *ends):
@@ -256,6 +257,7 @@ class Agent:
         if self._is_orphan and self._is_remote:
             self._give_up_lease()
             self._end_runtime()
+        self._continue_parents()
 
     def _lose_shim(self, poll: select.poll, ends: set[int]) -> None:
         """End the program because the shim or its parent is gone; only the first of the two counts."""
@@ -275,6 +277,16 @@ class Agent:
         runtime = key_of(self._parentage.runtime)
         if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
+
+    def _continue_parents(self) -> None:
+        """Continue the shim and what started it where somebody has stopped them: they have to end now.
+
+        A poprun that lives continues its own children, and may be stopped itself because its user wants it.
+        """
+        shim, runtime = self._parentage.shim, self._parentage.runtime
+        pids = [shim, *([runtime] if self._is_orphan or self._is_remote else [])]
+        pids += list(ancestors(runtime))[:1] if self._is_orphan else []
+        send([key for key in map(key_of, pids) if key is not None], signal.SIGCONT)
 
     def _report_program(self) -> None:
         """Tell poprun what the program uses, now and then, and where it stands when poprun has asked."""

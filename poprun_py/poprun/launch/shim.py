@@ -18,6 +18,8 @@ import select
 import stat
 import sys
 
+from poprun.process.process_tree import STOPPED_SECONDS, StoppedChildren
+
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
@@ -153,9 +155,11 @@ class Shim:
                 self._await_end(agent)
         except OSError as error:  # the runtime's process is gone, or there are too many files
             self._lose_all(0 if isinstance(error, ProcessLookupError) else error.errno or 0)
+        stopped = StoppedChildren()
         while self._agents or self._awaited:
-            descriptor, _ = self._poll.poll()[0]  # no other: its number may be another's by then
-            self._handlers[descriptor]()
+            for descriptor, _ in self._poll.poll(STOPPED_SECONDS * 1000)[:1]:  # another's number may be used again
+                self._handlers[descriptor]()
+            stopped.continue_them()
         return self._is_well
 
     def _on_readable(self, descriptor: int, act: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ else:
     import _signal as signal  # signal itself loads enum and more
 
     from poprun.process import NamedTuple
+
+STOPPED_SECONDS = 1.0
+"""How often to look for children that are stopped."""
 
 _KIBIBYTE = 1024
 _PARENT_FIELD, _STATE_FIELD, _START_FIELD = 1, 0, 19
@@ -191,6 +195,33 @@ def terminate(keys: Iterable[ProcessKey]) -> None:
     keys = list(keys)
     send(keys, signal.SIGTERM)
     send(keys, signal.SIGCONT)
+
+
+class StoppedChildren:
+    """The children of this process that somebody has stopped, and that have to act: they are continued.
+
+    That comes a second after they were seen: a pause of the whole job stops this process meanwhile, too.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[ProcessKey] = []
+        self._next_seconds = 0.0
+
+    def continue_them(self) -> None:
+        """Continue those that were seen stopped at the last look, and look for others, at most once a second."""
+        if time.monotonic() >= self._next_seconds:
+            self._next_seconds = time.monotonic() + STOPPED_SECONDS
+            send(self._seen, signal.SIGCONT)
+            self._seen = list(_newly_stopped())
+
+
+def _newly_stopped() -> Iterator[ProcessKey]:
+    try:
+        while (child := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOHANG)) is not None:
+            if (key := key_of(child.si_pid)) is not None:
+                yield key
+    except ChildProcessError:  # there is no child at all
+        return
 
 
 def user_name(uid: int) -> str:
