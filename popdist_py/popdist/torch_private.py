@@ -8,14 +8,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from inspect import currentframe
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch import distributed as dist
 from torch._C import _distributed_c10d
-from torch.autograd import Variable, graph
+from torch.autograd import Variable
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -50,16 +50,6 @@ _storage_use_count: Final = _find(torch._C, "_storage_Use_Count")  # noqa: SLF00
 def is_held_once(storage: UntypedStorage) -> bool:
     """Whether nothing but the caller's object holds the storage. Without the name: no, so it is not used again."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
-
-
-_new_with_weak_ptr: Final = _find(UntypedStorage, "_new_with_weak_ptr")
-
-
-def has_storage(reference: StorageWeakRef, condition: Callable[[UntypedStorage], bool]) -> bool:
-    """Whether there is the storage and it fulfils a condition. Without the name: whether there is the storage."""
-    if _new_with_weak_ptr is None or reference.expired():
-        return not reference.expired()
-    return condition(_new_with_weak_ptr(reference.cdata))
 
 
 _share_fd_cpu: Final = _find(UntypedStorage, "_share_fd_cpu_")
@@ -113,7 +103,6 @@ def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -
 _eval_frame: Final = _find(torch._C._dynamo, "eval_frame")  # noqa: SLF001 - as above
 _set_code_exec_strategy: Final = _find(_eval_frame, "set_code_exec_strategy")
 _strategy: Final = _find(_eval_frame, "_FrameExecStrategy")
-_action: Final = _find(_eval_frame, "_FrameAction")
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -124,46 +113,44 @@ def skip_tracing(function: F) -> F:
     It is what ``torch.compiler.disable`` does, without the seconds that importing the compiler takes. Without the
     names: that one.
     """
-    if _set_code_exec_strategy is None or _strategy is None or _action is None:
+    if _set_code_exec_strategy is None or _strategy is None:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
-    _set_code_exec_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+    strategy = _strategy()
+    strategy.cur_action = strategy.recursive_action = type(strategy.cur_action).SKIP
+    _set_code_exec_strategy(function.__code__, strategy)
     return function
-
-
-_engine_run_backward: Final = _find(graph, "_engine_run_backward")
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
     """Whether autograd's engine, in C++, has called a function in Python, of which this is the frame.
 
     Nothing of Python's stands between then: the engine runs beneath torch's own function that starts it, or in a
-    thread of its own. Without the name, or where :func:`_is_engine_understood` finds otherwise: no.
+    thread of its own. Where :func:`_engine_starter` finds otherwise: no.
     """
-    if function_frame is None or not is_in_backward() or not _is_engine_understood():
+    if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
-    return _is_engine(function_frame.f_back)
-
-
-def _is_engine(frame: FrameType | None) -> bool:
-    return frame is None or (_engine_run_backward is not None and frame.f_code is _engine_run_backward.__code__)
+    caller = function_frame.f_back
+    return caller is None or caller.f_code is _engine_starter()
 
 
 @cache
-def _is_engine_understood() -> bool:
-    """Try it out in this torch, with a hook that the engine calls and a function that the hook calls."""
-    found = list[tuple[bool, bool]]()
+def _engine_starter() -> CodeType | None:
+    """The code of torch's own that starts the engine: what stands above a hook that the engine calls.
 
-    def inner() -> bool:
-        return _is_engine(cast("FrameType", currentframe()).f_back)
+    None in a torch where nothing of Python's is there, or the very code that has asked for the backward pass.
+    """
+    found = list[FrameType | None]()
 
     def hook(_gradient: torch.Tensor) -> None:
-        found.append((_is_engine(cast("FrameType", currentframe()).f_back), inner()))
+        found.append(cast("FrameType", currentframe()).f_back)
 
     with torch.inference_mode(mode=False), torch.enable_grad():
         value = torch.ones(1, dtype=torch.float32, requires_grad=True)
         value.register_hook(hook)
         value.clone().sum().backward()
-    return found == [(True, False)]
+    starter = found.pop() if found else None
+    is_torchs = starter is not None and starter.f_globals.get("__name__", "").startswith("torch.")
+    return starter.f_code if starter is not None and is_torchs else None
 
 
 def backward_pass() -> int | None:
@@ -185,6 +172,32 @@ def call_after_backward(function: Callable[[], None]) -> bool:
 def num_writes(tensor: Tensor) -> int:
     """How often torch has counted a write of ``tensor``. Without the name: 0, small buffers are still compared."""
     return getattr(tensor, "_version", 0)
+
+
+_make_wrapper_subclass: Final = _find(Tensor, "_make_wrapper_subclass")
+has_wrapper_tensors: Final = _make_wrapper_subclass is not None
+"""Whether :func:`wrapper_tensor` works. Without the name: no, and every instance gets whole gradients."""
+
+T = TypeVar("T", bound=Tensor)
+
+
+def wrapper_tensor(kind: type[T], like: Tensor) -> T:
+    """A tensor of a class that dispatches its operations itself: as ``like``, without memory."""
+    made: T = _make_wrapper_subclass(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+    return made
+
+
+_unscale: Final = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")
+_unscale_operator: Final = _find(torch.ops.aten, "_amp_foreach_non_finite_check_and_unscale_")
+
+
+def unscaler_of(operator: object) -> Callable[..., None] | None:
+    """What a GradScaler unscales gradients with, if ``operator`` is that. Without the name: None."""
+    return _unscale if _unscale is not None and operator is _unscale_operator.default else None
+
+
+ASKED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
+"""An attribute for which DistributedDataParallel asks its module. In a torch that does not: it is not refused."""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

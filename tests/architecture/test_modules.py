@@ -1,11 +1,12 @@
 """The form that every module keeps: its size, its name, and its hands off the environment."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from tests.architecture.source_tree import ROOT, Module, all_modules
+from tests.architecture.source_tree import ROOT, Module, all_modules, modules
 
 MOST_LINES_OF_A_MODULE = 500
 MOST_LINES_OF_A_FUNCTION = 60
@@ -48,6 +49,40 @@ READERS = {
     ),
 }
 """Where each package may read ``os.environ``: everybody else is handed what they need."""
+
+PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*|__\w+(?<!__)")
+
+PUBLIC_ALL_THE_SAME = frozenset({"_make", "_replace", "_fields", "_exit"})
+"""Private by their form only: Python documents them."""
+
+OF_TORCHS_BACKENDS = frozenset(
+    {
+        "_allgather_base",
+        "_allgather_base_",
+        "_get_backend",
+        "_get_sequence_number_for_group",
+        "_reduce_scatter_base",
+        "_reduce_scatter_base_",
+        "_register_backend",
+        "_set_default_backend",
+        "_set_default_timeout",
+        "_set_sequence_number_for_group",
+    }
+)
+"""The methods that torch has a backend have, and their operators."""
+
+OF_THE_START = frozenset(
+    {
+        "_frozen_importlib_external",
+        "_getframe",
+        "_clear_internal_caches",
+        "_clear_type_cache",
+        "_default_pg_init_method",
+    }
+)
+"""What `popdist.startup` asks for, which runs in every Python of a job: guarded there."""
+
+MOST_PRIVATE_NAMES = 20
 
 _WRITING_METHODS = frozenset({"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"})
 _ENVIRONMENT_CALLS = frozenset({"getenv", "getenvb", "putenv", "unsetenv", "environb"})
@@ -176,3 +211,58 @@ def test_no_tensor_takes_the_default_dtype() -> None:
     }
 
     assert calls == set()
+
+
+def test_private_names_of_others_stand_in_one_module() -> None:
+    """In `popdist.torch_private`, at most 20; its unit tests say what a torch without them does."""
+    packages = {module.name: module.tree for module in (*modules("popdist"), *modules("poptorch"))}
+    ours = {name for tree in packages.values() for name in (*_variables(tree), *_attributes_set(tree))}
+    ours |= {name.rpartition(".")[2] for name in packages} | {"_extension"}
+    place = packages.pop("popdist.torch_private")
+    inside = _private_names(place) - {"_C", "_dynamo", "_distributed_c10d", "_utils"}
+    start = {name: packages.pop(name) for name in list(packages) if name.startswith("popdist.startup.")}
+    found = {
+        name: names
+        for name, tree in packages.items()
+        if (names := _private_names(tree) - ours - OF_TORCHS_BACKENDS - PUBLIC_ALL_THE_SAME)
+    }
+
+    assert found == {}
+    assert set[str]().union(*map(_private_names, start.values())) - ours <= OF_THE_START | PUBLIC_ALL_THE_SAME
+    assert MOST_PRIVATE_NAMES // 2 < len(inside | {"set_code_exec_strategy"}) <= MOST_PRIVATE_NAMES
+
+
+def _variables(tree: ast.AST) -> Iterator[str]:
+    """The names of a module's functions, classes and variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _attributes_set(tree: ast.AST) -> Iterator[str]:
+    """The attributes that a module gives its objects."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.Subscript(value=ast.Attribute(attr="__dict__"), slice=ast.Constant(value=str(name))):
+                yield name
+
+
+def _private_names(tree: ast.AST) -> set[str]:
+    """Those that a module reads of anything, also as text, and those that it imports."""
+    found = set[str]()
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name):
+                found.add(name)
+            case ast.Constant(value=str(name)) if id(node) not in parts:
+                found.add(name)
+            case ast.ImportFrom(module=path, names=names):
+                found |= {*(path or "").split("."), *(alias.name for alias in names)}
+            case ast.Import(names=names):
+                found |= {part for alias in names for part in alias.name.split(".")}
+    return {name for name in found if PRIVATE.fullmatch(name) and not name.startswith("_foreach_")}

@@ -197,15 +197,12 @@ def law_buckets_of_ddp_move_and_weights_keep_their_bits() -> None:
 
 
 def law_buckets_of_ddp_are_copied_where_torch_is_not_understood() -> None:
-    """As in a torch without the private name: nothing moves, and the weights have the same bits."""
+    """As in a torch that starts its engine in another way: nothing moves, and the weights have the same bits."""
     trained = []
     for is_understood in (True, False):
         with group(None) as made, counted() as lengths, pytest.MonkeyPatch.context() as patch:
             if not is_understood:
-                patch.setattr(torch_private, "_engine_run_backward", None)
-                patch.setattr(
-                    torch_private, "_is_engine_understood", torch_private._is_engine_understood.__wrapped__
-                )
+                patch.setattr(torch_private, "_engine_starter", lambda: None)
             trained.append(train_ddp(made, is_dropped=True))
         assert bool(lengths) is (is_understood and not is_one())
     assert torch.equal(*trained)

@@ -1,17 +1,18 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
-import re
+from contextlib import nullcontext
 from inspect import currentframe
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.futures import Future
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from popdist import torch_private
 from popdist.errors import BackendError
+from popdist.gradients import partial_gradients
+from popdist.gradients.flat_buffers import GradientLayout
+from popdist.gradients.shards import remember
 
 
 def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,25 +48,20 @@ def test_the_engine_is_told_from_a_hook_in_python(monkeypatch: pytest.MonkeyPatc
         return dict(seen)
 
     assert backward() == {"hook": False, "engine": True, "no backward": False}
-    for name in ("_engine_run_backward", "_current_graph_task_id"):
+    for name, replaced in (("_engine_starter", lambda: None), ("_current_graph_task_id", None)):
         with monkeypatch.context() as patch:
-            patch.setattr(torch_private, name, None)
-            torch_private._is_engine_understood.cache_clear()
+            patch.setattr(torch_private, name, replaced)
             assert set(backward().values()) == {False}, name
-    torch_private._is_engine_understood.cache_clear()
 
 
 def test_storages_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is used again, and nothing is shared, which is an error that the callers expect."""
     storage, other = torch.ones(1).untyped_storage(), torch.ones(1).untyped_storage()
-    reference = StorageWeakRef(storage)
     assert torch_private.is_held_once(storage)
-    assert not torch_private.has_storage(reference, lambda _: False)
-    for name in ("_storage_use_count", "_new_with_weak_ptr", "_share_fd_cpu", "_swap_data_ptr"):
+    for name in ("_storage_use_count", "_share_fd_cpu", "_swap_data_ptr"):
         monkeypatch.setattr(torch_private, name, None)
 
     assert not torch_private.is_held_once(storage)
-    assert torch_private.has_storage(reference, lambda _: False)
     with pytest.raises(BackendError, match=r"lacks UntypedStorage\._share_fd_cpu_"):
         torch_private.descriptor_of(storage)
     with pytest.raises(BackendError, match=r"lacks UntypedStorage\._swap_data_ptr_"):
@@ -147,20 +143,16 @@ def test_workers_of_streams_without_torchs_names(monkeypatch: pytest.MonkeyPatch
         torch_private.hide_worker_info()
 
 
-def test_private_names_are_few_and_in_one_place() -> None:
-    """Torch's own modules are asked for private names in this module only, and for at most 20."""
-    text = Path(torch_private.__file__).read_text(encoding="utf-8")
-    names = set(re.findall(r'(?:_find|getattr)\([\w.]+, "(_?\w+)"', text)) | set(
-        re.findall(r"options\.(_\w+)", text)
-    )
-    asking = re.compile(
-        r"\btorch\._C\._(?!distributed_c10d|disabled_torch_function_impl)|distributed_c10d\._[a-z]|\bdist\._"
-    )
-    elsewhere = [
-        path
-        for path in Path(torch_private.__file__).parent.rglob("*.py")
-        if path.name != "torch_private.py" and asking.search(path.read_text(encoding="utf-8"))
-    ]
+def test_gradients_stay_whole_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no tensor can be made without memory no gradient is in parts; a scaler reads whole ones."""
+    net, optimizer = torch.nn.Linear(2, 2), nullcontext()
+    remember([(parameter, (range(parameter.numel()),)) for parameter in net.parameters()], optimizer)
+    gradients = GradientLayout(net.named_parameters())
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    assert partial_gradients.parts_of(gradients) is not None
+    assert torch_private.unscaler_of(operator) is not None
+    monkeypatch.setattr(torch_private, "has_wrapper_tensors", False)
+    monkeypatch.setattr(torch_private, "_unscale", None)
 
-    assert elsewhere == []
-    assert 10 < len(names) <= 20
+    assert partial_gradients.parts_of(gradients) is None
+    assert torch_private.unscaler_of(operator) is None

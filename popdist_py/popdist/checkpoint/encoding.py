@@ -19,8 +19,8 @@ from popdist.errors import CheckpointError
 Json = Any
 
 _MAPPINGS: Final[dict[str, type]] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
-_VERSIONS: Final = "_metadata"
-"""Attribute of a module's state dict in which torch keeps the versions of its layers."""
+_ATTRIBUTES: Final = "attributes"
+"""Of an ordered dict: torch keeps the versions of a module's layers in one of its state dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
         encoded = {
             name: [[_key(key, place), encode(value, f"{place}.{key}", tensors)] for key, value in state.items()]
         }
-        versions = getattr(state, _VERSIONS, None)
-        return encoded if versions is None else encoded | {_VERSIONS: encode(versions, place, tensors)}
+        attributes = vars(state) if type(state) is OrderedDict else {}
+        return encoded | {_ATTRIBUTES: encode(attributes, place, tensors)} if attributes else encoded
     raise CheckpointError(
         f"{place} is a {type(state).__name__}, and a checkpoint holds tensors and JSON values (None, bool, int, "
         "float, str, lists, tuples, dicts) only: turn it into these in state_dict(), or do not save it"
@@ -102,8 +102,8 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
     )
     if tag == "Counter":
         state.update(dict(content))
-    if _VERSIONS in value:
-        setattr(state, _VERSIONS, decode(value[_VERSIONS], tensors))
+    if _ATTRIBUTES in value:
+        vars(state).update(decode(value[_ATTRIBUTES], tensors))
     return state
 
 

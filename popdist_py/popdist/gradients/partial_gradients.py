@@ -8,15 +8,15 @@ step, and all instances must come to it; then ``.grad`` is an ordinary tensor.
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils._pytree import tree_map_only
 
+from popdist import torch_private
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, joined, num_real_elements, scatter_sum
 from popdist.gradients.gradient_flags import mark_reduced
 from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
@@ -34,8 +34,6 @@ class PartialGradient(Tensor):
     ``ranges`` are for each instance the elements that it has, in the order of memory.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as torch's documents write it
-
     content: Tensor
     title: str
     ranges: Ranges
@@ -44,10 +42,7 @@ class PartialGradient(Tensor):
 
     def __new__(cls, content: Tensor, *_: object) -> Self:
         """A tensor of the same shape and kind, without memory."""
-        made: Self = Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's own way
-            cls, content.shape, strides=content.stride(), dtype=content.dtype, device=content.device
-        )
-        return made
+        return torch_private.wrapper_tensor(cls, content)
 
     def __init__(self, content: Tensor, title: str, ranges: Ranges, step: "StepGradients") -> None:
         self.content = content
@@ -95,6 +90,18 @@ class PartialGradient(Tensor):
         return self.content.as_strided((self.content.numel(),), (1,))[mine.start : mine.stop]
 
     @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,  # noqa: ANN401 - torch's own signature
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as above
+        """Do as for an ordinary tensor: results are of no class of ours."""
+        del types
+        return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
         cls,
         func: Any,  # noqa: ANN401 - torch's own signature
@@ -103,17 +110,21 @@ class PartialGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - as above
         """Do element by element what can be, and else make all gradients of the step whole first."""
-        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return _unscale(*args)
+        if (unscaler := torch_private.unscaler_of(func)) is not None:
+            return _unscale(unscaler, *args)
         if func is _aten.zero_.default or (func in _SCALING and _is_number(args[1])):
             func(
                 args[0].here if args[0].dim() else args[0].content, *args[1:]
             )  # by dimensions torch picks the dtype
             return args[0]
-        plain_args, plain_kwargs = tree_map_only(
-            PartialGradient, lambda gradient: gradient.whole, (args, kwargs or {})
-        )
-        return func(*plain_args, **plain_kwargs)
+        return func(*_whole(args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
+
+
+def _whole(value: Any) -> Any:  # noqa: ANN401 - an operator's argument: tensors, lists of them, numbers
+    """The same with whole gradients."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_whole, value))
+    return value.whole if isinstance(value, PartialGradient) else value
 
 
 def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
@@ -177,13 +188,15 @@ def _is_number(value: object) -> bool:
     return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, PartialGradient))
 
 
-def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def _unscale(
+    unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+) -> None:
     """Divide gradients by a scaler's scale; what one instance finds, all have found."""
     parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
     group = parts[0]._step.group  # noqa: SLF001 - of this module
     group.agree(f"unscale {len(gradients)} gradients, look for NaN and infinity")
     here = [gradient.here if isinstance(gradient, PartialGradient) else gradient for gradient in gradients]
-    torch._amp_foreach_non_finite_check_and_unscale_([part for part in here if part.numel()], found_inf, inv_scale)
+    unscaler([part for part in here if part.numel()], found_inf, inv_scale)
     found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
 
 
@@ -236,7 +249,7 @@ def parts_of(gradients: GradientLayout) -> GradientParts | None:
     parameters = {index: parameter for buffer in gradients.flat_buffers for index, parameter, _ in buffer.members}
     ranges = [ranges_of(parameters[index]) for index in range(len(parameters))]
     found = [own_ranges for own_ranges in ranges if own_ranges is not None]
-    if not found or len(found) < len(ranges):
+    if not found or len(found) < len(ranges) or not torch_private.has_wrapper_tensors:
         return None
     known = _known.get(gradients)
     if known is None or known.ranges != found:

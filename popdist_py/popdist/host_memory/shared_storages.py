@@ -76,6 +76,7 @@ class SharedStorage:
     """A storage of this process that lies in a file; the descriptor is torch's, as long as it lies there."""
 
     reference: StorageWeakRef
+    storage: weakref.ref[UntypedStorage]
     address: int
     num_bytes: int
     file: MappedFile
@@ -177,6 +178,7 @@ def _remember(storage: UntypedStorage, address: int, file: MappedFile, descripto
     key = StorageWeakRef(storage)
     _shared[key] = SharedStorage(
         reference=key,
+        storage=weakref.ref(storage),
         address=address,
         num_bytes=storage.nbytes(),
         file=file,
@@ -191,7 +193,8 @@ def _forget(key: StorageWeakRef) -> None:
 def _part_from_parent() -> None:
     """In a forked child, write into pages of its own from now on: the others are the parent's."""
     for shared in _shared.values():
-        if not torch_private.has_storage(shared.reference, shared.is_there):
+        storage = shared.storage()
+        if shared.reference.expired() or (storage is not None and not shared.is_there(storage)):
             continue
         length, how = whole_pages(shared.num_bytes), mmap.MAP_PRIVATE | _MAP_FIXED
         if _libc.mmap(shared.address, length, _READ_AND_WRITE, how, shared.descriptor, 0) == _MAP_FAILED:

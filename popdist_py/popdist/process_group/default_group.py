@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Final
 
 from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.process_group.registration import NAME, register

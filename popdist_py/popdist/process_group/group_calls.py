@@ -12,14 +12,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PythonCallbackWork
 from torch.distributed import distributed_c10d as c10d
+from torch.futures import collect_all
 from torch.utils.dlpack import from_dlpack
 
+from popdist import torch_private
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove
-from popdist.process_group.work_queue import WorkQueue
+from popdist.process_group.work_queue import DoneWork, WorkQueue
 from popdist.transport.hosts import SeveralHosts
 
 Collectives = HostCollectives | SeveralHosts
@@ -110,11 +111,7 @@ class GroupCalls:
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """Take every rank's tensors, one after the other in the output of each."""
-
-        def results() -> Sequence[Any]:
-            return by_rank(map(_parts_like, outputs, inputs))
-
-        return self._gather_parts(outputs, inputs, opts, results)
+        return self._gather_parts(outputs, inputs, opts, lambda: gathered_parts(outputs, inputs))
 
     def _gather_parts(
         self, outputs: Tensors, inputs: Tensors, opts: Options, results: Callable[[], Sequence[Any]]
@@ -143,7 +140,7 @@ class GroupCalls:
             check_written("reduce_scatter", outputs)
             return self._do(_reduce_scatter_single, opts, list(outputs), bare(outputs), bare(inputs), op)
         works = one_by_one(self._gloo._reduce_scatter_base, outputs, inputs, opts)  # noqa: SLF001 - torch's name for it
-        return works[0] if len(works) == 1 else all_of(works)
+        return works[0] if len(works) == 1 else all_of(works, lambda: list(outputs))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
@@ -321,17 +318,23 @@ def one_by_one(call: Callable[..., Work], outputs: Tensors, inputs: Tensors, opt
     return [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
 
 
-def all_of(works: Sequence[Work]) -> Work:
-    """A work that is done when all of some works of torch's own are."""
-    return PythonCallbackWork(lambda timeout: all(work.wait(timeout) for work in works))
+def all_of(works: Sequence[Work], results: Callable[[], list[Any]]) -> Work:
+    """A work that is done when all of some works of torch's own are; where these have no futures, at once."""
+    try:
+        futures = [work.get_future() for work in works]
+    except RuntimeError:  # gloo's reduce_scatter has none
+        for work in works:
+            work.wait()
+        return torch_private.work_of(DoneWork(results).get_future())
+    return torch_private.work_of(collect_all(futures).then(lambda done: (done.value(), results())[1]))
 
 
-def by_rank(parts: Iterable[Sequence[Tensor]]) -> Sequence[Any]:
-    """The results of an all_gather of several tensors: of each rank, its part of every tensor."""
-    return unwrapped([list(row) for row in zip(*parts, strict=True)])
+def gathered_parts(outputs: Tensors, inputs: Tensors) -> list[Any]:
+    """The results of an all_gather of several tensors: of each rank, its part of every output."""
+    return unwrapped([list(row) for row in zip(*map(_parts_like, outputs, inputs), strict=True)])
 
 
-def unwrapped(lists: list[list[Tensor]]) -> Sequence[Any]:
+def unwrapped(lists: list[list[Tensor]]) -> list[Any]:
     """Lists as gloo's futures hold them: of a single one, its tensors."""
     return lists[0] if len(lists) == 1 else lists
 

@@ -25,20 +25,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import (
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] # torch exports all of them
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    PrefixStore,
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
+    Store,
 )
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from popdist import torch_private
 from popdist.host_memory.barriers import Names
@@ -46,7 +47,7 @@ from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove, RemappableStorages
 from popdist.host_memory.shared_storages import StoragePool
-from popdist.process_group.group_calls import GroupCalls, all_of, by_rank, one_by_one
+from popdist.process_group.group_calls import GroupCalls, all_of, gathered_parts, one_by_one
 from popdist.process_group.work_queue import WorkQueue, are_all_idle
 from popdist.transport.hosts import Member, connect, machine
 
@@ -437,11 +438,10 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
     """Call a backend of torch's own; its work, as operators return it."""
     if method == "allgather_into_tensor_coalesced":  # torch has not bound this method, and the next one
         works = one_by_one(backend._allgather_base, *data, *opts)  # noqa: SLF001 - torch's name for it
-        gathered = collect_all([work.get_future() for work in works])
-        parts = gathered.then(lambda done: by_rank(part.value() for part in done.value()))
-        return torch_private.work_of(parts).boxed()
+        return all_of(works, lambda: gathered_parts(*data)).boxed()
     if method == "reduce_scatter_tensor_coalesced":
-        return all_of(one_by_one(backend._reduce_scatter_base, *data, *opts)).boxed()  # noqa: SLF001 - torch's name for it
+        works = one_by_one(backend._reduce_scatter_base, *data, *opts)  # noqa: SLF001 - torch's name for it
+        return all_of(works, lambda: list(data[0])).boxed()
     return getattr(backend, method)(*data, *opts).boxed()
 
 

@@ -9,11 +9,11 @@ it is for Python 3.8 and later and imports nothing that is not there.
 from __future__ import annotations
 
 import sys
-from _frozen_importlib import ModuleSpec
 
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
     from types import FrameType, ModuleType
 
 ORIGIN = "popdist"
@@ -44,7 +44,13 @@ class LastFinder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec of a module that is served, for an import statement; None for anything else."""
-        if name not in _SERVED or not _is_import(sys._getframe(1)):  # noqa: SLF001 - the machinery does not say who asks
+        if name not in _SERVED:
+            return None
+        from importlib.machinery import ModuleSpec  # noqa: PLC0415 - every Python below the program pays for imports
+        from inspect import currentframe  # noqa: PLC0415 - as above
+
+        here = currentframe()
+        if here is None or not _is_import(here.f_back):  # the machinery does not say who asks
             return None
         for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = other.find_spec(name, path, target)

@@ -40,6 +40,13 @@ from popdist.training.randomness import ReplicaRandomness
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
+_NUM_DIMENSIONS: Final[dict[type, tuple[int, ...]]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+}
+"""Of the inputs of torch's own layers."""
+
 _calibrated: Final[list[nn.Module]] = []
 """The models whose statistics :func:`update_bn` makes: there each replica is a group of its own."""
 
@@ -70,7 +77,8 @@ class GroupedNorm:
                 "it cannot meet the other replicas of its group: call model.eval() before such a pass, make it in "
                 "model.run_micro_batches(), or give both models the same batch_norm_group_size"
             )
-        layer._check_input_dim(x)  # noqa: SLF001 - what its own forward pass calls first
+        if x.dim() not in _NUM_DIMENSIONS.get(type(layer), (x.dim(),)):
+            raise ValueError(f"{self.name}: {type(layer).__name__} got an input of shape {tuple(x.shape)}")
         y: Tensor = _Normalise.apply(x, layer.weight, layer.bias, self, turn)  # type: ignore[no-untyped-call] # torch's
         return y
 

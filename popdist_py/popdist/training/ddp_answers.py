@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError
+from popdist.torch_private import ASKED_BY_DDP
 
 _MOVE: Final = "move the module first: ReplicatedModel(net.to(popdist.device()))"
 _NOTHING: Final = "leave it out"
@@ -76,7 +77,7 @@ def answer(attribute: str) -> str | None:
 
 def refuse_wrapper(attribute: str) -> None:
     """Refuse DistributedDataParallel, which asks its module for an attribute that nothing else wants."""
-    if attribute == "_ddp_params_and_buffers_to_ignore":
+    if attribute == ASKED_BY_DDP:
         raise WeightsError(
             "DistributedDataParallel around a ReplicatedModel would reduce its gradients twice: leave it out"
         )

@@ -82,7 +82,7 @@ class ModelSteps:
     ) -> None:
         self.layout = layout
         self.randomness = ReplicaRandomness(seed, layout.replicas_of(context.instance_index()))
-        self._module = module
+        self.module = module
         self._checks_finite = checks_finite
         self._gradient_dtype = gradient_dtype
         self._norm_size = norm_size
@@ -98,16 +98,16 @@ class ModelSteps:
     def _prepare(self) -> None:
         """Make what a copy makes anew."""
         watch_optimizers()
-        self._state = StepState(self, self._module)
+        self._state = StepState(self, self.module)
         self.step: Step | LoneStep | None = None
         self._left_at: int | None = None
         self._is_joint = False
-        self.gradients = ModelGradients(self._module, self._gradient_dtype)
-        self.buffers = ReplicaBuffers(self._module, self._label)
-        self._checks = type(self).make_checks(self._module, self.buffers, self.layout)
+        self.gradients = ModelGradients(self.module, self._gradient_dtype)
+        self.buffers = ReplicaBuffers(self.module, self._label)
+        self._checks = type(self).make_checks(self.module, self.buffers, self.layout)
         self._norm_groups = NormGroups(self._norm_size, self.layout) if self._norm_size > 1 else None
         self.automatic = AutomaticReduction(
-            self._module,
+            self.module,
             self.gradients,
             self.buffers,
             self.layout,
@@ -119,7 +119,7 @@ class ModelSteps:
             self.buffers.begin_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "randomness", "_module", "_checks_finite", "_gradient_dtype", "_norm_size", "_label")
+        kept = ("layout", "randomness", "module", "_checks_finite", "_gradient_dtype", "_norm_size", "_label")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class ModelSteps:
     def forward(self, forward: Callable[[], R]) -> R:
         """Call ``forward``, the module's own, and find out what it changes beside its result."""
         is_outside = not RandomScope.is_entered()
-        if is_outside and not self._module.training:
+        if is_outside and not self.module.training:
             return forward()
         watched = partial(self._checks.watch, forward)
         return self.buffers.run_outside(watched) if is_outside else watched()
@@ -270,7 +270,7 @@ class ModelSteps:
     def _begin(self, accumulation: int, batch: Nest) -> Step | LoneStep:
         """Start a step, from no gradients; a batch of None stands for micro batches that come one by one."""
         training_loop.begin_step(self._state)
-        old = OldGradients(self._module, self.gradients)
+        old = OldGradients(self.module, self.gradients)
         checks = self._checks.begin_step(batch)
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             self.step = LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)

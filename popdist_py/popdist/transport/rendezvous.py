@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 

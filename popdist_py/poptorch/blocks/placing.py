@@ -1,13 +1,12 @@
 """Where blocks run: on which stages, virtual IPUs and devices, as an execution strategy says."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter, tree_map
 
 from poptorch._logging import logger
 from poptorch.blocks.annotations import BlockModule, begun_by
@@ -153,11 +152,23 @@ class MovedArguments(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401 - what the operation gives
         del types
         given = (args, kwargs or {})
-        tensors = [leaf for leaf in tree_iter(given) if isinstance(leaf, torch.Tensor)]
+        tensors: list[torch.Tensor] = []
+        _map_tensors(given, tensors.append)
         self._device = next((one.device for one in tensors if isinstance(one, nn.Parameter)), self._device)
         if len({one.device for one in tensors if one.dim()}) > 1:
             name = getattr(func, "__name__", "")
             is_in_place = name.endswith("_") and not name.endswith("__")
             place = tensors[0].device if is_in_place else self._device
-            given = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, torch.Tensor) else leaf, given)
+            given = _map_tensors(given, lambda tensor: tensor.to(place))
         return func(*given[0], **given[1])
+
+
+def _map_tensors(arguments: Any, function: Callable[[torch.Tensor], object]) -> Any:  # noqa: ANN401 - as torch has them
+    """An operation's arguments with what ``function`` makes of each tensor."""
+    if isinstance(arguments, torch.Tensor):
+        return function(arguments)
+    if isinstance(arguments, dict):
+        return {name: _map_tensors(value, function) for name, value in arguments.items()}
+    if type(arguments) in (tuple, list):
+        return type(arguments)(_map_tensors(value, function) for value in arguments)
+    return arguments
