@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import popdist
-from popdist.training.randomness import ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import popdist
 from popdist.data.batch import MicroBatch
-from popdist.training.randomness import ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
 from tests.contract import batch_norm_laws, check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import (

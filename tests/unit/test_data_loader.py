@@ -1,6 +1,6 @@
 """The loader of an instance: a replica's micro batches and the samples' augmentation are the same in any split.
 
-Holds popdist.data.replica_loader, popdist.data.sample_randomness and popdist.data.batch.
+Holds popdist.data.replica_loader, popdist.data.randomness and popdist.data.batch.
 """
 
 import copy

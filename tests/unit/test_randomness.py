@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 import popdist
-from popdist.training.randomness import ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,8 @@ def drawn_alone(seed: int, count: int) -> list[tuple[float, float, float]]:
 DRAWS: tuple[Callable[[], object], ...] = (
     draw,
     lambda: random.gauss(0, 1),
+    lambda: [random.random() for _ in range(312)],  # noqa: S311 - as many words as a state has
+    lambda: random.getrandbits(32),
     lambda: np.random.rand(624).tolist(),  # noqa: NPY002 - the subject
     np.random.normal,
     lambda: set_bit_generator(np.random.MT19937(4)),
@@ -166,3 +168,15 @@ def test_numbers_that_are_no_state_are_refused(numbers: list[int]) -> None:
 
     with pytest.raises(popdist.WeightsError, match="no random states"):
         randomness.load_state_dict({0: values})
+
+
+def test_a_generator_that_nothing_drew_from_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read Python's state takes longer than all else that a replica's turn costs."""
+    states = ReplicaRandomness(1, range(2))
+    with states.of(0, CPU):
+        pass  # from now on the program's own state is known
+    monkeypatch.delattr(random, "getstate")
+
+    for replica in (0, 1):
+        with states.of(replica, CPU):
+            pass

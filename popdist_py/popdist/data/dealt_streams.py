@@ -16,8 +16,8 @@ from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
 from popdist.data.epoch import EpochPosition
+from popdist.data.randomness import Reseed, isolated
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
-from popdist.data.sample_randomness import Reseed, isolated
 from popdist.errors import DatasetError
 from popdist.progress import training_loop
 from popdist.torch_private import hide_worker_info

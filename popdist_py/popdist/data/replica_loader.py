@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from popdist import context
 from popdist.data.batch import Batch, Share
 from popdist.data.epoch import EpochPosition, EpochReader
-from popdist.data.sample_randomness import Randomness, Reseed, draws_nothing, sample_seeds
+from popdist.data.randomness import Reseed, SampleRandomness, draws_nothing, sample_seeds
 from popdist.errors import BatchError, PopdistWarning
 from popdist.progress import training_loop
 
@@ -91,7 +91,7 @@ class MapFetcher(Dataset[Any]):
         self.dataset = dataset
         self._collation = collation
         is_plain = collation.collate_fn is default_collate
-        self._randomness = None if is_plain and draws_nothing(dataset) else Randomness()
+        self._randomness = None if is_plain and draws_nothing(dataset) else SampleRandomness()
         self._are_rows = is_plain and type(dataset) is TensorDataset
 
     def __len__(self) -> int:

@@ -30,8 +30,8 @@ from popdist.data.epoch import (
     name_differing,
     plan_epochs,
 )
+from popdist.data.randomness import Reseed, isolated, sample_seeds
 from popdist.data.replica_loader import ReplicaLoader
-from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.errors import CollectiveError, DatasetError, check_flags, name_instances
 from popdist.groups import wait_for_first_error
 from popdist.progress import training_loop

@@ -22,8 +22,8 @@ from popdist.data.batch import Batch, MicroBatch, Share
 from popdist.data.data_loader import LoaderPlan
 from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.data.epoch import EpochPosition, Permutation, plan_epochs, round_keys
+from popdist.data.randomness import Reseed
 from popdist.data.replica_loader import Collate, Collation, MapFetcher, ReplicaLoader
-from popdist.data.sample_randomness import Reseed
 from popdist.data.sampler import EpochShares
 from popdist.errors import MOST_PARTS, MOST_TOKENS, BackendError, DatasetError, whole_number
 from popdist.groups import host_group_of

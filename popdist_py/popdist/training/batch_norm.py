@@ -21,6 +21,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.functional import batch_norm
 
 from popdist import context
+from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_instances
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
@@ -36,7 +37,6 @@ from popdist.training.norm_sync import (
     layer_number,
     tree_sum_of_values,
 )
-from popdist.training.randomness import ReplicaRandomness
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 

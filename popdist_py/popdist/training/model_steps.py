@@ -12,6 +12,7 @@ from torch import nn
 
 from popdist import context
 from popdist.data.batch import Batch
+from popdist.data.randomness import RandomScope, ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, check_flags
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients, OldGradients
@@ -28,7 +29,6 @@ from popdist.progress import training_loop
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
-from popdist.training.randomness import RandomScope, ReplicaRandomness
 from popdist.training.replica_turns import ReplicaTurns
 from popdist.training.step import LoneStep, Step, StepState, joint_modules, watch_optimizers
 

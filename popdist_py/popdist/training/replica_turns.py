@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from popdist.data.randomness import ReplicaRandomness
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
 from popdist.training.norm_sync import GroupSync, NormGroups, NormTurn
-from popdist.training.randomness import ReplicaRandomness
 
 if TYPE_CHECKING:
     from popdist.training.step import Step

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from popdist import context
+from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
 from popdist.gradients.flat_buffers import check_gradient_dtype
 from popdist.gradients.partial_gradients import clip_grad_norm
@@ -18,7 +19,6 @@ from popdist.training.ddp_answers import answer, refuse_module, refuse_options, 
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps
 from popdist.training.norm_sync import check_group_size
-from popdist.training.randomness import ReplicaRandomness
 from popdist.weights import broadcast_weights
 
 R = TypeVar("R")

@@ -1,0 +1,458 @@
+"""Random numbers belong to a replica or to a sample, and not to the process that draws them.
+
+Each replica owns a state of every generator that programs draw from unasked: Python's, numpy's, and torch's for
+the CPU and for the model's CUDA device. It is put in place for the replica's micro batches only, so a dropout mask
+is the same however replicas are dealt to instances. Outside the loop the program's own states go on as if nothing
+had been drawn, except for numpy's second half of a pair of normal numbers, which is drawn anew.
+
+Datasets draw from the same generators. Before each sample they are set to a state that follows from seed, epoch
+and index, so augmentation is the same in any split and with any number of workers. Setting all three costs more
+than reading a small sample, so they are watched while the first samples are read, and afterwards only those are
+set that the dataset draws from. The others are still watched: when one was drawn from after all, what was read is
+read again.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from popdist.data.epoch import GOLDEN, round_keys, scramble
+from popdist.errors import WeightsError
+
+T = TypeVar("T")
+
+_CPU: Final = torch.device("cpu")
+
+
+class _PythonState(NamedTuple):
+    """A state of Python's generator, and what is drawn from it: 32 bits, and then a normal number.
+
+    ``values`` are as ``getstate()`` gives them; their last one is the second of a pair of normal numbers, or None.
+    ``normal`` is the normal number for None.
+    """
+
+    values: tuple[Any, ...]
+    bits: int
+    normal: float
+
+
+class _PythonGenerator:
+    """Python's generator. To read its state takes longer than all else that a step does with generators.
+
+    So it is read only where something was drawn: else what is drawn next is what follows the state that was put in
+    last. (It is so by chance once in 2^32 times; then the numbers since that state come once more.)
+    """
+
+    def __init__(self) -> None:
+        self._last: _PythonState | None = None
+
+    def take_out(self) -> _PythonState:
+        """Its state; another one must be put in before the program draws."""
+        last, bits = self._last, random.getrandbits(32)
+        if last is None or last.bits != bits:
+            return _state_before(bits, random)
+        normal = random.gauss(0.0, 1.0)
+        second = None if normal == last.normal else normal
+        return last if second == last.values[-1] else last._replace(values=(*last.values[:-1], second))
+
+    def put_in(self, state: _PythonState) -> None:
+        """Let it continue from ``state``."""
+        random.setstate(state.values)
+        self._last = state
+
+    def watch(self, _own: _PythonState) -> Callable[[], bool]:
+        """Put in a state of which nobody else knows."""
+        self.put_in(_WATCHED)
+        return lambda: random.getrandbits(32) != _WATCHED.bits
+
+
+def _state_before(bits: int, generator: Any) -> _PythonState:  # noqa: ANN401 - Python's module, or one of its objects
+    """The state of ``generator`` before ``bits``, 32 of them, were drawn; draws more."""
+    version, (*words, place), second = generator.getstate()
+    if second is not None:
+        generator.gauss(0.0, 1.0)
+    return _PythonState((version, (*words, place - 1), second), bits, generator.gauss(0.0, 1.0))
+
+
+def _state_of(generator: random.Random) -> _PythonState:
+    """The state of a generator that is not used any more."""
+    return _state_before(generator.getrandbits(32), generator)
+
+
+_python: Final = _PythonGenerator()
+_WATCHED: Final = _state_of(random.Random())  # noqa: S311 - for training, not for secrets
+
+
+@dataclass(slots=True)
+class _States:
+    """The states of all generators: those of a replica while it does not draw, or the program's meanwhile.
+
+    numpy's is the bit generator itself, because reading its state takes longer than all the rest. ``cuda`` is None
+    until a CUDA device is used.
+    """
+
+    python: _PythonState
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None = None
+
+
+class ReplicaRandomness:
+    """The random states of this instance's replicas."""
+
+    def __init__(self, seed: int | None, replicas: range) -> None:
+        self.seed = seed
+        self._states = {} if seed is None else {replica: _seeded(seed, replica) for replica in replicas}
+        self._scopes = {replica: RandomScope(self._states, replica, None) for replica in self._states}
+
+    def of(self, replica: int, device: torch.device) -> "RandomScope":
+        """The context for a micro batch of ``replica`` on a model whose parameters are on ``device``."""
+        if self.seed is None:
+            return _ProgramScope(self._states, replica, None)
+        if device == _CPU or device.type != "cuda":
+            return self._scopes[replica]
+        if self._states[replica].cuda is None:
+            state = torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda")).get_state()
+            self._states[replica].cuda = state
+        return RandomScope(self._states, replica, device.index)
+
+    def state_dict(self) -> dict[str, dict[str, object]]:
+        """The states of this instance's replicas: job-wide number, as text → tensors and numbers.
+
+        The states of the whole job are the union over its instances.
+        """
+        return {str(replica): _as_values(states) for replica, states in self._states.items()}
+
+    def load_state_dict(self, state_dict: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Take the states of this instance's replicas out of ``state_dict``, which may hold those of others.
+
+        A replica that is not in it keeps its state: a job may go on with more replicas than it had.
+
+        Raises:
+            WeightsError: If an entry is not one that :meth:`state_dict` wrote; then no state has changed.
+        """
+        try:
+            found = {int(replica): values for replica, values in state_dict.items()}
+            loaded = {replica: _from_values(found[replica]) for replica in self._states if replica in found}
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise WeightsError(f"these are no random states of replicas: {error!r}") from error
+        self._states.update(loaded)
+
+
+class RandomScope:
+    """Puts a replica's states in place when it is entered, and the program's own ones when it is left.
+
+    Scopes need not be left in the order of a stack: of two loops side by side, each micro batch's scope is
+    left after the other one was entered. The states that were put in place last are those that draw.
+    """
+
+    _entered: ClassVar[list["RandomScope"]] = []
+
+    __slots__ = ("_ordinal", "_replica", "_states")
+
+    def __init__(self, states: dict[int, _States], replica: int, ordinal: int | None) -> None:
+        self._states = states
+        self._replica = replica
+        self._ordinal = ordinal
+
+    @classmethod
+    def is_entered(cls) -> bool:
+        """Whether the process is some replica at the moment."""
+        return bool(cls._entered)
+
+    def __enter__(self) -> None:
+        if self._entered:
+            self._entered[-1]._take_back()  # noqa: SLF001 - another scope
+        self._entered.append(self)
+        self._put_in_place()
+
+    def __exit__(self, *_error: object) -> None:
+        was_last = self._entered[-1] is self
+        self._entered.remove(self)
+        if was_last:
+            self._take_back()
+            if self._entered:
+                self._entered[-1]._put_in_place()  # noqa: SLF001 - as above
+
+    def _put_in_place(self) -> None:
+        """Save the program's states, and let the generators continue from the replica's."""
+        _exchange(_programs, self._states[self._replica], self._ordinal)
+
+    def _take_back(self) -> None:
+        """Restore the program's states, and keep those of the replica."""
+        _exchange(self._states[self._replica], _programs, self._ordinal)
+
+
+class _ProgramScope(RandomScope):
+    """Leaves the program's own states in place."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_error: object) -> None:
+        """Do nothing."""
+
+
+def _exchange(out: _States, into: _States, ordinal: int | None) -> None:
+    """Save the generators' states in ``out``, and let them continue from those of ``into``."""
+    out.python, out.numpy, out.torch = _python.take_out(), get_bit_generator(), torch.get_rng_state()
+    _python.put_in(into.python)
+    set_bit_generator(into.numpy)
+    torch.set_rng_state(into.torch)
+    if ordinal is not None:
+        out.cuda = torch.cuda.default_generators[ordinal].get_state()
+        if into.cuda is not None:
+            torch.cuda.default_generators[ordinal].set_state(into.cuda)
+
+
+def _number(seed: int, replica: int, generator: str) -> int:
+    """A seed of 63 bits that no other replica and no other generator has."""
+    digest = hashlib.blake2b(f"{seed} {replica} {generator}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _seeded(seed: int, replica: int) -> _States:
+    return _States(
+        _state_of(random.Random(_number(seed, replica, "python"))),  # noqa: S311 - for training, not for secrets
+        np.random.MT19937(_number(seed, replica, "numpy")),
+        torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
+    )
+
+
+_programs: Final = _seeded(0, 0)
+"""The program's own states, while a replica draws."""
+
+
+def _as_values(states: _States) -> dict[str, object]:
+    version, numbers, gauss = states.python.values
+    return {
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "python_gauss": gauss,
+        "numpy": _numbers_of(states.numpy),
+        "torch": states.torch.clone(),
+        "cuda": None if states.cuda is None else states.cuda.clone(),
+    }
+
+
+def _numbers_of(bits: Any) -> Tensor | None:  # noqa: ANN401 - numpy's stubs do not know what it has
+    """The state of a Mersenne Twister; None of another bit generator that the program has set."""
+    if not isinstance(bits, np.random.MT19937):
+        return None
+    state: Any = bits.state["state"]
+    return torch.tensor([state["pos"], *state["key"].tolist()], dtype=torch.int64)
+
+
+def _from_values(values: Mapping[str, Any]) -> _States:
+    version, *numbers = values["python"].tolist()
+    python = random.Random()  # noqa: S311 - as above
+    python.setstate((version, tuple(numbers), values["python_gauss"]))
+    bits = np.random.MT19937()
+    if values["numpy"] is not None:
+        position, *key = values["numpy"].tolist()
+        bits.state = {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+        }
+    generator = torch.Generator()
+    generator.set_state(values["torch"])
+    cuda = None if values["cuda"] is None else values["cuda"].clone()
+    return _States(_state_of(python), bits, generator.get_state(), cuda)
+
+
+Reseed: TypeAlias = Callable[[int], None]
+"""Seeds generators with a 64-bit number, for the sample that is read next."""
+
+
+class _Generator(NamedTuple):
+    """A random generator of the process, by public calls only.
+
+    ``save`` gives the program's state, in whose place another one may now be put; ``restore`` restores it.
+    ``draw`` tells whether others have drawn since it was seeded. ``watch`` is faster: it is given the program's
+    state, and returns a function that tells at the end whether others have drawn.
+    """
+
+    name: str
+    seed: Callable[[int], object]
+    draw: Callable[[], object]
+    save: Callable[[], Any]
+    restore: Callable[[Any], object]
+    watch: Callable[[Any], Callable[[], bool]]
+
+    def is_as_seeded(self, seed: int) -> bool:
+        """Whether nothing was drawn since the generator was seeded with ``seed``; this draws two numbers."""
+        found = self.draw()
+        self.seed(seed)
+        return found == self.draw()
+
+
+_bits: Final = np.random.MT19937()
+"""The bit generator that numpy's functions use while samples are read."""
+
+
+def _exchange_numpy() -> Any:  # noqa: ANN401 - a bit generator of any class
+    """Have numpy's functions draw from another bit generator: reading a state takes a hundred times longer."""
+    own: Any = get_bit_generator()
+    set_bit_generator(np.random.MT19937() if own is _bits else _bits)  # a dataset may read another loader
+    return own
+
+
+_watched, _twin = np.random.MT19937(0), np.random.MT19937(0)
+
+
+def _watch_numpy(_own: object) -> Callable[[], bool]:
+    """Put a bit generator in place that has a twin, and draw from both at the end."""
+    set_bit_generator(_watched)
+
+    def is_drawn() -> bool:
+        if _watched.random_raw() == _twin.random_raw():
+            return False
+        _twin.state = _watched.state
+        return True
+
+    return is_drawn
+
+
+def _watch_torch(own: Tensor) -> Callable[[], bool]:
+    before = own.numpy().tobytes()  # which is faster than to compare tensors
+    return lambda: torch.get_rng_state().numpy().tobytes() != before
+
+
+_GENERATORS: Final = (
+    _Generator(
+        "python",
+        random.seed,
+        lambda: random.getrandbits(64),
+        _python.take_out,
+        _python.put_in,
+        _python.watch,
+    ),
+    _Generator(
+        "numpy",
+        lambda seed: np.random.seed(seed % 2**32),  # noqa: NPY002 - what datasets draw from
+        lambda: np.random.bytes(8),  # noqa: NPY002 - as above
+        _exchange_numpy,
+        set_bit_generator,
+        _watch_numpy,
+    ),
+    _Generator(
+        "torch",
+        torch.default_generator.manual_seed,
+        lambda: torch.empty((), dtype=torch.int64).random_().item(),
+        torch.get_rng_state,
+        torch.set_rng_state,
+        _watch_torch,
+    ),
+)
+
+
+@dataclass(slots=True)
+class SampleRandomness:
+    """Seeds the generators that a dataset uses for each sample, and restores the program's states afterwards.
+
+    ``used`` holds the names of those that the dataset was seen to draw from, None before the first work.
+    """
+
+    used: frozenset[str] | None = None
+
+    def run(self, work: Callable[[Reseed | None], T]) -> T:
+        """Return what ``work`` does with seeded generators; it may be called several times.
+
+        It gets None where nothing is drawn, and else must reseed before it draws. The generators' states are
+        afterwards what they were before.
+        """
+        own = [generator.save() for generator in _GENERATORS]
+        try:
+            while True:
+                before = self.used
+                result = self._find_used(work) if before is None else self._watch(work, before, own)
+                if before is None or self.used == before:
+                    return result
+        finally:
+            _restore(own)
+
+    def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str], own: list[Any]) -> T:
+        """Seed the generators that are known to be used, and find out whether others were used, too."""
+        pairs = zip(_GENERATORS, own, strict=True)
+        watched = {it.name: it.watch(state) for it, state in pairs if it.name not in used}
+        try:
+            return work(_reseed(it for it in _GENERATORS if it.name in used) if used else None)
+        finally:
+            self.used = used.union([name for name, is_drawn in watched.items() if is_drawn()])
+
+    def _find_used(self, work: Callable[[Reseed | None], T]) -> T:
+        """Seed all generators for each sample, and find out which of them are used."""
+        used, last = set[str](), cast("int | None", None)
+        reseed_all = _reseed(_GENERATORS)
+
+        def find() -> None:
+            if last is not None:
+                used.update(it.name for it in _GENERATORS if not it.is_as_seeded(last))
+
+        def reseed(seed: int) -> None:
+            nonlocal last
+            find()
+            reseed_all(seed)
+            last = seed
+
+        result = work(reseed)
+        find()
+        self.used = frozenset(used)
+        return result
+
+
+def isolated(work: Callable[[Reseed], T]) -> T:
+    """Call ``work`` once with all generators to be seeded, and restore their states afterwards."""
+    own = [generator.save() for generator in _GENERATORS]
+    try:
+        return work(_reseed(_GENERATORS))
+    finally:
+        _restore(own)
+
+
+def _restore(own: list[Any]) -> None:
+    for generator, state in zip(_GENERATORS, own, strict=True):
+        generator.restore(state)
+
+
+def _reseed(generators: Iterable[_Generator]) -> Reseed:
+    seeds = [generator.seed for generator in generators]
+    if len(seeds) == 1:
+        return seeds[0]  # type: ignore[return-value] # what it returns is not used
+
+    def reseed(number: int) -> None:
+        for seed in seeds:
+            seed(number)
+
+    return reseed
+
+
+def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
+    """A 64-bit number for each index, from all of them; ``what`` tells numbers for different uses apart."""
+    words = np.array(indices, dtype=np.uint64) * np.uint64(GOLDEN) + _key(seed, epoch, what)
+    seeds: list[int] = scramble(words).tolist()
+    return seeds
+
+
+@lru_cache(maxsize=8)
+def _key(*ingredients: int) -> np.uint64:
+    return np.uint64(round_keys(*ingredients)[0])
+
+
+def draws_nothing(dataset: object) -> bool:
+    """Whether reading ``dataset`` is known to draw no random number: containers, and tensors in rows."""
+    if type(dataset) is Subset:
+        return draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(draws_nothing, dataset.datasets))
+    return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
