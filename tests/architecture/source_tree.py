@@ -1,81 +1,68 @@
 """Read the packages as text: which modules there are and what each imports. Nothing is imported for it."""
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
+PACKAGES = ("popdist", "poprun", "poptorch")
+
 _SOURCE_ROOTS = {"poprun": ROOT / "poprun_py", "popdist": ROOT / "popdist_py", "poptorch": ROOT / "popdist_py"}
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of ``text``."""
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """One file of a package.
-
-    Attributes:
-        name: Dotted name; a package's own name for its ``__init__.py``.
-        path: Where it is.
-        tree: Its syntax.
-    """
+    """One file of a package: its dotted name, where it is, its path below the package, its syntax."""
 
     name: str
     path: Path
+    place: str
     tree: ast.Module
 
     @property
-    def place(self) -> str:
-        """Its path below the package, such as ``cli/main.py``."""
-        package = self.name.partition(".")[0]
-        return str(self.path.relative_to(_SOURCE_ROOTS[package] / package))
+    def package(self) -> str:
+        """Which of the three it belongs to."""
+        return self.name.partition(".")[0]
 
+    @property
+    def nodes(self) -> Iterator[ast.AST]:
+        """Everything in it."""
+        return ast.walk(self.tree)
 
-def root_of(package: str) -> Path:
-    """The folder that holds ``package``."""
-    return _SOURCE_ROOTS[package]
+    @property
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Its functions and methods."""
+        return (node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @cache
-def modules(package: str) -> tuple[Module, ...]:
-    """Every module of ``package``, by name."""
-    root = _SOURCE_ROOTS[package]
-    found = (
-        Module(name=_dotted(path.relative_to(root)), path=path, tree=ast.parse(path.read_text(encoding="utf-8")))
-        for path in (root / package).rglob("*.py")
+def modules(*packages: str) -> tuple[Module, ...]:
+    """Every module of ``packages``, of all three where none is named, by name."""
+    if len(packages) != 1:
+        return tuple(module for package in packages or PACKAGES for module in modules(package))
+    root = _SOURCE_ROOTS[packages[0]] / packages[0]
+    return tuple(
+        Module(
+            name=".".join((root.name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__"),
+            path=path,
+            place=str(path.relative_to(root)),
+            tree=ast.parse(path.read_text(encoding="utf-8")),
+        )
+        for path in sorted(root.rglob("*.py"))
     )
-    return tuple(sorted(found, key=lambda module: module.name))
-
-
-def _dotted(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def all_modules() -> tuple[Module, ...]:
-    """Every module of the three packages."""
-    return (*modules("popdist"), *modules("poprun"), *modules("poptorch"))
 
 
 def imports(module: Module) -> frozenset[str]:
     """What ``module`` imports anywhere in its text, as names of modules."""
-    return frozenset(_imported(ast.walk(module.tree)))
-
-
-def imports_on_import(module: Module) -> frozenset[str]:
-    """What importing ``module`` itself runs: its imports outside functions and outside ``if TYPE_CHECKING``."""
-    return frozenset(_imported(_executed(module.tree)))
-
-
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield child
-        yield from _executed(child)
+    return frozenset(_imported(module.nodes))
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -86,50 +73,40 @@ def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
             assert node.level == 0, "the house imports by full name"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in _names() else str(node.module)
+                yield full if full in _by_name() else str(node.module)
 
 
 @cache
-def _names() -> frozenset[str]:
-    return frozenset(module.name for module in all_modules())
+def _by_name() -> dict[str, Module]:
+    return {module.name: module for module in modules()}
 
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """Module → the modules of both packages that it imports anywhere."""
-    return {module.name: (imports(module) & _names()) - {module.name} for module in all_modules()}
+    """Module → the modules of the three packages that it imports anywhere."""
+    return {name: (imports(module) & _by_name().keys()) - {name} for name, module in _by_name().items()}
+
+
+def imports_on_import(module: Module) -> frozenset[str]:
+    """What importing ``module`` itself runs: its imports outside functions and outside ``if TYPE_CHECKING``."""
+    return frozenset(_imported(_executed(module.tree)))
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _executed(child)
 
 
 def reached_on_import(name: str) -> frozenset[str]:
     """Every module, foreign ones too, that ``import name`` runs, the packages that hold them included."""
-    by_name = {module.name: module for module in all_modules()}
     reached: set[str] = set()
-    waiting = [name]
+    waiting = {name}
     while waiting:
-        current = waiting.pop()
-        if current in reached:
-            continue
-        reached.add(current)
-        if current in by_name:
-            waiting += imports_on_import(by_name[current])
-            if "." in current:
-                waiting.append(current.rpartition(".")[0])
+        reached.add(current := waiting.pop())
+        if current in _by_name():
+            around = {current.rpartition(".")[0]} - {""}
+            waiting |= (imports_on_import(_by_name()[current]) | around) - reached
     return frozenset(reached)
-
-
-def find_cycle(edges: Mapping[str, frozenset[str]]) -> list[str]:
-    """One circle of ``edges``, or an empty list when there is none."""
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name in done:
-            return []
-        for target in sorted(edges[name]):
-            if circle := visit(target, [*path, name]):
-                return circle
-        done.add(name)
-        return []
-
-    return next((circle for name in edges if (circle := visit(name, []))), [])
