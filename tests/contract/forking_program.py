@@ -7,6 +7,7 @@ import time
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 import popdist
 
@@ -30,22 +31,25 @@ def exit_code_of_child() -> int:
 
 def train_and_fork(kind: str) -> None:
     """Print the child's exit code, and the sum over all instances that the parent makes afterwards."""
-    is_sharded, has_default_group = kind == "sharded optimizer", kind == "default group"
+    has_default_group = kind == "default group"
     popdist.init(torch_distributed=has_default_group)
-    model = popdist.ReplicatedModel(torch.nn.Linear(4, 2))
-    made = popdist.ShardedOptimizer(model, torch.optim.Adam) if is_sharded else None
-    optimizer = torch.optim.Adam(model.parameters()) if made is None else made
+    model = popdist.ReplicatedModel(nn.Linear(4, 2))
+    made = popdist.ShardedOptimizer(model, torch.optim.Adam) if kind == "sharded optimizer" else None
     samples = torch.ones(popdist.num_local_replicas(), 4)
     for _ in range(2):
-        optimizer.zero_grad()
         for batch in model.micro_batches(samples):
             model(batch).square().mean().backward()
-        optimizer.step()
+        if made is not None:
+            made.step()
+        model.zero_grad()
     if has_default_group:
         dist.all_reduce(torch.ones(4), async_op=True).wait()
     code = exit_code_of_child()
-    sys.stdout.write(f"{code} {int(popdist.all_reduce(torch.ones(1)))}\n")
+    sys.stdout.write(f"{kind}: {code} {int(popdist.all_reduce(torch.ones(1)))}\n")
 
 
 if __name__ == "__main__":
-    train_and_fork(sys.argv[1])
+    for number, word in enumerate(sys.argv[1:]):
+        if number:
+            popdist.finalize()
+        train_and_fork(word)
