@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -90,7 +91,7 @@ def _examine_machine(report_format: ReportFormat) -> int:
 
 def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:
     """Lease what the job of ``plan`` needs, start it, and wait for its end; returns poprun's exit code."""
-    from poprun.start import find_network, run_job  # noqa: PLC0415 - a dry run starts nothing
+    from poprun.start import find_network, forget_key, run_job  # noqa: PLC0415 - a dry run starts nothing
 
     network = find_network(plan, line.verbosity)
     if line.plan_file is not None and network is None:
@@ -100,7 +101,12 @@ def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> i
         return run_job(plan, network, verbosity=line.verbosity)
     from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
-    with hold(plan, facts, network) as leased:
+    with ExitStack() as stack:
+        try:
+            leased = stack.enter_context(hold(plan, facts, network))
+        except BaseException:  # Ctrl-C while it waits, too
+            forget_key(plan, network)
+            raise
         _print_topology(leased.shown_plan, line)
         return run_job(plan, leased.network, verbosity=line.verbosity, leased=leased)
 

@@ -62,6 +62,14 @@ def _examine(plan: LaunchPlan) -> "Examination":
     return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.log)
 
 
+def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
+    """Have the other hosts remove the key of a job that is not started after all."""
+    if network is not None:
+        from poprun.hosts import preflight  # noqa: PLC0415 - jobs of one host go without
+
+        preflight.forget_key(plan, network.key, names_of_this_machine(plan.hosts) & set(plan.hosts))
+
+
 def run_job(
     plan: LaunchPlan,
     network: "JobNetwork | None" = None,
@@ -101,7 +109,7 @@ def run_job(
     with ReceivedSignals() as signals:
         try:
             while identity is not None:
-                ends.append(Attempt(plan, environ, identity, signals, verbosity).run())
+                ends.append(_run_attempt(plan, environ, identity, signals, verbosity))
                 identity = _next_attempt(plan, identity, ends[-1], signals, leased)
             _log_summary(ends, plan)
             return exit_code(ends[-1])
@@ -111,6 +119,20 @@ def run_job(
         finally:
             if report_file is not None:
                 _write_report(report_file, plan, first, ends, error)
+
+
+def _run_attempt(
+    plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, signals: ReceivedSignals, verbosity: int
+) -> JobEnd:
+    """Run one attempt; where it starts no program, no agent removes the key that the hosts hold."""
+    has_started = False
+    try:
+        end = Attempt(plan, environ, identity, signals, verbosity).run()
+        has_started = end.has_started
+        return end
+    finally:
+        if not has_started:
+            forget_key(plan, identity.network)
 
 
 def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
@@ -159,14 +181,23 @@ def _next_attempt(
             return None
         try:
             if network is not None:
-                network = replace(network, key=_examine(plan).network.key)
-                network = network if leased is None else leased.reacquire(network)
+                network = _found_again(plan, network, leased)
         except HostsError as error:
             if identity.restart_count >= plan.ending.max_restarts:
                 raise
             screen.log(str(error))
         else:
             return replace(identity, network=network) if _pause(0.0, signals) else None
+
+
+def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":
+    """The network of the next attempt, on whose hosts the job has its leases; a HostsError if one is missing."""
+    network = replace(network, key=_examine(plan).network.key)
+    try:
+        return network if leased is None else leased.reacquire(network)
+    except HostsError:
+        forget_key(plan, network)
+        raise
 
 
 def _pause(seconds: float, signals: ReceivedSignals) -> bool:

@@ -9,13 +9,17 @@ processes. The hosts share the file system but for `/run`, `/dev/shm` and `/etc/
 import os
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import psutil
+
+from tests.hosts import firewall
 
 PREFIX: Final = "10.217.0."
 PREFIX_6: Final = "fd00:217::"
@@ -142,6 +146,16 @@ class Host:
     def mend(self) -> None:
         """Plug the cable in again."""
         self.run("ip", "link", "set", "eth0", "up")
+
+    @contextmanager
+    def firewall(self) -> Iterator[str]:
+        """Let in new connections of ssh only, as long as the block runs; what keeps it from that, or nothing."""
+        command = self.enter([sys.executable, firewall.__file__, "eth0"])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            yield "" if process.stdout.readline() else f"no firewall here: {process.stderr.readlines()[-1]}"
+            process.kill()
 
     def kill(self) -> None:
         """Pull the plug, after the cable: the other hosts hear nothing of this one's end."""

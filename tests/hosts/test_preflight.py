@@ -133,6 +133,29 @@ def test_hosts_reach_this_one_and_each_other(spoilt: Network, poprun: HostPoprun
     assert [row[:2] for row in rows] == [["n3", problem]]
 
 
+def test_this_host_reaches_that_of_instance_0(spoilt: Network, poprun: HostPoprun) -> None:
+    """Behind a firewall that lets in ssh only, poprun reaches it and the programs would not."""
+    with spoilt.hosts["n2"].firewall() as reason:
+        if reason:
+            pytest.skip(reason)
+        rows = table(poprun(spoilt, "--host", "n2,n1", "-n", "2", *HELLO))
+
+    assert [row[:2] for row in rows] == [["n1", "it does not reach n2 from 10.217.0.1 at 10.217.0.2: timed out"]]
+
+
+def test_no_key_stays_where_no_job_starts(spoilt: Network, poprun: HostPoprun) -> None:
+    """A host cannot hold it, a host's pool gives nothing, and the MPI launcher starts nothing."""
+    words = ("--host", "n[1-3]", "-n", "3", *HELLO)
+    refused = poprun(spoilt, "--mpi-global-args=--no-such-option", *words)
+    without_pool = poprun(spoilt, "--ipus-per-host=4", "--pool=/proc/pool", *words)
+    spoilt.hosts["n3"].run("mount", "-o", "remount,ro", "/dev/shm")
+    rows = table(poprun(spoilt, *words))
+
+    assert (refused.code, without_pool.code) == (70, 74)
+    assert [row[:2] for row in rows] == [["n3", "it cannot hold the job's key in /dev/shm: Read-only file system"]]
+    assert [host.run("ls", "/dev/shm") for host in spoilt.hosts.values()] == [""] * len(HOSTS)
+
+
 def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, poprun: HostPoprun) -> None:
     """The control channel, torch's store and popdist's own connections."""
     finished = poprun(

@@ -137,6 +137,25 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
     return found
 
 
+def forget_key(plan: LaunchPlan, key: JobKey, here: Collection[str]) -> None:
+    """Have each host that answers remove the key of a job none of whose agents was started to do so."""
+
+    async def ask() -> None:
+        own = next(iter(here), _HERE)
+        connections = HostConnections(dict.fromkeys((own, *plan.hosts)), own, plan.remote)
+        try:
+            await _forget(connections, plan, key, _FACTS_SECONDS)
+        finally:
+            await connections.close()
+
+    asyncio.run(ask())
+
+
+async def _forget(connections: HostConnections, plan: LaunchPlan, key: JobKey, seconds: float) -> None:
+    question: Answer = {"ask": "forget", "file": key.file}
+    await connections.ask(dict.fromkeys(plan.hosts, question), seconds)
+
+
 class _Examiner:
     """Examines all hosts of a job once; ``here`` is the name of this machine among them, if it is one."""
 
@@ -212,6 +231,8 @@ class _Examiner:
             if answer["problem"]:
                 cause = f"it cannot hold the job's key in {os.path.dirname(key.file)}: {answer['problem']}"
                 self._problems.append(Problem(name, cause, "make room there, or mount it"))
+        if self._problems:
+            await _forget(self._connections, self._plan, key, _HOLD_SECONDS)
 
     def _choose(self, answers: Mapping[str, Answer]) -> RouteChoice:
         """The addresses of the hosts that answered, and of this machine."""
@@ -231,13 +252,13 @@ class _Examiner:
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
         """Check that every host reaches this machine and the host of instance 0 from its address for the job.
 
-        Here the agents report, there the instances meet.
+        Here the agents report, there the instances meet: this machine, if it is a host, tries that way, too.
         """
         first = self._plan.hosts[0]
         host = routes[self._here].address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN) as listener:
-            targets = {"this machine": (host, listener.getsockname()[1])}
+            targets = {_HERE: (host, listener.getsockname()[1])}
             if first in routes and first != self._here:
                 question = {"ask": "listen", "host": routes[first].address}
                 for answer in (await self._ask({first: question}, _ROUTE_SECONDS)).values():
@@ -245,7 +266,7 @@ class _Examiner:
             questions = {
                 name: {"ask": "route", "from": route.address, "targets": list(targets.values())}
                 for name, route in routes.items()
-                if name != self._here
+                if name in self._plan.hosts
             }
             for name, answer in (await self._ask(questions, _ROUTE_SECONDS)).items():
                 self._problems += judge_routes(routes[name], targets, answer["problems"])

@@ -223,6 +223,13 @@ def hold(question: dict[str, Any]) -> dict[str, Any]:
     return {"problem": ""}
 
 
+def forget(question: dict[str, Any]) -> dict[str, Any]:
+    """Remove ``file``, a key that nobody will ask for, if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(question["file"])
+    return {}
+
+
 def remove_old(file: str) -> None:
     """Remove a key file of this user that is older than the longest start of a job."""
     try:
@@ -233,7 +240,7 @@ def remove_old(file: str) -> None:
         return  # somebody else was first
 
 
-_ANSWERS = {"facts": facts, "slots": slots, "hold": hold, "listen": listen, "route": route}
+_ANSWERS = {"facts": facts, "slots": slots, "hold": hold, "forget": forget, "listen": listen, "route": route}
 _listeners: list[socket.socket] = []
 
 
