@@ -87,8 +87,7 @@ def environment() -> Environment:
 def shares_tensors() -> bool:
     """Whether tensors may lie in memory that other instances map: ``POPDIST_SHARE_TENSORS=0`` forbids it.
 
-    Raises:
-        ContractError: If the variable is neither 0 nor 1.
+    Raises ContractError if the variable is neither 0 nor 1.
     """
     return read_share_tensors(os.environ) is not False
 

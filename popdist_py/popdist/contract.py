@@ -84,8 +84,7 @@ _NODE_COUNT: Final = r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?"
 def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: int | None = None) -> int:
     """The whole number in variable ``name``.
 
-    Raises:
-        ContractError: If it is absent and there is no default, is no whole number, or is below ``minimum``.
+    Raises ContractError if it is absent and there is no default, is no whole number, or is below ``minimum``.
     """
     text = env.get(name)
     if text is None:
@@ -126,8 +125,7 @@ def read_threads(env: Mapping[str, str], name: str) -> int | None:
 def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
     """The numbers of devices in variable ``name``; none when it is absent or empty.
 
-    Raises:
-        ContractError: If it holds anything but whole numbers with commas between them.
+    Raises ContractError if it holds anything but whole numbers with commas between them.
     """
     text = env.get(name, "")
     words = text.split(",") if text else []
@@ -139,10 +137,8 @@ def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
 def read_node_counts(env: Mapping[str, str], name: str) -> tuple[int, ...]:
     """One number for each node of a Slurm job in variable ``name``; none when it is absent or empty.
 
-    Slurm writes 2, 2, 2, 1 as ``2(x3),1``: srun(1), SLURM_TASKS_PER_NODE.
-
-    Raises:
-        ContractError: If it is not of that form.
+    Slurm writes 2, 2, 2, 1 as ``2(x3),1``: srun(1), SLURM_TASKS_PER_NODE. Raises ContractError if it is not of
+    that form.
     """
     counts: list[int] = []
     for item in filter(None, env.get(name, "").split(",")):
@@ -164,8 +160,7 @@ class Endpoint:
     def parse(cls, text: str) -> Self:
         """Read ``host:port``; an IPv6 host stands in brackets.
 
-        Raises:
-            ContractError: If ``text`` is not of that form.
+        Raises ContractError if ``text`` is not of that form.
         """
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
@@ -178,43 +173,25 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """What one instance is told about its job.
+    """What one instance is told about its job."""
 
-    Attributes:
-        num_instances: Processes in the job.
-        instance_index: This process, 0 to ``num_instances - 1``; torch's rank.
-        num_local_instances: Processes of the job on this host.
-        local_instance_index: This process among those of its host; torch's local rank.
-        host_index: This host, 0 to number of hosts - 1; torch's group rank.
-        num_replicas: Model replicas in the whole job, a multiple of ``num_instances``.
-        ipus_per_replica: Virtual IPUs that one replica uses. At least 1.
-        devices: Ordinals of this instance's CUDA devices among those visible to it; empty on the CPU.
-        job_id: The same on all instances of one job and all its restarts; empty when no launcher gave one.
-        restart_count: How often the job has been started again after a failure.
-        master: Where torch's ``env://`` store of the program will listen, or None.
-        store: Where popdist's own store listens, or None.
-        store_descriptor: On instance 0 the inherited listening socket of ``store``, else None.
-        executable_cache_path: Directory for compiled executables, or None.
-        num_threads: Threads of each replica's arithmetic, or None when nobody said.
-        is_deterministic: Whether torch is to use deterministic algorithms only.
-    """
-
-    num_instances: int = 1
-    instance_index: int = 0
-    num_local_instances: int = 1
-    local_instance_index: int = 0
-    host_index: int = 0
-    num_replicas: int = 1
-    ipus_per_replica: int = 1
+    num_instances: int = 1  # processes in the job
+    instance_index: int = 0  # this process, 0 to ``num_instances - 1``; torch's rank
+    num_local_instances: int = 1  # processes of the job on this host
+    local_instance_index: int = 0  # this process among those of its host; torch's local rank
+    host_index: int = 0  # this host, 0 to number of hosts - 1; torch's group rank
+    num_replicas: int = 1  # model replicas in the whole job, a multiple of ``num_instances``
+    ipus_per_replica: int = 1  # virtual IPUs that one replica uses. At least 1
     devices: tuple[int, ...] = ()
-    job_id: str = ""
-    restart_count: int = 0
-    master: Endpoint | None = None
-    store: Endpoint | None = None
-    store_descriptor: int | None = None
-    executable_cache_path: str | None = None
-    num_threads: int | None = None
-    is_deterministic: bool = False
+    """Ordinals of this instance's CUDA devices among those visible to it; empty on the CPU."""
+    job_id: str = ""  # the same on all instances of one job and all its restarts; empty when no launcher gave one
+    restart_count: int = 0  # how often the job has been started again after a failure
+    master: Endpoint | None = None  # where torch's ``env://`` store of the program will listen, or None
+    store: Endpoint | None = None  # where popdist's own store listens, or None
+    store_descriptor: int | None = None  # on instance 0 the inherited listening socket of ``store``, else None
+    executable_cache_path: str | None = None  # directory for compiled executables, or None
+    num_threads: int | None = None  # threads of each replica's arithmetic, or None when nobody said
+    is_deterministic: bool = False  # whether torch is to use deterministic algorithms only
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -264,8 +241,7 @@ class Contract:
     def shaped(self, env: Mapping[str, str]) -> Self:
         """This job, joined from another launcher's ranks, with the replicas that ``env`` tells of, if it does.
 
-        Raises:
-            ContractError: If they do not divide over the instances.
+        Raises ContractError if they do not divide over the instances.
         """
         if NUM_REPLICAS not in env:
             return self
@@ -286,9 +262,8 @@ class Contract:
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
         """The contract in ``env``; None when no ``REQUIRED`` variable is set, or just the ``SHAPE``. Never writes.
 
-        Raises:
-            ContractError: If only some of the required variables are set (each missing one is named), a value
-                is no number or out of range, or torch's variables tell of another job.
+        Raises ContractError if only some of the required variables are set (each missing one is named), a
+        value is no number or out of range, or torch's variables tell of another job.
         """
         missing = [name for name in REQUIRED if name not in env]
         if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
@@ -333,8 +308,7 @@ class Contract:
 def read_master(env: Mapping[str, str]) -> Endpoint | None:
     """Where torch's ``env://`` store listens, or None when the environment does not say.
 
-    Raises:
-        ContractError: If the port is no port number.
+    Raises ContractError if the port is no port number.
     """
     if MASTER_ADDR not in env or MASTER_PORT not in env:
         return None

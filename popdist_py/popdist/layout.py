@@ -17,16 +17,12 @@ from functools import lru_cache
 class ReplicaLayout:
     """How ``num_replicas`` model replicas are dealt to ``num_instances`` processes.
 
-    Attributes:
-        num_instances: Processes in the job (torch's world size). At least 1.
-        num_replicas: Model replicas in the whole job. A multiple of ``num_instances``.
-
     Raises:
         ValueError: If a count is below 1, or the replicas do not divide evenly.
     """
 
-    num_instances: int
-    num_replicas: int
+    num_instances: int  # processes in the job (torch's world size). At least 1
+    num_replicas: int  # model replicas in the whole job. A multiple of ``num_instances``
 
     def __post_init__(self) -> None:
         if self.num_instances < 1 or self.num_replicas < 1:
@@ -46,8 +42,7 @@ class ReplicaLayout:
     def replicas_of(self, instance: int) -> range:
         """Global indices of the replicas that ``instance`` owns, in local order.
 
-        Raises:
-            ValueError: If there is no such instance.
+        Raises ValueError if there is no such instance.
         """
         if not 0 <= instance < self.num_instances:
             raise ValueError(f"instance {instance} is not one of 0 to {self.num_instances - 1}")

@@ -31,11 +31,7 @@ class Node(NamedTuple):
 
 
 def height(n: int) -> int:
-    """Level of the root of the tree over ``n`` items: ``ceil(log2(n))``.
-
-    Raises:
-        ValueError: If ``n`` is below 1.
-    """
+    """Level of the root of the tree over ``n`` items: ``ceil(log2(n))``; raises ValueError if ``n`` is below 1."""
     if n < 1:
         raise ValueError(f"a tree needs at least one item, not {n}")
     return (n - 1).bit_length()
@@ -49,10 +45,8 @@ def span(node: Node, n: int) -> range:
 def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
     """The fewest nodes that together cover items ``[start, stop)`` of ``n`` and nothing else, left to right.
 
-    At most ``2 * ceil(log2(n))`` of them; none for an empty block.
-
-    Raises:
-        ValueError: If the block does not lie within ``[0, n)``.
+    At most ``2 * ceil(log2(n))`` of them; none for an empty block. Raises ValueError if the block does not lie
+    within ``[0, n)``.
     """
     top = height(n)
     if not 0 <= start <= stop <= n:
@@ -120,18 +114,13 @@ class TreeSum(Generic[T]):
         return tree
 
     def push(self, value: T) -> None:
-        """Take the item at :attr:`position`.
-
-        Raises:
-            ValueError: If all ``n`` items have come already.
-        """
+        """Take the item at :attr:`position`; raises ValueError if all ``n`` items have come already."""
         self._push(0, self._position, value)
 
     def push_node(self, node: Node, value: T) -> None:
         """Take the finished sum of a whole subtree, whose first item must be the one at :attr:`position`.
 
-        Raises:
-            ValueError: If the subtree starts elsewhere, or all ``n`` items have come already.
+        Raises ValueError if the subtree starts elsewhere, or all ``n`` items have come already.
         """
         level, index = node
         if index << level != self._position:
@@ -156,8 +145,7 @@ class TreeSum(Generic[T]):
 def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:
     """The sum of ``items`` in tree order; a single item comes back as it is.
 
-    Raises:
-        ValueError: If there is none.
+    Raises ValueError if there is none.
     """
     values = list(items)
     total = TreeSum(len(values), add)
@@ -169,8 +157,7 @@ def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
     """The sum of all ``n`` items from sums that cover each of them once, such as every process's aligned nodes.
 
-    Raises:
-        ValueError: If the nodes leave out an item or cover one twice.
+    Raises ValueError if the nodes leave out an item or cover one twice.
     """
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):

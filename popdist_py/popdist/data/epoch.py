@@ -295,10 +295,8 @@ class EpochReader:
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
 
-        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
-
-        Raises:
-            DatasetError: If it is no whole number from 0 up.
+        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that
+        epoch. Raises DatasetError if it is no whole number from 0 up.
         """
         self._position.set_epoch(epoch)
 
@@ -313,12 +311,10 @@ class EpochReader:
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
 
-        The job may have another number of instances and replicas, another micro batch size, accumulation and
-        number of workers: no sample is lost or seen twice. (Only then, and only when less than one sample a
-        replica remains, may the batch of an instance be empty.)
-
-        Raises:
-            DatasetError: If ``state`` is none of such a reader, or one of another dataset length, order or seed.
+        The job may have another number of instances and replicas, another micro batch size, accumulation
+        and number of workers: no sample is lost or seen twice. (Only then, and only when less than one
+        sample a replica remains, may the batch of an instance be empty.) Raises DatasetError if ``state``
+        is none of such a reader, or one of another dataset length, order or seed.
         """
         self._position.load_state_dict(state)
 

@@ -37,19 +37,13 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The job that an environment describes.
+    """The job that an environment describes."""
 
-    Attributes:
-        launcher: Whose variables these were.
-        contract: The job; one instance with one replica when there is no launcher.
-        first_node: Under Slurm, the name of the node on which instance 0 is looked for; else empty.
-        says_replicas: Whether poprun, or who emitted the job for it, has said how many replicas there are.
-    """
-
-    launcher: Launcher
-    contract: Contract
-    first_node: str = ""
+    launcher: Launcher  # whose variables these were
+    contract: Contract  # the job; one instance with one replica when there is no launcher
+    first_node: str = ""  # under Slurm, the name of the node on which instance 0 is looked for; else empty
     says_replicas: bool = False
+    """Whether poprun, or who emitted the job for it, has said how many replicas there are."""
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
         """The replicas of a model: those of the job, or so many on each instance where nothing says the former.
@@ -78,11 +72,9 @@ class Environment:
 def detect(env: Mapping[str, str]) -> Environment:
     """The job that ``env`` describes: poprun's contract, else another launcher's ranks, else a job of one.
 
-    Slurm comes last: torchrun and the MPI runtimes are themselves started as its tasks.
-
-    Raises:
-        ContractError: If the environment promises a job of several processes and does not describe it completely,
-            or two launchers describe different jobs.
+    Slurm comes last: torchrun and the MPI runtimes are themselves started as its tasks. Raises ContractError
+    if the environment promises a job of several processes and does not describe it completely, or two
+    launchers describe different jobs.
     """
     if (contract := Contract.from_env(env)) is not None:
         return Environment(launcher=Launcher.POPRUN, contract=contract, says_replicas=True)

@@ -29,8 +29,7 @@ _LAST_PORT: Final = 32_000  # below those that Linux gives to outgoing connectio
 def read_slurm(env: Mapping[str, str]) -> Contract | None:
     """The instance that a task of ``srun`` is; None in every other process.
 
-    Raises:
-        ContractError: If the variables of a task are incomplete or contradict each other.
+    Raises ContractError if the variables of a task are incomplete or contradict each other.
     """
     if SIZE not in env or RANK not in env:
         return None

@@ -214,8 +214,7 @@ class Barriers:
     def wait_for(self, rank: int, is_done: Callable[[], bool], timeout_seconds: float) -> bool:
         """Wait for what one rank does outside of barriers; False if it did not come in time, and still may.
 
-        Raises:
-            BackendError: If the rank was lost or has left, or this one takes part in no further barrier.
+        Raises BackendError if the rank was lost or has left, or this one takes part in no further barrier.
         """
         return is_done() or self._wait_until(rank, is_done, lambda: [] if is_done() else [rank], timeout_seconds)
 

@@ -59,11 +59,7 @@ def own_address(contract: Contract) -> str | None:
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
-    """The store of a job of at least two instances.
-
-    Raises:
-        BackendError: If it cannot be served or reached.
-    """
+    """The store of a job of at least two instances; raises BackendError if it cannot be served or reached."""
     contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
     try:
         if contract.store is not None:

@@ -108,8 +108,7 @@ class ClientLeases:
     def renew(self, key: str) -> None:
         """Let a lease last for its whole time from now on.
 
-        Raises:
-            LeaseEndedError: If there is none of that key any more.
+        Raises LeaseEndedError if there is none of that key any more.
         """
         with self._lock:
             if key not in self._renewals:
