@@ -13,7 +13,7 @@ from tests.contract import backend_program
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
-NUM_CALLS = 500
+NUM_CALLS = 200
 NUM_EXAMPLES = 1 + 2
 """The first example is the smallest: no call at all."""
 
@@ -43,7 +43,7 @@ def test_laws(run_suite: Callable[..., None], num_ranks: int) -> None:
 )
 @given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=NUM_CALLS, max_size=NUM_CALLS))
 def test_random_calls(run_suite: Callable[..., None], num_ranks: int, seeds: list[int]) -> None:
-    """Thousands of calls of backend_random.py; each example is a world of its own."""
+    """Hundreds of calls of backend_random.py; each example is a world of its own."""
     run_suite("random", num_ranks, seeds=seeds)
 
 

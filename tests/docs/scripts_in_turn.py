@@ -6,6 +6,7 @@ process of one meets one of another.
 
 import gc
 import os
+import re
 import runpy
 import shlex
 import socket
@@ -19,6 +20,24 @@ from tests.running import Finished, Poprun
 
 SLOW = ("accelerate", "lightning.fabric", "poptorch", "torch._dynamo")
 """The last one torch imports with the first optimizer."""
+
+
+RESULT = re.compile(r"world size (?P<world_size>\d+), (test accuracy|evaluation loss) (?P<metric>[\d.]+)%?")
+
+RANK = re.compile(r"^rank (?P<rank>\d) of 2: (?P<weights>.*)$", re.MULTILINE)
+
+
+def trained(finished: Finished) -> list[float]:
+    """What the scripts of other libraries tell of their models: rank 0 alone tells it, of both ranks."""
+    found = [*RESULT.finditer(finished.out)]
+    assert [it["world_size"] for it in found] == ["2"] * len(found)
+    return [float(it["metric"]) for it in found]
+
+
+def agree(finished: Finished) -> bool:
+    """Whether ``examples/plain_ddp.py`` ran on both ranks, and gave them the same weights."""
+    told = {it["rank"]: it["weights"] for it in RANK.finditer(finished.out)}
+    return told.keys() == {"0", "1"} and told["0"] == told["1"]
 
 
 def run_in_turn(

@@ -9,12 +9,12 @@ import pytest
 
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
-from tests.docs.scripts_in_turn import run_in_turn
+from tests.docs.scripts_in_turn import agree, run_in_turn, trained
 from tests.running import Poprun
 
 PAGE = ROOT / "docs" / "from-ddp.md"
 STAND_INS = ROOT / "tests" / "docs" / "stand_ins"
-LOCAL = Poprun(options=("--launcher", "local"))
+EXAMPLES = ROOT / "examples"
 
 
 SCRIPTS = ("plain", "DDP", "accelerate", "Fabric", "Horovod", "PopDist")
@@ -25,6 +25,9 @@ PORTED = ("by hand", "helpers")
 
 ON_THE_CPU = (('"cuda"', '"cpu"'), ("Accelerator()", "Accelerator(cpu=True)"))
 """What is written otherwise on a machine without a GPU."""
+
+LEAST_ACCURACY = 85
+"""An untrained model has an accuracy of 10 %."""
 
 COUNT = '\nprint("{}", sum(len(batch[0]) for batch in loader))\n'
 
@@ -87,22 +90,30 @@ def test_the_changed_script_runs_as_the_page_says(forked_world: ForkedWorlds, fo
     assert len({checksum for checksum, _ in ends[1:]}) == 1
 
 
-def test_the_other_scripts_run_under_poprun(folder: Path) -> None:
+@pytest.mark.parametrize("launcher", ["mpich"], indirect=True)
+def test_the_other_scripts_run_under_poprun(launcher: Poprun, folder: Path) -> None:
     """As they are, in two processes, and they see as many samples as the page says.
 
-    Horovod is a stand-in, because it cannot be installed here: the test shows that its script is a program, not
-    what Horovod makes of it.
+    So do the examples of DDP, Lightning and accelerate, which know MPI's launchers, too, and believe poprun's
+    variables. Horovod is a stand-in, because it cannot be installed here: the test shows that its script is a
+    program, not what Horovod makes of it.
     """
     for name, text in zip(SCRIPTS, scripts()[1 : -len(PORTED)], strict=True):
         (folder / f"{name}.py").write_text(text + COUNT.format(name), encoding="utf-8")
-    finished = run_in_turn(LOCAL, ((folder / f"{name}.py",) for name in SCRIPTS), search=[str(STAND_INS)])
+    (empty := folder / "empty").mkdir()
+    lightning, *others = (EXAMPLES / name for name in ("with_lightning.py", "with_accelerate.py", "plain_ddp.py"))
+    commands = [*((folder / f"{name}.py",) for name in SCRIPTS), (lightning, "--devices", "2"), *zip(others)]
+    finished = run_in_turn(launcher, commands, search=[str(STAND_INS)], cwd=empty).succeeded_but_for_torch()
     seen = dict.fromkeys(SCRIPTS, 0)
-    for line in finished.succeeded().lines:
-        seen[line.split()[0]] += int(line.split()[1])
+    for name, count in re.findall(r"^(\w+) (\d+)$", finished.out, re.MULTILINE):
+        seen[name] += int(count)
+    first, second = trained(finished)
 
     assert seen.pop("plain") == 2 * told()["popdist"]
     assert seen.pop("PopDist") < told()["popdist"]
     assert {**seen, "popdist": 1001} == told()
+    assert min(first, second) >= LEAST_ACCURACY
+    assert agree(finished)
 
 
 @pytest.mark.parametrize("name", PORTED)

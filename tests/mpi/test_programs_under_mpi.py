@@ -71,15 +71,6 @@ def test_the_variables_of_open_mpi_are_there_whatever_mpi_is(under_mpi: Poprun) 
     ]
 
 
-def test_distributed_data_parallel_runs_unmodified_under_mpi(under_mpi: Poprun) -> None:
-    """The process group of torch forms although the processes came from an MPI runtime."""
-    finished = under_mpi("-n", "2", str(under_mpi.python), str(EXAMPLES / "plain_ddp.py"))
-    ranks, weights = zip(*(line.split(": ") for line in finished.succeeded_but_for_torch().lines), strict=True)
-
-    assert ranks == ("rank 0 of 2", "rank 1 of 2")
-    assert weights[0] == weights[1]
-
-
 def test_words_for_open_mpi_do_the_same_under_every_launcher(launcher: Poprun, tmp_path: Path) -> None:
     """Variables, of all and of one instance, tags and logs; what only Open MPI could be told is named."""
     words = (

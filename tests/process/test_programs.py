@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import Poprun
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -41,13 +42,12 @@ def test_the_variables_of_open_mpi_are_there(local: Poprun, num_instances: int) 
     ]
 
 
-def test_distributed_data_parallel_runs_unmodified(local: Poprun) -> None:
-    """A script with torch's own process group and DistributedDataParallel trains, and its ranks agree."""
-    finished = local("-n", "2", "--tag-output=no", sys.executable, str(EXAMPLES / "plain_ddp.py"))
-    ranks, weights = zip(*(line.split(": ") for line in finished.succeeded_but_for_torch().lines), strict=True)
+def test_distributed_data_parallel_runs_unmodified(forked_world: ForkedWorlds) -> None:
+    """A script with torch's own process group trains with a job's variables alone, and its ranks agree."""
+    (first, *_), (second, *_) = forked_world.script(EXAMPLES / "plain_ddp.py", num_instances=2)
 
-    assert ranks == ("rank 0 of 2", "rank 1 of 2")
-    assert weights[0] == weights[1]
+    assert first.startswith("rank 0 of 2: ")
+    assert second == first.replace("rank 0", "rank 1")
 
 
 @pytest.mark.parametrize("options", [("-n", "2"), ("-n", "1")])
