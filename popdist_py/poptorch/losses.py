@@ -6,7 +6,8 @@ flow.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from poptorch.custom_types import tensors_of
 from poptorch.errors import Error, check_arguments
 
 Reduction = Literal["mean", "sum", "none", 0, 1, 2]
@@ -127,20 +127,24 @@ def _add_ancestors(node: Node | None, found: set[Node]) -> None:
                 waiting.append(before)
 
 
+@dataclass(frozen=True, slots=True)
 class LossPlace:
     """Where in the result of a forward the loss is: found in the first one, and looked up in each later one."""
 
-    def __init__(self, result: Any, loss: Tensor) -> None:  # noqa: ANN401 - whatever a model gives
-        self._index = next((index for index, tensor in enumerate(tensors_of(result)) if tensor is loss), None)
-        self._made_by = type(loss.grad_fn)
-        self.is_found = self._index is not None  # whether the loss is in the result; else each forward is watched
+    index: int  # among the result's tensors
+    made_by: type  # the loss's node in the graph of autograd
 
-    def loss(self, result: Any) -> Tensor:  # noqa: ANN401 - as above
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], loss: Tensor) -> Self | None:
+        """Its place in the result of the first forward; None where it is none of that."""
+        index = next((index for index, tensor in enumerate(tensors) if tensor is loss), None)
+        return None if index is None else cls(index, type(loss.grad_fn))
+
+    def loss(self, tensors: Sequence[Tensor]) -> Tensor:
         """The loss in the result of a later forward; an Error if something else is in its place."""
-        tensors, index = tensors_of(result), self._index or 0
-        found = tensors[index] if index < len(tensors) else None
+        found = tensors[self.index] if self.index < len(tensors) else None
         if found is None or (
-            type(found.grad_fn) is not self._made_by and type(found.grad_fn).__name__ != _OF_COMPILED
+            type(found.grad_fn) is not self.made_by and type(found.grad_fn).__name__ != _OF_COMPILED
         ):
             raise Error(
                 "the loss is no longer where the first forward had it: forward must return the same structure, "
@@ -170,15 +174,4 @@ class _RefusedBackward:
         return OrderedDict, ()  # which torch.load takes for harmless
 
 
-_REFUSED: Final = _RefusedBackward()
-
-
-def refuse_backward_of(value: Any) -> Any:  # noqa: ANN401 - as above
-    """``value``, the result of a model, whose tensors' ``backward()`` says that it cannot be called."""
-    if type(value) is tuple or type(value) is list:
-        for part in value:
-            refuse_backward_of(part)
-        return value
-    for tensor in tensors_of(value):
-        tensor.backward = _REFUSED  # type: ignore[method-assign] # on this one alone
-    return value
+REFUSED_BACKWARD: Final = _RefusedBackward()

@@ -109,7 +109,7 @@ def test_the_hosts_tensors_stay_where_they_are(is_training: bool) -> None:  # no
     )
     host = module.weight.data_ptr()
     module.weight.grad = gradient = torch.full((2,), 7.0)
-    with first.running(), torch.no_grad():
+    with first, torch.no_grad():
         assert module.weight.data_ptr() != host
         assert not module.training
         module.weight.add_(1)
@@ -119,12 +119,12 @@ def test_the_hosts_tensors_stay_where_they_are(is_training: bool) -> None:  # no
     assert module.weight.grad is gradient
     assert module.weight.tolist() == ([2, 2] if is_training else [1, 1])
     assert module.y.tolist() == [1, 1]
-    with second.running():
+    with second:
         assert other.weight.tolist() == [2, 2]  # models share a tensor's copy
     with torch.no_grad():
         module.weight.zero_()
     first.copy_to_device()
-    with second.running():
+    with second:
         assert other.weight.tolist() == [0, 0]
 
 

@@ -19,7 +19,7 @@ import poptorch
 from poptorch import CommGroupType, OutputMode
 from poptorch.custom_types import PARSERS
 from poptorch.executor.arguments import CallArguments
-from poptorch.executor.outputs import Outputs
+from poptorch.executor.outputs import Outputs, Result
 from poptorch.options.combined_batch import CombinedBatch
 
 
@@ -259,7 +259,7 @@ def test_what_is_split_comes_back_whole(data: st.DataObject, counts: tuple[int, 
     outputs = Outputs(OutputMode.All, 1, *counts)
     found = fixed.micro_batches((value,), {})
     for args, _ in found:
-        outputs.add(args[0])
+        outputs.add(Result.of(args[0]))
 
     assert len(found) == num_parts
     assert same(outputs.result(), value)
@@ -283,7 +283,7 @@ def test_the_mode_says_which_results_are_kept(
     for step in range(num_steps):
         for replica in range(replicas):
             reused.copy_(everything[step, replica])  # as a buffer of the model that changes
-            outputs.add({"value": reused if rows else reused[0], "constant": "c"})
+            outputs.add(Result.of({"value": reused if rows else reused[0], "constant": "c"}))
     kept = {
         OutputMode.All: everything,
         OutputMode.Final: everything[-1:],
@@ -310,14 +310,14 @@ def test_results_that_do_not_fit_are_refused() -> None:
         ((ONE.bool(), ONE.bool()), "truth values"),
     ):
         outputs = Outputs(OutputMode.Sum, 1, 2, 1, 1)
-        outputs.add(values[0])
+        outputs.add(Result.of(values[0]))
         with pytest.raises(poptorch.Error, match=message):
-            outputs.add(values[1])
+            outputs.add(Result.of(values[1]))
 
 
 def test_a_result_may_be_nothing() -> None:
     """None is None, and nothing at all is, too."""
     outputs = Outputs(OutputMode.All, 1, 1, 1, 1)
     assert outputs.result() is None
-    outputs.add(None)
+    outputs.add(Result.of(None))
     assert outputs.result() is None

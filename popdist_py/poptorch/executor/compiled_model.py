@@ -17,9 +17,8 @@ from poptorch.enums import ReductionType
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
 from poptorch.executor.module_tensors import ModuleTensors
-from poptorch.executor.outputs import AnchoredTensors, Outputs
+from poptorch.executor.outputs import AnchoredTensors, Outputs, Result
 from poptorch.executor.traced_forward import TracedForward
-from poptorch.losses import refuse_backward_of
 from poptorch.optim.model_optimizer import ModelOptimizer
 from poptorch.options import Options
 from poptorch.options.combined_batch import CombinedBatch
@@ -55,7 +54,7 @@ class CompiledModel:
         )
         self._updatable = _updatable_buffers(options, self.tensors)
         first = self._micro_batches(arguments, named_arguments)[0]
-        with self.tensors.running():
+        with self.tensors:
             forward = self._trace(first, options, is_training=is_training)
             self._seen = forward.seen
             check_stages(self._seen, options, is_training=is_training)
@@ -65,7 +64,7 @@ class CompiledModel:
             else:
                 self.runs = TrainingRuns(forward, self.tensors, options, optimizer)
         self._num_inputs = len(tensors_of(first))
-        self._num_outputs = len(tensors_of(forward.result))
+        self._num_outputs = forward.num_outputs
 
     def _trace(self, first: MicroBatch, options: Options, *, is_training: bool) -> TracedForward:
         """Run the first forward, which leaves the buffers as they are, and give each replica those of its own."""
@@ -97,8 +96,8 @@ class CompiledModel:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The results of one call."""
         micro_batches = self._micro_batches(args, kwargs)
-        with self.tensors.running():
-            return refuse_backward_of(self.runs.run(micro_batches))
+        with self.tensors:
+            return self.runs.run(micro_batches)
 
     def copy_to_device(self) -> None:
         """Use the module's weights and buffers as they are now, on all instances those of instance 0."""
@@ -213,14 +212,18 @@ class TrainingRuns(Runs):
         elif not popdist.is_initialized():
             popdist.init()
         # makes the steps
-        self.optimizer = ModelOptimizer(optimizer, tensors.parameters, options, self._model, tensors.running)
+        self.optimizer = ModelOptimizer(optimizer, tensors.parameters, options, self._model, tensors)
         self._parameters = list(tensors.parameters.values())
         self.must_agree = False  # whether the next call gives all instances the weights of instance 0
 
-    @torch.enable_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - as above
         """The results of a call's micro batches, put together; gradients are computed also under ``no_grad``."""
-        if self.must_agree and self._model is not None:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.run(micro_batches)
+        if self._model is None:
+            return super().run(micro_batches)
+        if self.must_agree:
             self.must_agree = False
             popdist.broadcast_weights({**self._tensors.parameters, **self._tensors.buffers})
             self._tensors.fill_replicas()
@@ -251,7 +254,7 @@ class TrainingRuns(Runs):
         """Compute the gradients of this process's replicas, and reduce those of the whole job."""
         num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
         is_in_order = num_replicas == 1 or num_accumulations == 1
-        results: dict[int, Any] = {}
+        results: dict[int, Result] = {}
         for index in range(len(micro_batches)):
             replica, step = divmod(index, num_accumulations)
             position = step * num_replicas + replica
@@ -261,13 +264,13 @@ class TrainingRuns(Runs):
             if is_in_order:
                 outputs.add(result)
             else:
-                results[position] = with_tensors(result, Tensor.detach)
+                results[position] = Result(result.structure, [*map(Tensor.detach, result.tensors)])
             del result
         for position in range(len(results)):
             outputs.add(results[position])
         model.reduce_gradients(self._reduction)
 
-    def _train(self, micro_batch: MicroBatch, scaling: float) -> Any:  # noqa: ANN401 - whatever the model gives
+    def _train(self, micro_batch: MicroBatch, scaling: float) -> Result:
         """The result of a micro batch, whose gradients are there then."""
         begin = perf_counter()
         result = self._forward.train(*micro_batch, scaling)

@@ -7,9 +7,8 @@ trained. Afterwards ``tensor.data`` is the host's memory again, with the values 
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +47,22 @@ class _Place:
         )
 
 
-class ModuleTensors:
-    """The parameters and buffers of one wrapped module."""
+@dataclass(slots=True)
+class _Counts:
+    """Of all models of this process."""
 
-    num_running: ClassVar[int] = 0  # how many models run just now, one within another
-    num_trainings: ClassVar[int] = 0  # how many training calls there were in this process, of all models
+    running: int = 0  # how many run just now, one within another
+    trainings: int = 0  # how many training calls there were
+
+
+counts: Final = _Counts()
+
+
+class ModuleTensors:
+    """The parameters and buffers of one wrapped module.
+
+    Within it as a context the module has its modes, its device's values and no gradients: the model runs.
+    """
 
     _all_copies: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
     """Tensor of the host → device → the copy there, which all models of the tensor share."""
@@ -72,7 +82,7 @@ class ModuleTensors:
         self._modes = modes
         self._is_training = is_training
         self._has_copies = has_copies
-        self._is_running = False
+        self._num_entered = 0
         self._separate: list[str] = []  # the buffers of which each replica has its own
         self._shared = frozenset[str]()  # of these, those that the module has of the job's replica 0
         self._num_replicas = 1
@@ -103,7 +113,7 @@ class ModuleTensors:
         return [self.copies.get(name, self.buffers[name].data) for name in self._separate]
 
     def _find_tensors(self) -> None:
-        self._num_trainings_seen = ModuleTensors.num_trainings
+        self._num_trainings_seen = counts.trainings
         self._places = list(_places(self._module))
         tensors = {id(place.tensor): place for place in reversed(self._places)}  # the first name of each
         named = {place.name: place.tensor for place in reversed(tensors.values())}
@@ -125,44 +135,58 @@ class ModuleTensors:
             known[device] = tensor.detach().to(device, copy=True)
         return known[device]
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within it the module has its modes, its device's values and replica 0's buffers, and no gradients."""
-        if self._is_running:  # within a call, or while the model is compiled
-            yield
+    def __enter__(self) -> None:
+        if self._num_entered == 0:
+            self._accept_changes()
+            self._changed_modes = [(part, mode) for part, mode in self._modes if part.training is not mode]
+            self._gradients = self._put_gradients_aside() if self._is_training else []
+            for part, mode in self._changed_modes:
+                part.training = mode
+            self._host_values = self._put_device_values()
+            counts.running += 1
+        self._num_entered += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        self._num_entered -= 1
+        if self._num_entered:  # it was entered while the model is compiled, or called
             return
-        if not all(place.is_kept for place in self._buffer_places):
-            self._find_tensors()  # the program has put others there, as module.half() does
-        if not self._is_training and self._num_trainings_seen != ModuleTensors.num_trainings:
-            self._num_trainings_seen = ModuleTensors.num_trainings
+        counts.running -= 1
+        counts.trainings += self._is_training
+        faults = self._put_back(self._host_values)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for part, mode in self._changed_modes:
+            part.training = not mode
+        if faults and kind is None:
+            raise Error(faults[0])
+
+    def _accept_changes(self) -> None:
+        """Use the buffers that the program has put in the place of others, and what another model has trained."""
+        if not all(place.is_kept for place in self._buffer_places):  # as after module.half()
+            self._find_tensors()
+        if not self._is_training and self._num_trainings_seen != counts.trainings:
+            self._num_trainings_seen = counts.trainings
             self.fill_replicas()
-        changed_modes = [(part, mode) for part, mode in self._modes if part.training is not mode]
-        gradients = self._put_gradients_aside() if self._is_training else []
+
+    def _put_device_values(self) -> dict[str, Tensor]:
+        """Give the module the device's values, and return by name those that it had."""
+        if self._separate:
+            self._own = self._own_values()
         host_values = {name: self._tensor(name).data for name in self.copies}
-        for part, mode in changed_modes:
-            part.training = mode
         for name, value in self.copies.items():
             self._tensor(name).data = value
-        self._own = self._own_values()
-        self._is_running = True
-        ModuleTensors.num_running += 1
-        try:
-            yield
-        finally:
-            self._is_running = False
-            ModuleTensors.num_running -= 1
-            ModuleTensors.num_trainings += self._is_training
+        return host_values
+
+    def _put_back(self, host_values: Mapping[str, Tensor]) -> list[str]:
+        """Give the module its tensors again, and return in words what forward had put in their places."""
+        if self._others or self._first:
             self._put_buffers(self._own)
-            faults = [place.put_back() for place in self._places if not place.is_kept]
-            for name, value in host_values.items():
-                self._tensor(name).data = value
+        faults = [place.put_back() for place in self._places if not place.is_kept]
+        for name, value in host_values.items():
+            self._tensor(name).data = value
+        if host_values:
             self.copy_to_host()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for part, mode in changed_modes:
-                part.training = not mode
-        if faults:
-            raise Error(faults[0])
+        return faults
 
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The gradients of a backward pass of the program's own, which the parameters do not have then."""

@@ -1,7 +1,7 @@
 """The result of a call, put together from those of its micro batches, and the tensors that are anchored."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,20 @@ from torch import Tensor, nn
 from poptorch.custom_types import Structure, flatten, unflatten
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
+from poptorch.losses import REFUSED_BACKWARD
+
+
+class Result(NamedTuple):
+    """What a forward gives."""
+
+    structure: Structure
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, value: Any) -> Self:  # noqa: ANN401 - whatever a model gives
+        """A value taken apart."""
+        tensors: list[Tensor] = []
+        return cls(flatten(value, tensors), tensors)
 
 
 class Outputs:
@@ -40,7 +54,7 @@ class Outputs:
         self._kept: list[list[Tensor]] = []  # copies of the tensors of each result
         self._structure: Structure | None = None
 
-    def add(self, value: Any) -> None:  # noqa: ANN401 - whatever a model gives
+    def add(self, result: Result) -> None:
         """Add the next micro batch's result, in order of iteration, step of accumulation and replica.
 
         Tensors are copied, so that the model may change them later.
@@ -49,8 +63,7 @@ class Outputs:
         self._num_seen += 1
         if (step + 1) % self._period:
             return
-        tensors: list[Tensor] = []
-        structure = flatten(value, tensors)
+        structure, tensors = result
         if self._structure is not None:
             self._check(structure, tensors, self._structure)
         self._structure = structure
@@ -82,7 +95,8 @@ class Outputs:
         """The result for the user: of the structure of a micro batch's result, on the CPU.
 
         Dim 0 of each tensor is as many times as long as results were kept. A tensor without dims gets one of the
-        number of results, unless that is 1. What is no tensor is the last micro batch's.
+        number of results, unless that is 1. What is no tensor is the last micro batch's. ``backward()`` of each
+        tensor says that it cannot be called.
         """
         return (
             None
@@ -92,9 +106,13 @@ class Outputs:
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].cpu()
-    return (torch.cat(parts) if parts[0].dim() else torch.stack(parts)).cpu()
+    joined = parts[0]
+    if len(parts) > 1:
+        joined = torch.cat(parts) if joined.dim() else torch.stack(parts)
+    if not joined.is_cpu:
+        joined = joined.cpu()
+    joined.backward = REFUSED_BACKWARD  # type: ignore[method-assign] # on this one alone
+    return joined
 
 
 _GRADIENT: Final = "Gradient___"

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,8 @@ from poptorch.blocks import MovedArguments, record_forward
 from poptorch.custom_types import tensors_of, with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
-from poptorch.executor.module_tensors import ModuleTensors
+from poptorch.executor.module_tensors import counts
+from poptorch.executor.outputs import Result
 from poptorch.losses import LossPlace, LossSearch
 
 _CONVOLUTIONS: Final = (
@@ -28,12 +29,13 @@ _WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
 """Operations whose weights get the dtype of their input."""
 
 _WITH_STATISTICS: Final = {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
+_NO_CONTEXT: Final = nullcontext()
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def isRunningOnIpu() -> bool:
     """Whether this is called by the forward of a model that poptorch runs."""
-    return ModuleTensors.num_running > 0
+    return counts.running > 0
 
 
 class WeightCasts(TorchFunctionMode):
@@ -87,7 +89,7 @@ class TracedForward:
     ) -> None:
         self._module = module
         self._device = device
-        self._place: LossPlace | None = None
+        self._place: LossPlace | None = None  # of the loss in the result; else each forward is watched for it
         args, kwargs = with_tensors(first, Tensor.clone)
         casts, norms, search = WeightCasts(), _SeenNorms(), LossSearch()
         with _explained(), _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
@@ -97,24 +99,24 @@ class TracedForward:
                 modes.enter_context(search)
             if "torch._dynamo" in sys.modules:  # nothing can be seen of what torch.compile has compiled
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            result, self.seen = record_forward(module, lambda: self._called(args, kwargs))
+            (_, tensors), self.seen = record_forward(module, lambda: self._called(args, kwargs))
         if is_training:
-            self._place = LossPlace(result, search.final())
+            self._place = LossPlace.of(tensors, search.final())
         self._has_casts = casts.has_cast
         self.statistics = _statistics(module, norms.tensors)  # buffers that normalizing operations update, by name
-        self.result = with_tensors(result, Tensor.detach)  # of the first forward, detached
+        self.num_outputs = len(tensors)
 
-    def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
+    def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
         """The result for a micro batch."""
-        with self._casts():
+        with WeightCasts() if self._has_casts else _NO_CONTEXT:
             return self._called(args, kwargs)
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Result:
         """The result for a micro batch; afterwards the parameters have gradients, times ``loss_scaling``."""
-        with self._casts():
-            if self._place is not None and self._place.is_found:
+        with WeightCasts() if self._has_casts else _NO_CONTEXT:
+            if self._place is not None:
                 result = self._called(args, kwargs)
-                loss = self._place.loss(result)
+                loss = self._place.loss(result.tensors)
             else:
                 with LossSearch() as search:
                     result = self._called(args, kwargs)
@@ -124,12 +126,9 @@ class TracedForward:
                 loss.backward(None if is_plain else torch.full_like(loss, loss_scaling))
             return result
 
-    def _casts(self) -> AbstractContextManager[object]:
-        return WeightCasts() if self._has_casts else nullcontext()
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
-        with nullcontext() if self._device is None else MovedArguments(self._device):
-            return self._module(*args, **kwargs)
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+        with _NO_CONTEXT if self._device is None else MovedArguments(self._device):
+            return Result.of(self._module(*args, **kwargs))
 
 
 def _statistics(module: nn.Module, seen: Sequence[Tensor]) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """The optimizer of a model: the program's, with the settings that it had at the last ``setOptimizer``."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -61,10 +61,10 @@ class ModelOptimizer:
         # whose parameters these are. With it, the state is dealt to the instances where the options ask for
         # replicated tensor sharding
         model: popdist.ReplicatedModel | None = None,
-        # within what it gives, the parameters lie on the device where the steps are made
-        placed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        # within it the parameters lie on the device where the steps are made; None where they always do
+        placed: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._placed = placed
+        self._placed = placed or nullcontext()
         self._options = options
         self._optimizer = optimizer
         self._strategy = mean_reduction_strategy(optimizer)
@@ -183,7 +183,7 @@ class ModelOptimizer:
         """Go on from what ``read_state`` gave; what is missing in it stays as it is."""
         if given := state.get("ipu_state"):
             logger.debug("Writing optimiser state tensors from host to IPU memory.")
-            with self._placed():
+            with self._placed:
                 for stepper in self._steppers:
                     stepper.write(given)
             if self._is_automatic and _FACTOR in given:
@@ -230,7 +230,7 @@ class ModelOptimizer:
         if values != self._values:
             self.has_news = True
         self._values = values
-        with self._placed():
+        with self._placed:
             for stepper in self._steppers:
                 stepper.set(optimizer.param_groups[stepper.group])
 
