@@ -13,7 +13,7 @@ have (`popdist.gradients.step_headers`).
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError
-from popdist.gradients.flat_buffers import ReplicaTree, flatten, unflatten, wide_dtype
+from popdist.gradients.flat_buffers import FlatTensors, add_flat, flatten, unflatten, wide_dtype
+from popdist.gradients.memory import RepeatedSum
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.torch_private import num_writes
-from popdist.weights import broadcast_tensors, sums_of
+from popdist.tree import TreeSum
+from popdist.weights import sums_of
 
 R = TypeVar("R")
 
@@ -162,6 +164,11 @@ class ModelBuffers:
         return faults
 
 
+def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which buffers of ``dtype`` are added; those of no floats are replica 0's, and zeros."""
+    return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
+
+
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
     """The buffers that are no longer what the step began with, with their values now.
 
@@ -212,6 +219,7 @@ class ReplicaBuffers(ModelBuffers):
         self._tracked: dict[str, ModelBuffer] = {}
         self._made: list[dict[str, Tensor] | None] = []
         self._outside: dict[str, Tensor] = {}
+        self._sum = RepeatedSum()
         self.is_checked = False
         if label is not None:
             _models[label] = weakref.ref(self)
@@ -221,22 +229,25 @@ class ReplicaBuffers(ModelBuffers):
         written = self.written_outside()
         self.fault = None if not written else _outside_fault(written, self.module)
         self._outside = {name: self._outside[name] for name in written}
-        others = [it for it in _all_models() if it is not self]
-        self._begin([it for it in others if not it.is_in_step], is_checked=is_checked)
+        self._begin(self._idle_models(), is_checked=is_checked)
         self.is_in_step = True
-        for other in others:
-            other.leave_out(self)
+        for other in _all_models():
+            if other is not self:
+                other.leave_out(self)
+
+    def _idle_models(self) -> list["ReplicaBuffers"]:
+        """The other models that all instances have, and that have no step at the moment."""
+        return [it for it in _all_models() if it is not self and not it.is_in_step]
 
     def other_modules(self) -> list[nn.Module]:
         """The modules of the other models that all instances have."""
-        return [other.module for other in [it for it in _all_models() if it is not self]]
+        return [it.module for it in _all_models() if it is not self]
 
     def begin_pass(self) -> None:
         """Remember what the next pass outside of the micro batches starts from, of this and all other models."""
         self._begin([], is_checked=False)
-        for other in [it for it in _all_models() if it is not self]:
-            if not other.is_in_step:
-                other.remember()
+        for other in self._idle_models():
+            other.remember()
 
     def _begin(self, others: Iterable["ReplicaBuffers"], *, is_checked: bool) -> None:
         self._made = []
@@ -295,10 +306,9 @@ class ReplicaBuffers(ModelBuffers):
     def end_pass(self) -> None:
         """The pass outside of the micro batches has ended: also what was written in other models is its."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
-        for other in [it for it in _all_models() if it is not self]:
-            if not other.is_in_step:
-                self._track(other, seen)
-                other.clear_outside_writes()
+        for other in self._idle_models():
+            self._track(other, seen)
+            other.clear_outside_writes()
         self.clear_outside_writes()
         self.end_replica(has_run=True)
 
@@ -373,43 +383,33 @@ class ReplicaBuffers(ModelBuffers):
     @torch.no_grad()
     def combine(self, group: Group, layout: ReplicaLayout, own: int, others: Iterable[str]) -> None:
         """Give the changed buffers, the same on all instances, what all replicas made of them."""
-        keys = [name for i, name in enumerate(self.buffers) if own >> i & 1] + sorted(others)
-        starts = {key: self._tracked[key].start for key in keys}
-        averages = [key for key, it in starts.items() if it.is_floating_point() or it.is_complex()]
-        if averages:
-            self._average(group, layout, averages)
-        if rest := sorted(set(keys) - set(averages)):
-            self._copy_from_replica_0(group, layout, rest)
+        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for key in [name for i, name in enumerate(self.buffers) if own >> i & 1] + sorted(others):
+            start = self._tracked[key].start
+            kinds.setdefault((start.device, _dtype_of_sum(start.dtype)), []).append(key)
+        first = layout.replicas_of(group.backend.instance_index).start
+        tree: TreeSum[FlatTensors] = TreeSum(layout.num_replicas, add_flat, start=first)
+        for replica, made in enumerate(self._made, first):
+            tree.push([self._brought(*kind, keys, made, replica) for kind, keys in kinds.items()])
+        for keys, total in zip(kinds.values(), self._sum.finish(group, layout, tree.nodes), strict=True):
+            flat = total[:-1] / total[-1] if total.is_floating_point() else total[:-1]
+            values = unflatten(flat, [self._tracked[key].start for key in keys])
+            for key, value in zip(keys, values, strict=True):
+                self._tracked[key].assign(value)
 
-    def _average(self, group: Group, layout: ReplicaLayout, keys: list[str]) -> None:
-        """The mean over the replicas that had a micro batch: each brings its values, and a 1 to be counted."""
-        starts = [self._tracked[key].start for key in keys]
-        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, start in enumerate(starts):
-            groups.setdefault((start.device, wide_dtype(start.dtype)), []).append(i)
-        tree = ReplicaTree(group, layout)
-        for made in self._made:
-            values = [(made or {}).get(key, start) for key, start in zip(keys, starts, strict=True)]
-            one = torch.ones(1, dtype=torch.float32)
-            flat = [
-                flatten([values[i] for i in members] + [one.to(device)], dtype)
-                for (device, dtype), members in groups.items()
-            ]
-            tree.add([torch.zeros_like(it) for it in flat] if made is None else flat)
-        for total, members in zip(tree.finish(), groups.values(), strict=True):
-            means = unflatten(total[:-1] / total[-1], [starts[i] for i in members])
-            for i, mean in zip(members, means, strict=True):
-                self._tracked[keys[i]].assign(mean)
-
-    def _copy_from_replica_0(self, group: Group, layout: ReplicaLayout, keys: list[str]) -> None:
-        if 0 in layout.replicas_of(group.backend.instance_index):
-            made = self._made[0] or {}
-            for key in keys:
-                self._tracked[key].assign(made.get(key, self._tracked[key].start))
-        if layout.num_instances > 1:
-            broadcast_tensors(group, 0, [self._tracked[key].tensor for key in keys])
-        for key in keys:
-            self._tracked[key].mark_written()
+    def _brought(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        keys: Sequence[str],
+        made: Mapping[str, Tensor] | None,
+        replica: int,
+    ) -> Tensor:
+        """What a replica brings to the sum: its values and a 1 to be counted; zeros where it does not count."""
+        one = torch.ones(1, dtype=dtype, device=device)
+        flat = flatten([*((made or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
+        counts = made is not None if dtype.is_floating_point else replica == 0
+        return flat if counts else flat.zero_()
 
     def run_outside(self, forward: Callable[[], R]) -> R:
         """Call ``forward``, a pass in training mode outside of all micro batches, and remember what it wrote."""

@@ -32,7 +32,7 @@ from popdist.groups import Group
 from popdist.host_memory.addition import HALVES, Op
 from popdist.layout import ReplicaLayout
 from popdist.transport.two_level import CHUNK_SIZE, Transport, TwoLevelReduction, WaitingPeers
-from popdist.tree import Node, TreeSum, aligned_nodes, finish
+from popdist.tree import Node, aligned_nodes
 
 FlatTensors: TypeAlias = list[Tensor]
 """The memory of one gradient of all parameters: a tensor for each flat buffer."""
@@ -365,26 +365,3 @@ def scatter_sum(
         lengths = [len(run) for run in mine]
         for run, part in zip(mine, total[: sum(lengths)].split(lengths), strict=True):
             own[0][run.start : run.stop] = part
-
-
-class ReplicaTree:
-    """The sum of flat tensors over all replicas of the job, to which local replicas are added one by one."""
-
-    def __init__(self, group: Group, layout: ReplicaLayout) -> None:
-        self._group = group
-        self._layout = layout
-        first = layout.replicas_of(group.backend.instance_index).start
-        self._tree: TreeSum[FlatTensors] = TreeSum(layout.num_replicas, add_flat, start=first)
-
-    def add(self, tensors: FlatTensors) -> None:
-        """Add the next local replica's tensors, which then belong to this object."""
-        self._tree.push(tensors)
-
-    def finish(self) -> FlatTensors:
-        """The sum over all replicas, the same on every instance, when every local replica was added."""
-        own = self._tree.nodes
-        if self._layout.num_instances == 1:
-            return finish(own, self._layout.num_replicas, add_flat)
-        for nodes in zip(*own.values(), strict=True):
-            add_instances(self._group, self._layout, list(nodes))
-        return next(iter(own.values()))

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -25,6 +26,7 @@ from popdist.gradients.flat_buffers import (
     FlatTensors,
     GradientLayout,
     add_flat,
+    add_instances,
     nodes_of,
     scale_flat,
     sum_of,
@@ -52,62 +54,51 @@ if TYPE_CHECKING:
 _LINE_BYTES = 64
 
 
-class SharedGradients:
-    """Flat buffers in memory that the instances of the job share, all of them on one host, and their sum.
+class SharedSum:
+    """Flat tensors in memory that the instances of the job share, all of them on one host, and their sum.
 
-    ``nodes`` are for each instance the tree nodes that it computes. ``mine`` is room for this instance's nodes; it
-    is empty as long as the host has no memory for them. ``narrow`` is the dtype of narrow buffers.
+    ``forms`` are the length and dtype of each tensor. ``mine`` is room for them, for each of the tree nodes that
+    this instance computes; it is empty as long as the host has no memory for them.
     """
 
-    def __init__(
-        self,
-        host: HostGroup,
-        nodes: Sequence[Sequence[Node]],
-        num_replicas: int,
-        gradients: GradientLayout,
-        narrow: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, host: HostGroup, layout: ReplicaLayout, forms: Sequence[tuple[int, torch.dtype]]) -> None:
         self._host = host
-        self._nodes = nodes
-        self._num_replicas = num_replicas
-        self._gradients = gradients
-        self._narrow = narrow
-        self._dtypes = [narrow or buffer.dtype for buffer in gradients.flat_buffers]
-        self._buffer_bytes = [
-            -(-buffer.size * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
-            for buffer, dtype in zip(gradients.flat_buffers, self._dtypes, strict=True)
-        ]
-        self._num_bytes = max(map(len, nodes)) * sum(self._buffer_bytes)
+        self._num_replicas = layout.num_replicas
+        self._nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+        self._forms = forms
+        self._stretches = [-(-size * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for size, dtype in forms]
+        self._num_bytes = max(map(len, self._nodes)) * sum(self._stretches)
         self._reserved: Reservation | None = None
         self._reductions: list[Reduction] = []
-        self.mine: list[FlatGradient] = []
+        self.mine: list[FlatTensors] = []
         with suppress(BackendError):
             self._reserved = host.reserve(self._num_bytes)
             self._place_mine(self._reserved.row)
 
-    def add(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """The sum of all instances' nodes divided by ``over``; None on all instances where the host has no room.
+    def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
+        """Make the first of :attr:`mine` the sum of all instances' nodes, of which ``own`` are this one's.
 
-        All instances call it together. Not before the first call do they know that all have the same gradients, so
-        they learn of each other's buffers there.
+        The sum is divided by ``over``. False on all instances where the host has no room. All instances call it
+        together. Not before the first call do they know that all have the same forms, so they learn of each
+        other's memory there.
         """
-        if not self._reductions and not self._connect(own):
-            return None
+        if not self._reductions and not self._connect():
+            return False
+        for mine, given in zip(self.mine, own, strict=True):
+            for room, flat in () if mine is given else zip(mine, given, strict=True):
+                room.copy_(flat)
         for reduction in self._reductions:
             reduction.run(over=over)
-        return self.mine[0]
+        return True
 
-    def _connect(self, own: Sequence[FlatGradient]) -> bool:
-        """Make the buffers of all instances known to each; whether there is room for them."""
+    def _connect(self) -> bool:
+        """Make the memory of all instances known to each; whether there is room."""
         try:
             block = self._host.allocate(self._num_bytes, self._reserved)
         except BackendError:
             return False
         if not self.mine:
             self._place_mine(block.mine)
-        for mine, given in zip(self.mine, own, strict=True):
-            if mine is not given:
-                mine.copy(given)
         parts = [
             [self._tensors_in(block.of(instance), position) for position, _ in enumerate(owned)]
             for instance, owned in enumerate(self._nodes)
@@ -120,24 +111,47 @@ class SharedGradients:
                 outputs=[owned[0][number] for owned in parts],
                 pairs=pairs,
             )
-            for number, dtype in enumerate(self._dtypes)
+            for number, (_, dtype) in enumerate(self._forms)
         ]
         return True
 
     def _place_mine(self, memory: Tensor) -> None:
-        own = self._nodes[self._host.rank]
-        parts = [self._tensors_in(memory, position) for position, _ in enumerate(own)]
-        make, narrow = self._gradients.make_wide, self._narrow
-        self.mine = [make(it) if narrow is None else self._gradients.make_narrow(narrow, it) for it in parts]
+        self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
         """The flat tensors of node ``position`` in an instance's ``memory``; each begins at a cache line."""
-        start, tensors = position * sum(self._buffer_bytes), []
-        buffers = self._gradients.flat_buffers
-        for buffer, dtype, num_bytes in zip(buffers, self._dtypes, self._buffer_bytes, strict=True):
-            tensors.append(memory[start : start + buffer.size * dtype.itemsize].view(dtype))
+        start, tensors = position * sum(self._stretches), []
+        for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
+            tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
             start += num_bytes
         return tensors
+
+
+class RepeatedSum:
+    """The sum of flat tensors over all replicas, as it is made step by step."""
+
+    def __init__(self) -> None:
+        self._forms: list[tuple[int, torch.dtype]] = []
+        self._shared: SharedSum | None = None
+
+    def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
+        """The sum over all replicas, of which ``own`` are this instance's nodes; all instances call it.
+
+        It is made in memory that the instances share where the one before it had the same forms.
+        """
+        if layout.num_instances == 1:
+            return finish(own, layout.num_replicas, add_flat)
+        rows, host = list(own.values()), group.backend.host_group
+        forms = [(len(flat), flat.dtype) for flat in rows[0]]
+        if forms != self._forms:
+            self._forms, self._shared = forms, None
+        elif self._shared is None and host is not None and all(flat.is_cpu for flat in rows[0]):
+            self._shared = SharedSum(host, layout, forms)
+        if self._shared is not None and self._shared.add(rows):
+            return self._shared.mine[0]
+        for nodes in zip(*rows, strict=True):
+            add_instances(group, layout, list(nodes))
+        return rows[0]
 
 
 class GradientPool:
@@ -177,7 +191,7 @@ class GradientMemory:
         nodes: For each instance the tree nodes that it computes.
         first_replica: Job-wide number of this instance's first replica.
         narrow: The dtype to which each replica's gradient and each sum over replicas is rounded; None for none.
-        shared: Buffers in the host's memory; None where the instances share none.
+        shared: The sum in the host's memory; None where the instances share none.
         overlap: What sends gradients early; None before the first step in which they went over a network.
     """
 
@@ -205,11 +219,12 @@ class GradientMemory:
         # the weights that were added last, and their sum: most steps have the same
         self._weights: tuple[list[list[int]], float] = ([], 0.0)
         self.overlap: Overlap | None = None
-        self.shared: SharedGradients | None = None
+        self.shared: SharedSum | None = None
+        self._shared_rooms: list[FlatGradient] = []
         host = group.backend.host_group
-        buffers = gradients.flat_buffers
-        if host is not None and buffers and all(buffer.device.type == "cpu" for buffer in buffers):
-            self.shared = SharedGradients(host, self.nodes, num_replicas, gradients, narrow)
+        forms = [(buffer.size, narrow or buffer.dtype) for buffer in gradients.flat_buffers]
+        if host is not None and forms and all(it.device.type == "cpu" for it in gradients.flat_buffers):
+            self.shared = SharedSum(host, layout, forms)
 
     def begin_step(self) -> None:
         """Make all room free."""
@@ -223,9 +238,27 @@ class GradientMemory:
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
         """Room in the host's memory, if the node that begins with ``replica`` can be computed there."""
-        if self.shared is None or not self.shared.mine or replica not in self._node_of:
+        if replica not in self._node_of or not self.shared_rooms:
             return None
-        return self.shared.mine[self._node_of[replica]]
+        return self.shared_rooms[self._node_of[replica]]
+
+    @property
+    def shared_rooms(self) -> list[FlatGradient]:
+        """Room in the host's memory for each of this instance's nodes; none where there is none yet."""
+        if self.shared is None:
+            return []
+        if not self._shared_rooms:
+            layout, narrow = self.gradients, self.narrow
+            make = layout.make_wide if narrow is None else partial(layout.make_narrow, narrow)
+            self._shared_rooms = [make(tensors) for tensors in self.shared.mine]
+        return self._shared_rooms
+
+    def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
+        """The sum of all instances' nodes divided by ``over``; None on all where they share no memory for it."""
+        if self.shared is not None and self.shared.add([room.tensors for room in own], over):
+            return self.shared_rooms[0]
+        self.shared = None
+        return None
 
     def rounded(self, gradient: FlatGradient, replica: int) -> FlatGradient:
         """The gradient of a local replica as it is added over the replicas: itself, or rounded in narrow room."""

@@ -292,11 +292,8 @@ class GradientSum:
     def _sum_at_end(self, over: float, parts: GradientParts | None) -> FlatGradient:
         """The sum divided by ``over``, in the buffers in which it was added."""
         memory, own = self._memory, self._tree.values
-        if memory.shared is not None:
-            total = memory.shared.add(own, over)
-            if total is not None:
-                return total
-            memory.shared = None
+        if (total := memory.sum_in_host(own, over)) is not None:
+            return total
         if parts is not None:
             return parts.add(self._group, memory.layout, own, over)
         if len(self._group.instances) == 1:
