@@ -2,7 +2,7 @@
 
 A signal only sets a flag. It travels with the headers that the instances exchange anyway, so that all of them
 know of it at the same place of the program (`popdist.groups`), and they act on it at the next end of a step
-(`popdist.progress.TrainingLoop`).
+(`popdist.gradients.optimizer_steps.TrainingLoop`).
 """
 
 import os
@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from popdist import context
 from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning, whole_number
+from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
 from popdist.instances import end_in_failure, end_together
-from popdist.progress import training_loop
-from popdist.training.step import is_in_step, watch_optimizers
+from popdist.training.step import is_in_step
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
 """What a shell shows of a program that SIGTERM has ended."""

@@ -27,7 +27,7 @@ import popdist
 import poptorch
 from popdist.data.batch import Batch
 from popdist.data.replica_loader import ReplicaLoader
-from popdist.progress import training_loop
+from popdist.gradients.optimizer_steps import training_loop
 from tests.contract.collective_laws import refused
 
 TIMEOUT_SECONDS = 300.0

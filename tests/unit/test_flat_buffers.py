@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from popdist.gradients.flat_buffers import NEAR, GradientLayout, joined
-from popdist.gradients.gradient_flags import is_reduced
+from popdist.gradients.optimizer_steps import is_reduced
 from popdist.gradients.shards import in_rounds
 
 KINDS_OF_GRADIENTS: tuple[Callable[[], tuple[Parameter, torch.Tensor | None]], ...] = (

@@ -49,21 +49,18 @@ from popdist.errors import (
     name_instances,
 )
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.gradient_flags import is_reduced, parameters_of
+from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters_of, training_loop, with_closure
 from popdist.gradients.step_headers import NOT_DEALT, BeginHeader, ModelChecks, StepChecks
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
-from popdist.progress import training_loop
 from popdist.training.micro_batches import Nest, children_of, is_list_of_strings
 from popdist.training.model_steps import ModelSteps
 from popdist.training.step import (
-    closure_of,
     joint_modules,
     lost_steps,
     modules_in,
     reduced_modules,
     running_steps,
-    with_closure,
 )
 from popdist.weights import bytes_of
 

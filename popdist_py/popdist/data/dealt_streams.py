@@ -19,7 +19,7 @@ from popdist.data.epoch import EpochPosition
 from popdist.data.randomness import Reseed, isolated
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.errors import DatasetError
-from popdist.progress import training_loop
+from popdist.gradients.optimizer_steps import training_loop
 from popdist.torch_private import hide_worker_info
 
 

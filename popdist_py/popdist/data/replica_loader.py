@@ -21,7 +21,7 @@ from popdist.data.batch import Batch, Share
 from popdist.data.epoch import EpochPosition, EpochReader
 from popdist.data.randomness import Reseed, SampleRandomness, draws_nothing, sample_seeds
 from popdist.errors import BatchError, PopdistWarning
-from popdist.progress import training_loop
+from popdist.gradients.optimizer_steps import training_loop
 
 SMALL_BYTES: Final = 2**18
 """Tensors of up to so many bytes are sent as copies; for larger ones torch's shared memory is faster."""

@@ -33,8 +33,8 @@ from popdist.data.epoch import (
 from popdist.data.randomness import Reseed, isolated, sample_seeds
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.errors import CollectiveError, DatasetError, check_flags, name_instances
+from popdist.gradients.optimizer_steps import training_loop
 from popdist.groups import wait_for_first_error
-from popdist.progress import training_loop
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
 """Names under which samplers that divide by rank keep the number of ranks."""

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError
-from popdist.gradients.flat_buffers import FlatTensors, add_flat, flatten, unflatten, wide_dtype
-from popdist.gradients.memory import RepeatedSum
+from popdist.gradients.flat_buffers import FlatTensors, RepeatedSum, add_flat, flatten, unflatten, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.torch_private import num_writes

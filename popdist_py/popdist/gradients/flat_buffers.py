@@ -10,34 +10,43 @@ parameter's ``.grad``. A parameter without a gradient has zeros in its slot, and
 
 An instance adds what it can of the tree over all replicas (`popdist.tree`), the instances exchange those partial
 sums, and each finishes the same tree: so the bits of the sum do not depend on how the replicas are dealt to
-instances. The instances of one of several hosts add in its memory first (`popdist.transport.two_level`), where
-they make up one node of the tree. An instance that needs a part of the sum only gets no more than that, which
-spares half of what goes over the network.
+instances. Where all share memory, the partial sums lie there, and each instance adds a share of the elements. The
+instances of one of several hosts add in its memory first (`popdist.transport.two_level`), where they make up one
+node of the tree. An instance that needs a part of the sum only gets no more than that, which spares half of what
+goes over the network.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.errors import CollectiveError, GradientError
-from popdist.gradients.gradient_flags import mark_reduced
+from popdist.errors import BackendError, CollectiveError, GradientError
+from popdist.gradients.optimizer_steps import mark_reduced
 from popdist.gradients.shards import in_rounds
 from popdist.groups import Group
-from popdist.host_memory.addition import HALVES, Op
+from popdist.host_memory.addition import HALVES, Op, node_additions
+from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
 from popdist.transport.two_level import CHUNK_SIZE, Transport, TwoLevelReduction, WaitingPeers
-from popdist.tree import Node, aligned_nodes
+from popdist.tree import Node, aligned_nodes, finish
+
+if TYPE_CHECKING:
+    from popdist.host_memory.addition import Reduction
+    from popdist.host_memory.segments import Reservation
 
 FlatTensors: TypeAlias = list[Tensor]
 """The memory of one gradient of all parameters: a tensor for each flat buffer."""
 
-_DOUBLE = frozenset({torch.float64, torch.complex128})
+_LINE_BYTES: Final = 64
+
+_DOUBLE: Final = frozenset({torch.float64, torch.complex128})
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -365,3 +374,103 @@ def scatter_sum(
         lengths = [len(run) for run in mine]
         for run, part in zip(mine, total[: sum(lengths)].split(lengths), strict=True):
             own[0][run.start : run.stop] = part
+
+
+class SharedSum:
+    """Flat tensors in memory that the instances of the job share, all of them on one host, and their sum.
+
+    ``forms`` are the length and dtype of each tensor. ``mine`` is room for them, for each of the tree nodes that
+    this instance computes; it is empty as long as the host has no memory for them.
+    """
+
+    def __init__(self, host: HostGroup, layout: ReplicaLayout, forms: Sequence[tuple[int, torch.dtype]]) -> None:
+        self._host = host
+        self._num_replicas = layout.num_replicas
+        self._nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+        self._forms = forms
+        self._stretches = [-(-size * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for size, dtype in forms]
+        self._num_bytes = max(map(len, self._nodes)) * sum(self._stretches)
+        self._reserved: Reservation | None = None
+        self._reductions: list[Reduction] = []
+        self.mine: list[FlatTensors] = []
+        with suppress(BackendError):
+            self._reserved = host.reserve(self._num_bytes)
+            self._place_mine(self._reserved.row)
+
+    def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
+        """Make the first of :attr:`mine` the sum of all instances' nodes, of which ``own`` are this one's.
+
+        The sum is divided by ``over``. False on all instances where the host has no room. All instances call it
+        together. Not before the first call do they know that all have the same forms, so they learn of each
+        other's memory there.
+        """
+        if not self._reductions and not self._connect():
+            return False
+        for mine, given in zip(self.mine, own, strict=True):
+            for room, flat in () if mine is given else zip(mine, given, strict=True):
+                room.copy_(flat)
+        for reduction in self._reductions:
+            reduction.run(over=over)
+        return True
+
+    def _connect(self) -> bool:
+        """Make the memory of all instances known to each; whether there is room."""
+        try:
+            block = self._host.allocate(self._num_bytes, self._reserved)
+        except BackendError:
+            return False
+        if not self.mine:
+            self._place_mine(block.mine)
+        parts = [
+            [self._tensors_in(block.of(instance), position) for position, _ in enumerate(owned)]
+            for instance, owned in enumerate(self._nodes)
+        ]
+        pairs = node_additions([node for owned in self._nodes for node in owned], self._num_replicas)
+        self._reductions = [
+            self._host.reduction(
+                [part[number] for owned in parts for part in owned],
+                sum_of(dtype),
+                outputs=[owned[0][number] for owned in parts],
+                pairs=pairs,
+            )
+            for number, (_, dtype) in enumerate(self._forms)
+        ]
+        return True
+
+    def _place_mine(self, memory: Tensor) -> None:
+        self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
+
+    def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
+        """The flat tensors of node ``position`` in an instance's ``memory``; each begins at a cache line."""
+        start, tensors = position * sum(self._stretches), []
+        for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
+            tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
+            start += num_bytes
+        return tensors
+
+
+class RepeatedSum:
+    """The sum of flat tensors over all replicas, as it is made step by step."""
+
+    def __init__(self) -> None:
+        self._forms: list[tuple[int, torch.dtype]] = []
+        self._shared: SharedSum | None = None
+
+    def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
+        """The sum over all replicas, of which ``own`` are this instance's nodes; all instances call it.
+
+        It is made in memory that the instances share where the one before it had the same forms.
+        """
+        if layout.num_instances == 1:
+            return finish(own, layout.num_replicas, add_flat)
+        rows, host = list(own.values()), group.backend.host_group
+        forms = [(len(flat), flat.dtype) for flat in rows[0]]
+        if forms != self._forms:
+            self._forms, self._shared = forms, None
+        elif self._shared is None and host is not None and all(flat.is_cpu for flat in rows[0]):
+            self._shared = SharedSum(host, layout, forms)
+        if self._shared is not None and self._shared.add(rows):
+            return self._shared.mine[0]
+        for nodes in zip(*rows, strict=True):
+            add_instances(group, layout, list(nodes))
+        return rows[0]

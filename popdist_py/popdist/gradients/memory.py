@@ -11,7 +11,6 @@ import hashlib
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -20,18 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from popdist.errors import BackendError, GradientError, name_instances
+from popdist.errors import GradientError, name_instances
 from popdist.gradients.flat_buffers import (
     FlatGradient,
-    FlatTensors,
     GradientLayout,
+    SharedSum,
     add_flat,
-    add_instances,
     nodes_of,
     scale_flat,
-    sum_of,
 )
-from popdist.gradients.gradient_flags import (
+from popdist.gradients.optimizer_steps import (
     is_reduced,
     is_used,
     mark_reduced,
@@ -41,117 +38,11 @@ from popdist.gradients.gradient_flags import (
 )
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.groups import Group, as_floats
-from popdist.host_memory.addition import node_additions
-from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
-from popdist.tree import Node, finish, span
+from popdist.tree import finish, span
 
 if TYPE_CHECKING:
     from popdist.gradients.overlap import Overlap
-    from popdist.host_memory.addition import Reduction
-    from popdist.host_memory.segments import Reservation
-
-_LINE_BYTES = 64
-
-
-class SharedSum:
-    """Flat tensors in memory that the instances of the job share, all of them on one host, and their sum.
-
-    ``forms`` are the length and dtype of each tensor. ``mine`` is room for them, for each of the tree nodes that
-    this instance computes; it is empty as long as the host has no memory for them.
-    """
-
-    def __init__(self, host: HostGroup, layout: ReplicaLayout, forms: Sequence[tuple[int, torch.dtype]]) -> None:
-        self._host = host
-        self._num_replicas = layout.num_replicas
-        self._nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
-        self._forms = forms
-        self._stretches = [-(-size * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for size, dtype in forms]
-        self._num_bytes = max(map(len, self._nodes)) * sum(self._stretches)
-        self._reserved: Reservation | None = None
-        self._reductions: list[Reduction] = []
-        self.mine: list[FlatTensors] = []
-        with suppress(BackendError):
-            self._reserved = host.reserve(self._num_bytes)
-            self._place_mine(self._reserved.row)
-
-    def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Make the first of :attr:`mine` the sum of all instances' nodes, of which ``own`` are this one's.
-
-        The sum is divided by ``over``. False on all instances where the host has no room. All instances call it
-        together. Not before the first call do they know that all have the same forms, so they learn of each
-        other's memory there.
-        """
-        if not self._reductions and not self._connect():
-            return False
-        for mine, given in zip(self.mine, own, strict=True):
-            for room, flat in () if mine is given else zip(mine, given, strict=True):
-                room.copy_(flat)
-        for reduction in self._reductions:
-            reduction.run(over=over)
-        return True
-
-    def _connect(self) -> bool:
-        """Make the memory of all instances known to each; whether there is room."""
-        try:
-            block = self._host.allocate(self._num_bytes, self._reserved)
-        except BackendError:
-            return False
-        if not self.mine:
-            self._place_mine(block.mine)
-        parts = [
-            [self._tensors_in(block.of(instance), position) for position, _ in enumerate(owned)]
-            for instance, owned in enumerate(self._nodes)
-        ]
-        pairs = node_additions([node for owned in self._nodes for node in owned], self._num_replicas)
-        self._reductions = [
-            self._host.reduction(
-                [part[number] for owned in parts for part in owned],
-                sum_of(dtype),
-                outputs=[owned[0][number] for owned in parts],
-                pairs=pairs,
-            )
-            for number, (_, dtype) in enumerate(self._forms)
-        ]
-        return True
-
-    def _place_mine(self, memory: Tensor) -> None:
-        self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
-
-    def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """The flat tensors of node ``position`` in an instance's ``memory``; each begins at a cache line."""
-        start, tensors = position * sum(self._stretches), []
-        for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
-            tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
-            start += num_bytes
-        return tensors
-
-
-class RepeatedSum:
-    """The sum of flat tensors over all replicas, as it is made step by step."""
-
-    def __init__(self) -> None:
-        self._forms: list[tuple[int, torch.dtype]] = []
-        self._shared: SharedSum | None = None
-
-    def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """The sum over all replicas, of which ``own`` are this instance's nodes; all instances call it.
-
-        It is made in memory that the instances share where the one before it had the same forms.
-        """
-        if layout.num_instances == 1:
-            return finish(own, layout.num_replicas, add_flat)
-        rows, host = list(own.values()), group.backend.host_group
-        forms = [(len(flat), flat.dtype) for flat in rows[0]]
-        if forms != self._forms:
-            self._forms, self._shared = forms, None
-        elif self._shared is None and host is not None and all(flat.is_cpu for flat in rows[0]):
-            self._shared = SharedSum(host, layout, forms)
-        if self._shared is not None and self._shared.add(rows):
-            return self._shared.mine[0]
-        for nodes in zip(*rows, strict=True):
-            add_instances(group, layout, list(nodes))
-        return rows[0]
 
 
 class GradientPool:

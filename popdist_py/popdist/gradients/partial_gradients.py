@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from popdist import torch_private
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, joined, num_real_elements, scatter_sum
-from popdist.gradients.gradient_flags import mark_reduced
+from popdist.gradients.optimizer_steps import mark_reduced
 from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout

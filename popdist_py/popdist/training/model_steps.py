@@ -16,6 +16,7 @@ from popdist.data.randomness import RandomScope, ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, check_flags
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients, OldGradients
+from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
 from popdist.gradients.reduction import GradientSum, check_reduction, refuse_step
 from popdist.gradients.step_headers import (
     CANNOT_SPLIT,
@@ -25,12 +26,11 @@ from popdist.gradients.step_headers import (
     ModelChecks,
 )
 from popdist.layout import ReplicaLayout
-from popdist.progress import training_loop
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.replica_turns import ReplicaTurns
-from popdist.training.step import LoneStep, Step, StepState, joint_modules, watch_optimizers
+from popdist.training.step import LoneStep, Step, StepState, joint_modules
 
 LEFT: Final = (
     "the last step of this model was lost on all instances, because a loop over its micro batches was left before "

@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from popdist import context, torch_private
 from popdist.errors import BatchError, MicroBatchError
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.gradient_flags import mark_reduced, mark_used
 from popdist.gradients.memory import GradientMemory, ModelGradients
+from popdist.gradients.optimizer_steps import mark_reduced, mark_used
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout

@@ -1,28 +1,23 @@
 """One step of a model on this instance, and how far it has come for whoever must know, such as an optimizer.
 
 A step is begun, each micro batch is added to the gradient of its replica, and then the step is finished or
-abandoned. Optimizers' steps are counted, and the gradients that they have used are marked.
+abandoned.
 """
 
 import operator
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from popdist.errors import BatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient
-from popdist.gradients.gradient_flags import mark_step
 from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
-from popdist.progress import progress_page, training_loop
+from popdist.progress import progress_page
 from popdist.tree import TreeSum
 
 
@@ -301,47 +296,3 @@ def modules_in(registry: "weakref.WeakKeyDictionary[object, weakref.ref[nn.Modul
 def is_in_step() -> bool:
     """Whether a model is in the middle of a step."""
     return any(state.module is not None for state in tuple(running_steps))
-
-
-@cache
-def watch_optimizers() -> None:
-    """From now on count the steps of torch's optimizers, and mark the gradients that they use."""
-    register_optimizer_step_pre_hook(_wrap_closure)
-    register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: Optimizer, *_: object) -> None:
-    training_loop.num_optimizer_steps += 1
-    mark_step(optimizer)
-
-
-def _wrap_closure(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Mark the gradients that a closure makes as used, so that its next call may drop them."""
-    return with_closure(args, kwargs, lambda: mark_step(optimizer))
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an optimizer's step with ``do_after`` called after its closure; None without one."""
-    closure = closure_of(args, kwargs)
-    if closure is None:
-        return None
-
-    @wraps(closure)
-    def call(*closure_args: Any, **closure_kwargs: Any) -> Any:  # noqa: ANN401 - whatever the closure takes and gives
-        loss = closure(*closure_args, **closure_kwargs)
-        do_after()
-        return loss
-
-    if "closure" in kwargs:
-        return args, kwargs | {"closure": call}
-    return (args[0], call, *args[2:]), kwargs
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a function of the program's
-    """The closure among the arguments of an optimizer's step, which makes the gradients; None without one."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure if callable(closure) else None

@@ -1,0 +1,199 @@
+"""The steps of a program's optimizers: counted, which shows where those of its loop end, and marked on gradients.
+
+Two flags stand on a parameter's ``.grad``: an optimizer has used it, and popdist has reduced it. A used gradient
+may be dropped: a step of an optimizer has read it. Torch's count of writes is kept with the flag, so a gradient to
+which a backward pass has added since is not used. A reduced gradient was made by popdist, so it is the same on all
+instances.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any, Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from popdist.torch_private import num_writes
+
+_optimizers: Final[dict[int, "weakref.ref[Optimizer]"]] = {}
+"""The optimizers that have ever made a step, by their identity."""
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def mark_used(parameters: Iterable[Tensor]) -> None:
+    """Mark the gradients that these parameters have now as used."""
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            gradient._popdist_used = num_writes(gradient)  # noqa: SLF001 - ours
+
+
+def mark_step(optimizer: Optimizer) -> None:
+    """Mark the gradients of an optimizer's parameters as used, after its step or its closure."""
+    key = id(optimizer)
+    if key not in _optimizers:
+        _optimizers[key] = weakref.ref(optimizer, lambda _: _optimizers.pop(key, None))
+    for group in optimizer.param_groups:
+        mark_used(group["params"])
+
+
+def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with a flag
+    """Whether ``gradient`` was used and not written since."""
+    return getattr(gradient, "_popdist_used", None) == num_writes(gradient)
+
+
+def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
+    """Set every ``.grad`` to None; gives the unused ones by identity of the parameter, and whether others were."""
+    unused, are_some_used = dict[int, Tensor](), False
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            parameter.grad = None
+            if is_used(gradient):
+                are_some_used = True
+            else:
+                unused[id(parameter)] = gradient
+    return unused, are_some_used
+
+
+def stepped_parameters() -> set[int]:
+    """Identities of the parameters of all optimizers that have ever made a step."""
+    found = [optimizer for reference in tuple(_optimizers.values()) if (optimizer := reference()) is not None]
+    return {id(parameter) for optimizer in found for parameter in parameters_of(optimizer)}
+
+
+def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:  # noqa: ANN401 - a tensor with a flag
+    """Say whether popdist has made ``gradient``, and nothing of one instance was added to it since."""
+    gradient._popdist_reduced = is_reduced  # noqa: SLF001 - ours
+
+
+def is_reduced(gradient: Tensor) -> bool:
+    """Whether popdist has made ``gradient``, the same on all instances."""
+    return bool(getattr(gradient, "_popdist_reduced", False))
+
+
+class TrainingLoop:
+    """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each.
+
+    Between two steps model, optimizers, schedulers and loaders belong together, and what the loop counts is up to
+    date. ``optimizer.step()`` is no such place: schedulers and counters come after it. So a step ends where the
+    loop asks a loader of popdist for its next batch, if an optimizer has stepped since the last one; a loop that
+    only evaluates has no steps. In a loop without such a loader it ends where a model begins its next step.
+
+    Attributes:
+        on_step_end: What to call; it may leave by an exception. None for nothing.
+        num_step_ends: Ends of steps so far.
+        num_optimizer_steps: Calls of ``step()`` so far, of any optimizer.
+        num_loader_passes: How often the program has begun to read a loader: the same on all instances, unless
+            one reads a loader that the others do not read.
+    """
+
+    def __init__(self) -> None:
+        self.on_step_end: Callable[[], None] | None = None
+        self.num_step_ends = 0
+        self.num_optimizer_steps = 0
+        self.num_loader_passes = 0
+        self._num_open_loaders = 0
+        self._begun: set[object] = set()
+        self._num_steps_before = 0
+
+    @contextmanager
+    def read_loader(self) -> Iterator[Callable[[], None]]:
+        """A context for the time in which the program reads one loader.
+
+        It gives a function to be called when the loop asks for its next batch: the end of a step, if it has
+        trained on the last one.
+        """
+        num_steps_before = self.num_optimizer_steps
+
+        def ask() -> None:
+            nonlocal num_steps_before
+            if self.num_optimizer_steps != num_steps_before:
+                num_steps_before = self.num_optimizer_steps
+                self.end_step()
+
+        self.num_loader_passes += 1
+        self._num_open_loaders += 1
+        try:
+            yield ask
+        finally:
+            self._num_open_loaders -= 1
+
+    def begin_step(self, model: object) -> None:
+        """A step of a model begins: the end of the one before, unless a loader tells of ends.
+
+        Where several models take turns, a step ends when all have had theirs. And a step that begins before an
+        optimizer has stepped belongs to the step before it, as those of a closure do.
+
+        Args:
+            model: What stands for the model; kept until the step ends.
+        """
+        if self._num_open_loaders:
+            return
+        if model in self._begun and self.num_optimizer_steps != self._num_steps_before:
+            self.end_step()
+        if not self._begun:
+            self._num_steps_before = self.num_optimizer_steps
+        self._begun.add(model)
+
+    def end_step(self) -> None:
+        """A step has ended here."""
+        self.num_step_ends += 1
+        self._begun.clear()
+        if self.on_step_end is not None:
+            self.on_step_end()
+
+
+training_loop = TrainingLoop()
+"""The training loop of this process."""
+
+
+@cache
+def watch_optimizers() -> None:
+    """From now on count the steps of torch's optimizers, and mark the gradients that they use."""
+    register_optimizer_step_pre_hook(_wrap_closure)
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Optimizer, *_: object) -> None:
+    training_loop.num_optimizer_steps += 1
+    mark_step(optimizer)
+
+
+def _wrap_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Mark the gradients that a closure makes as used, so that its next call may drop them."""
+    return with_closure(args, kwargs, lambda: mark_step(optimizer))
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of an optimizer's step with ``do_after`` called after its closure; None without one."""
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return None
+
+    @wraps(closure)
+    def call(*closure_args: Any, **closure_kwargs: Any) -> Any:  # noqa: ANN401 - whatever the closure takes and gives
+        loss = closure(*closure_args, **closure_kwargs)
+        do_after()
+        return loss
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": call}
+    return (args[0], call, *args[2:]), kwargs
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a function of the program's
+    """The closure among the arguments of an optimizer's step, which makes the gradients; None without one."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
