@@ -5,11 +5,8 @@ where Python shows a traceback for it, or loses it.
 """
 
 import _signal  # type: ignore[import-not-found]  # signal of the standard library stands on it, and loads more
-import errno
 import os
 import sys
-
-BROKEN_PIPE = 141
 
 
 def main() -> None:
@@ -25,27 +22,17 @@ def main() -> None:
 
 
 def run_command(words: list[str]) -> int:
-    """Run poprun with ``words``, without its name; returns the exit code.
+    """Run poprun with ``words``, without its name; returns the exit code: the job's, or that of an error."""
+    from poprun.text.screen import exit_code_of, log, write_any_letter  # noqa: PLC0415 - Ctrl-C is heard before this import
 
-    It is the job's; 2 for a mistake of the user's, or the error's own; 141 when nobody reads what poprun prints.
-    """
-    from poprun.errors import PoprunError  # noqa: PLC0415 - Ctrl-C is heard before this import
-    from poprun.text.screen import abandon_stdout, write_any_letter  # noqa: PLC0415 - as above
-
-    try:
+    def run() -> int:
         _open_closed_streams()
         write_any_letter()
         from poprun.command import run  # noqa: PLC0415 - as above
 
         return run(words)
-    except PoprunError as error:
-        return _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        abandon_stdout()
-        return BROKEN_PIPE
-    except OSError as error:
-        abandon_stdout()
-        return _fail_of_system(error)
+
+    return exit_code_of(run, lambda message: log(f"error: {message}"))
 
 
 def _end_at_interrupt() -> None:
@@ -66,26 +53,6 @@ def _open_closed_streams() -> None:
             if descriptor != number:
                 os.close(descriptor)
             setattr(sys, name, os.fdopen(number, mode))
-
-
-def _fail(message: str, exit_code: int) -> int:
-    if sys.stderr is not None:
-        from poprun.text.screen import log  # noqa: PLC0415 - as in run_command
-
-        log(f"error: {message}")
-    return exit_code
-
-
-def _fail_of_system(error: OSError) -> int:
-    """Report an error of the system: what there is too much of, or the file that it is about."""
-    from poprun.errors import SHORTAGES, LaunchError, OutputError, PoprunError, describe_error  # noqa: PLC0415 - as in run_command  # noqa: PLC0415 - as in run_command
-
-    if error.errno in SHORTAGES:
-        return _fail(describe_error(error.errno), LaunchError.exit_code)
-    if not error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-        return _fail(f"standard output cannot be written: {error.strerror}", OutputError.exit_code)
-    what = describe_error(error.errno) if error.errno else str(error)
-    return _fail(f"{error.filename}: {what}" if error.filename else what, PoprunError.exit_code)
 
 
 if __name__ == "__main__":

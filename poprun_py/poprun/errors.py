@@ -110,10 +110,26 @@ SHORTAGES: Final = {
     errno.EMFILE: "too many open files: raise the limit with `ulimit -n`",
     errno.ENFILE: "too many open files on this machine: raise fs.file-max with sysctl",
     errno.EAGAIN: "too many processes: raise the limit with `ulimit -u`, or that of the control group",
+    errno.ENOMEM: "too little address space or memory: raise `ulimit -v`, or the limit of the control group",
 }
 """What there is too much of, by error number, and what to do."""
+
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def describe_error(number: int) -> str:
     """An error number (errno(3)) in words, with the limit to raise where there is one."""
     return SHORTAGES.get(number) or os.strerror(number)
+
+
+def error_of_system(error: OSError | MemoryError) -> PoprunError:
+    """What to say of an error that nobody expected: what there is too little of, or the file that it is about."""
+    if isinstance(error, MemoryError):
+        return LaunchError(SHORTAGES[errno.ENOMEM])
+    if error.errno in SHORTAGES:
+        return LaunchError(SHORTAGES[error.errno])
+    if not error.filename and error.errno in _FULL:
+        return OutputError(f"standard output cannot be written: {error.strerror}")
+    what = os.strerror(error.errno) if error.errno else str(error)
+    return PoprunError(f"{error.filename}: {what}" if error.filename else what)

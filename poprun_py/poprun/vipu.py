@@ -30,36 +30,18 @@ from poprun.devices.pool.requests import MAX_IPUS
 from poprun.devices.server.served_leases import ClientLeases
 from poprun.devices.server.server_client import TOKEN_VARIABLE, RemotePool, make_token, read_token, token_file
 from poprun.devices.server.target_pool import LocalPool, served_pool, target_pool
-from poprun.errors import PartitionError, PlanError, PoprunError, ServerError
+from poprun.errors import PartitionError, PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.plan.request import DEFAULT_PORT, VipuSettings
-from poprun.text.screen import visible, write_any_letter
+from poprun.text.screen import print_out, run_click, visible
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
-_INTERRUPTED: Final = 130
 _TIMEOUT_SECONDS: Final = VipuSettings().server_timeout_seconds
 
 
 def main() -> None:
     """Run `vipu` with the words of this process and end it."""
-    write_any_letter()
-    try:
-        vipu.main(prog_name="vipu", standalone_mode=False)
-    except PoprunError as error:
-        _fail(str(error), error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        _fail(error.format_message(), error.exit_code)
-    except click.Abort:
-        sys.exit(_INTERRUPTED)
-
-
-def _fail(message: str, exit_code: int) -> None:
-    text = visible(message, keeps="\n")
-    click.echo(f"vipu: error: {text}", err=True)
-    sys.exit(exit_code)
+    sys.exit(run_click(vipu, "vipu"))
 
 
 @click.group(context_settings=_SETTINGS)
@@ -176,10 +158,10 @@ def get_partition(name: str, output: str) -> None:
         raise PartitionError(f"there is no partition {name}: vipu list partitions shows those there are")
     row = partition_row(found, state)
     if output == "json":
-        click.echo(render_json(row), nl=False)
+        print_out(render_json(row))
     else:
         for key, value in row.items():
-            click.echo(f"{key.replace('_', ' '):<12} {'-' if value == '' else visible(str(value))}")
+            print_out(f"{key.replace('_', ' '):<12} {'-' if value == '' else visible(str(value))}\n")
 
 
 @vipu.group(cls=_Nouns)
@@ -195,7 +177,7 @@ def create() -> None:
 def create_partition(name: str, size: int, allocation: str | None, cluster: str | None) -> None:
     """Make the partition NAME of free IPUs of one IPU-Link domain, or of several."""
     made = _pool().create_partition(name, size, allocation=allocation, cluster=cluster)
-    click.echo(f"create partition ({name}): success: {fold_names(made.ipus)}")
+    print_out(f"create partition ({name}): success: {fold_names(made.ipus)}\n")
 
 
 @vipu.group(cls=_Nouns)
@@ -208,7 +190,7 @@ def reset() -> None:
 def reset_partition(name: str) -> None:
     """Choose the IPUs of the partition NAME anew, as when one of them has gone."""
     made = _pool().reset_partition(name)
-    click.echo(f"reset partition ({name}): success: {fold_names(made.ipus)}")
+    print_out(f"reset partition ({name}): success: {fold_names(made.ipus)}\n")
 
 
 @vipu.group(cls=_Nouns)
@@ -221,7 +203,7 @@ def remove() -> None:
 def remove_partition(name: str) -> None:
     """Remove the partition NAME, unless a job runs in it."""
     _pool().remove_partition(name)
-    click.echo(f"remove partition ({name}): success")
+    print_out(f"remove partition ({name}): success\n")
 
 
 def _pool() -> LocalPool | RemotePool:
@@ -230,7 +212,7 @@ def _pool() -> LocalPool | RemotePool:
 
 
 def _show(rows: Sequence[Row], output: str, columns: Sequence[str]) -> None:
-    click.echo(render_json(rows) if output == "json" else render_rows(rows, columns), nl=False)
+    print_out(render_json(rows) if output == "json" else render_rows(rows, columns))
 
 
 _REMEMBER_SECONDS: Final = 5.0

@@ -5,6 +5,7 @@ Holds poprun.monitor.top.
 
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,7 +52,26 @@ def test_a_job_that_is_not_there() -> None:
     """One sentence, and no traceback."""
     finished = look("no-such-job")
 
-    assert (finished.code, finished.err) == (1, "Error: no job no-such-job is running here\n")
+    assert (finished.code, finished.err) == (1, "poprun-top: error: no job no-such-job is running here\n")
+
+
+def test_a_job_in_a_container_has_the_number_that_it_has_here(poprun: Poprun, tmp_path: Path) -> None:
+    """A number of its own would be another process's here, and SIGQUIT would go there."""
+    if os.getuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("only root may have process ids of its own, by unshare")
+    contained = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    words = write_program(tmp_path, "ready()\ntime.sleep(600)")
+    with subprocess.Popen(
+        [*contained, *poprun.command(*words)], env={**os.environ, "POPDIST_JOB_ID": "boxed"}
+    ) as box:
+        wait_until(lambda: has_met(tmp_path, 1))
+        shown = look("boxed").succeeded().out
+        number = int(Path(f"/proc/{box.pid}/task/{box.pid}/children").read_text())
+        inside = run([*contained, *TOP, "boxed"])
+        box.kill()
+
+    assert shown.startswith(f"poprun {number}  job boxed")
+    assert inside.err == "poprun-top: error: no job boxed is running here\n"
 
 
 def test_a_monitor_that_does_not_read_is_let_go(poprun: Poprun, tmp_path: Path) -> None:

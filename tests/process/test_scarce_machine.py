@@ -96,6 +96,15 @@ def test_too_few_processes_for_a_runtime(as_nobody: list[str], mpi: MpiEnvironme
     assert "too many processes: raise the limit with `ulimit -u`" in own_errors(finished)[0]
 
 
+@pytest.mark.parametrize("most", [20_000, 24_000, 28_000])
+def test_too_little_address_space_is_no_lack_of_processes(launcher: Poprun, most: int) -> None:
+    """Whatever needs it: a library, the stack of a thread. Where there is enough, the job runs."""
+    finished = run(limited(f"-v {most}", launcher.command("-n", "2", "true")))
+
+    assert finished.code in (0, 70)
+    assert finished.code == 0 or "too little address space or memory: raise `ulimit -v`" in own_errors(finished)[0]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -119,7 +128,7 @@ def test_the_monitor_without_proc(without: list[str]) -> None:
     finished = run([*without, 'mount -t tmpfs none /proc && exec "$@"', "sh", str(top)])
 
     assert finished.code == 1
-    assert finished.err == "poprun-top: no jobs can be found: /proc/net/unix: No such file or directory\n"
+    assert finished.err == "poprun-top: error: no jobs can be found: /proc/net/unix: No such file or directory\n"
 
 
 def test_a_loopback_interface_that_is_down_is_told_at_once(without: list[str]) -> None:

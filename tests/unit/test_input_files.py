@@ -36,15 +36,30 @@ def in_mappings(depth: int) -> str:
 
 def test_what_is_longer_than_any_such_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not read to its end, which may never come; the longest that may be is read."""
-    with pytest.raises(ValueError, match="longer than 16 MB"):
+    with pytest.raises(ValueError, match="longer than 4 MB"):
         read_text("/dev/zero")
     (tmp_path / "long").write_text("é" * (MAX_BYTES // 2))
     assert len(read_text(str(tmp_path / "long"))) == MAX_BYTES // 2
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" " * (MAX_BYTES + 1))))
-    with pytest.raises(ValueError, match="longer than 16 MB"):
+    with pytest.raises(ValueError, match="longer than 4 MB"):
         read_text("-")
-    with pytest.raises(UsageError, match=r"--hostfile /dev/zero: longer than 16 MB"):
+    with pytest.raises(UsageError, match=r"--hostfile /dev/zero: longer than 4 MB"):
         read_host_file("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n: " + "1" * 10_000, "a number has thousands of digits"),
+        ("n: " + "1" * 1_000_000, "longer than 1 MB, which no such file is"),
+        ("{" + '"n": ' + "1" * 10_000 + "}", "a number has thousands of digits"),
+    ],
+)
+def test_a_number_of_many_digits(text: str, message: str) -> None:
+    """In plain words, and at once: YAML is read slowly."""
+    for read in (parse_json if text.startswith("{") else parse_yaml, lambda text: read_plan(text, "plan")):
+        with pytest.raises((ValueError, PlanError), match=message):
+            read(text)
 
 
 def test_a_pipe_is_read(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """What poprun says of itself, in PopRun's form."""
 
+import errno
 import re
 
 import pytest
 
-from poprun.text.screen import Level, logged, own_line, visible
+from poprun.errors import HostsError, PoprunError, UsageError
+from poprun.text.screen import Level, exit_code_of, logged, own_line, visible
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,48 @@ def test_what_a_terminal_would_obey_is_made_visible(text: str, shown: str) -> No
     assert own_line(f"host n1: {text}\n").count("\n") == 2
     assert "\x1b" not in own_line(f"host n1: {text}")
     assert "\x9b" not in own_line(f"host n1: {text}")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UsageError("no such option"), 2, "no such option"),
+        (OSError(errno.ENOSPC, "No space left on device"), 73, "standard output cannot be written: No space"),
+        (OSError(errno.EACCES, "Permission denied", "/f"), 2, "/f: Permission denied"),
+        (BlockingIOError(errno.EAGAIN, "Try again"), 70, "too many processes: raise the limit with `ulimit -u`"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 70, "too little address space or memory: raise"),
+        (MemoryError(), 70, "too little address space or memory: raise `ulimit -v`"),
+        (ImportError("x.so: failed to map segment from shared object"), 70, "too little address space"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_every_error_has_a_message_and_an_exit_code(
+    error: Exception, code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever command of poprun's it ends."""
+    monkeypatch.setattr("poprun.text.screen.abandon_stdout", lambda: None)
+    told: list[str] = []
+
+    def fail() -> int:
+        raise error
+
+    assert exit_code_of(fail, told.append) == code
+    assert "".join(told).startswith(message)
+
+
+def test_no_message_is_longer_than_a_screen() -> None:
+    """What was asked stands at its beginning, and what to do at its end; a table of hosts has all of them."""
+    lines = "a\n" * 5_000
+    shown = own_line(f"error: --host {'1' * 5_000_000}: give a name")
+    told: list[str] = []
+
+    def fail(error: PoprunError) -> int:
+        raise error
+
+    exit_code_of(lambda: fail(UsageError(f"--plan {lines}: give a file")), told.append)
+    exit_code_of(lambda: fail(HostsError(lines)), told.append)
+
+    assert len(shown) < 2000
+    assert " [E] --host 1111" in shown
+    assert shown.endswith("1: give a name\n")
+    assert (len(told[0]) < 2000, told[1]) == (True, lines)

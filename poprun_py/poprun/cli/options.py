@@ -15,7 +15,7 @@ from poprun.errors import PoprunError, UsageError
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.ranges import parse_hosts, parse_numbers
-from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
+from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat, visible
 
 LINE: Final = "line"
 """The section of the values that stay on the command line: what is printed, and what is read from files."""
@@ -197,7 +197,8 @@ class OptionValue:
         try:
             return self.option.kind.value(self.texts)
         except ValueError as error:
-            raise UsageError(f"{where}--{self.option.name} {' '.join(self.texts) or repr('')}: {error}") from None
+            text = visible(" ".join(self.texts)) or "''"
+            raise UsageError(f"{where}--{self.option.name} {text}: {error}") from None
         except PoprunError as error:
             raise type(error)(f"{where}{error}") from None
 

@@ -9,7 +9,6 @@ The agent hears of the end of the rank shim's parent, too, for Hydra's proxy can
 from __future__ import annotations
 
 import _thread
-import errno
 import os
 import sys
 
@@ -17,6 +16,7 @@ from poprun.launch.agent import Parentage
 from poprun.launch.shim import LISTENER, Shim, load_agent
 from poprun.messages.control import peer_process, peer_user, receive_descriptors
 from poprun.process.process_tree import environment_of
+from poprun.process.spawn import thread_shortage
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class HostShim(Shim):
         """
         self._awaited = set(instances)
         if not has_room():
-            self._lose_all(errno.EAGAIN)
+            self._lose_all(thread_shortage())
             return False
         load_agent()
         self._listener = socket.socket(fileno=int(os.environ[LISTENER]))

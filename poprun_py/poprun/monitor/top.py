@@ -8,8 +8,8 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -18,15 +18,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from popdist.contract import VERSION
-from poprun.messages.control import RECEIVE_BYTES, VIEW_EVENT, abstract_address, peer_user
+from poprun.messages.control import RECEIVE_BYTES, VIEW_EVENT, abstract_address, peer_process, peer_user
 from poprun.messages.json_lines import LineReader, ProtocolError, decode, encode
 from poprun.messages.view import JobView
 from poprun.monitor.job_table import Rate, describe_seconds, rates, render
-from poprun.text.screen import visible, write_any_letter
+from poprun.text.screen import print_out, run_click, visible, write_any_letter
 
 _VIEWS_OF_A_RATE: Final = 8
-_INTERRUPTED: Final = 130
-_NAME: Final = re.compile(r"@(poprun-(\d+)-[0-9a-f]{32})$", re.MULTILINE)
+_SOCKETS: Final = "/proc/net/unix"
+_NAME: Final = re.compile(r"@(poprun-\d+-[0-9a-f]{32})$", re.MULTILINE)
 _CONNECT_SECONDS: Final = 2.0
 _SILENCE_SECONDS: Final = 10.0
 
@@ -35,42 +35,51 @@ _SILENCE_SECONDS: Final = 10.0
 class RunningJob:
     """A running job that a monitor can connect to."""
 
-    pid: int  # process id of its poprun
+    pid: int  # process id of its poprun, as this process sees it
     address: str  # name of its control socket
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs of this user in this network namespace, by process id; an OSError says that there is no /proc."""
-    text = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
-    found = {match[1]: int(match[2]) for match in _NAME.finditer(text)}
-    jobs = [RunningJob(pid=pid, address=address) for address, pid in found.items()]
-    return sorted((job for job in jobs if _is_ours(job)), key=lambda job: job.pid)
+    """The jobs of this user in this network namespace, by process id; a click error says that there is no /proc.
 
-
-def _is_ours(job: RunningJob) -> bool:
+    A job of another pid namespace, as of a container, has the number by which the kernel shows it here; where it
+    shows none, the job is left out.
+    """
     try:
-        return Path("/proc", str(job.pid)).stat().st_uid == os.getuid()
-    except OSError:
-        return False
+        text = Path(_SOCKETS).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise click.ClickException(f"no jobs can be found: {_SOCKETS}: {error.strerror}") from None
+    jobs = []
+    for address in set(_NAME.findall(text)):
+        with suppress(OSError), _connected(address) as connection:
+            jobs.append(RunningJob(pid=peer_process(connection), address=address))
+    return sorted((job for job in jobs if job.pid), key=lambda job: job.pid)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[socket.socket]:
+    """A connection to the control socket ``address``; an OSError if nobody listens there, or another user does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.connect(abstract_address(address))
+        if peer_user(connection) != os.getuid():
+            raise PermissionError(f"the job at {address} is another user's")
+        yield connection
 
 
 def watch(job: RunningJob) -> Iterator[JobView]:
-    """Every view that the job sends, until it ends.
+    """Every view that the job sends, until it ends, with the process id that its poprun has here.
 
     Raises an OSError when it cannot be reached or says nothing for ten seconds, and a ProtocolError when it is of
     another version of poprun.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(abstract_address(job.address))
-        if peer_user(connection) != os.getuid():
-            raise PermissionError(f"job {job.pid} is another user's")
+    with _connected(job.address) as connection:
         connection.sendall(encode({"event": VIEW_EVENT}))
         connection.settimeout(_SILENCE_SECONDS)
         reader = LineReader()
         while data := _receive(connection):
             for line in reader.feed(data)[0]:
-                yield JobView.from_message(decode(line))
+                yield replace(JobView.from_message(decode(line)), pid=job.pid)
 
 
 def _receive(connection: socket.socket) -> bytes:
@@ -90,30 +99,25 @@ def command(job: str | None) -> None:
     terminal the view is live, Ctrl-C leaves it, and Ctrl-\ shows where all programs stand; the job goes on.
     Elsewhere it is printed once.
     """
-    views = {job.pid: view for job in running_jobs() if (view := _first_view(job)) is not None}
-    chosen = [running for running in running_jobs() if running.pid in views and _is_meant(views[running.pid], job)]
+    views = {running: view for running in running_jobs() if (view := _first_view(running)) is not None}
+    chosen = [running for running, view in views.items() if job is None or job in (str(view.pid), view.job_id)]
     if len(chosen) == 1:
         _show(chosen[0])
     elif not chosen:
         raise click.ClickException("no job is running here" if job is None else f"no job {job} is running here")
     else:
-        click.echo("several jobs are running; name one:")
+        lines = ["several jobs are running; name one:"]
         for running in chosen:
-            view = views[running.pid]
+            view = views[running]
             program = visible(" ".join(shlex.join(view.program).split()))
-            click.echo(f"  {running.pid}  {view.job_id}  {describe_seconds(view.seconds):>8}  {program:.60}")
-        raise SystemExit(2)
+            lines.append(f"  {running.pid}  {view.job_id}  {describe_seconds(view.seconds):>8}  {program:.60}")
+        print_out("\n".join((*lines, "")))
+        click.get_current_context().exit(2)
 
 
 def main() -> None:
     """Run `poprun-top` with the words of this process and end it."""
-    write_any_letter()
-    try:
-        command.main(prog_name="poprun-top", standalone_mode=True)
-    except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
-    except OSError as error:  # there is no /proc
-        sys.exit(f"poprun-top: no jobs can be found: {error.filename}: {error.strerror}")
+    sys.exit(run_click(command, "poprun-top"))
 
 
 def attach(pid: int) -> None:
@@ -123,10 +127,6 @@ def attach(pid: int) -> None:
     for job in running_jobs():
         if job.pid == pid:
             _draw(job, Console(stderr=True), is_transient=True)
-
-
-def _is_meant(view: JobView, job: str | None) -> bool:
-    return job is None or job in (str(view.pid), view.job_id)
 
 
 def _first_view(job: RunningJob) -> JobView | None:

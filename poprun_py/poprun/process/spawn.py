@@ -35,6 +35,8 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
 _NUM_STREAMS = 3
 _READ_BYTES = 64 * 1024
+_LEAST_STACK_BYTES = 2**21
+"""Of a thread where ``ulimit -s`` says nothing: pthread_create(3)."""
 
 
 def become_subreaper() -> None:
@@ -164,7 +166,17 @@ def start_thread(thread: Thread) -> None:
     try:
         thread.start()
     except RuntimeError:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+        number = thread_shortage()
+        raise OSError(number, os.strerror(number)) from None
+
+
+def thread_shortage() -> int:
+    """Why a thread could not be started, as an error number: no address space for its stack, else no process."""
+    limit, stack = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    has_room = limit == resource.RLIM_INFINITY or used + max(stack, _LEAST_STACK_BYTES) < limit
+    return errno.EAGAIN if has_room else errno.ENOMEM
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:

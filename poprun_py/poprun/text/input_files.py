@@ -1,8 +1,9 @@
 """Files that a user names: read whole within bounds, and what JSON or YAML makes of them.
 
-A file may come from somebody else, by mistake or on purpose. It has :data:`MAX_BYTES` at most, lists and mappings
-stand :data:`MAX_DEPTH` deep in each other at most, and YAML has no aliases, with which a few lines stand for more
-values than there is memory. Whatever is beyond these bounds is an error at once.
+A file may come from somebody else, by mistake or on purpose. It has :data:`MAX_BYTES` at most, and in YAML, which
+is read slowly, :data:`MAX_YAML`. Lists and mappings stand :data:`MAX_DEPTH` deep in each other at most, and YAML
+has no aliases, with which a few lines stand for more values than there is memory. Whatever is beyond these bounds
+is an error at once.
 """
 
 import json
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import yaml
 
-MAX_BYTES: Final = 16 * 10**6
+MAX_BYTES: Final = 4 * 10**6
+MAX_YAML: Final = 10**6
 MAX_DEPTH: Final = 32
 STDIN: Final = "-"
 
@@ -24,7 +26,7 @@ STDIN: Final = "-"
 def read_text(file: str) -> str:
     """The text of ``file``, or of the standard input for ``-``, in UTF-8.
 
-    An OSError if it cannot be read, a ValueError if it is longer than 16 MB, or not in UTF-8.
+    An OSError if it cannot be read, a ValueError if it is longer than 4 MB, or not in UTF-8.
     """
     if file != STDIN:
         with open(file, "rb") as stream:
@@ -34,8 +36,17 @@ def read_text(file: str) -> str:
     else:
         data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"longer than {MAX_BYTES // 10**6} MB, which no such file is")
+        raise ValueError(_too_long(MAX_BYTES))
     return data.decode()
+
+
+def _too_long(most: int) -> str:
+    return f"longer than {most // 10**6} MB, which no such file is"
+
+
+def _readable(error: ValueError) -> str:
+    """What is wrong with a value; Python's own words for a number with too many digits are a riddle."""
+    return "a number has thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
 def parse_json(text: str) -> object:
@@ -44,6 +55,8 @@ def parse_json(text: str) -> object:
         values: object = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise _too_deep() from None
+    except ValueError as error:
+        raise ValueError(_readable(error)) from None
     layer = [values]
     for _ in range(MAX_DEPTH):
         layer = [inner for value in layer for inner in _inside(value)]
@@ -92,6 +105,8 @@ class YamlError(ValueError):
 def _loading(text: str) -> Iterator[Any]:
     import yaml  # noqa: PLC0415 - yaml is expensive, and most jobs have no such file
 
+    if len(text) > MAX_YAML:
+        raise YamlError(_too_long(MAX_YAML))
     try:
         loader = _loader()(text)
         try:
@@ -102,6 +117,8 @@ def _loading(text: str) -> Iterator[Any]:
         raise YamlError(error.problem or "", error.problem_mark.line + 1 if error.problem_mark else None) from None
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from None
+    except ValueError as error:
+        raise YamlError(_readable(error)) from None
 
 
 @cache

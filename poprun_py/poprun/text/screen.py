@@ -10,12 +10,23 @@ import codecs
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from io import TextIOWrapper
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from poprun.errors import OutputError
+from poprun.errors import HostsError, OutputError, PoprunError, error_of_system
+
+if TYPE_CHECKING:
+    import click
+
+BROKEN_PIPE: Final = 141
+"""The exit code of a program whose output nobody reads any more: that of SIGPIPE in a shell."""
+
+_INTERRUPTED: Final = 130
+_NO_ROOM: Final = "failed to map segment"
+"""What the linker says of a library for which there is no address space."""
 
 _READABLE: Final = "poprun-readable"
 _ASCII: Final = {
@@ -27,6 +38,9 @@ _ASCII: Final = {
     "→": ">",
 }
 """One letter for one, so that columns stay columns."""
+
+_LONGEST_LINE: Final = 1000
+_LONGEST_ERROR: Final = 1900
 
 _BYTES_BELOW: Final = 0xDC00
 _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
@@ -54,6 +68,53 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
     return _ASCII.get(letter) or letter.encode("ascii", "backslashreplace"), end
 
 
+def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
+    """The exit code of a program whose work is ``run``; an error has its own, and ``report`` is given its message.
+
+    Every command of poprun's ends so: a mistake of the user's, a full disk or a lack of memory is one message, and
+    no traceback.
+    """
+    try:
+        return run()
+    except BrokenPipeError:
+        abandon_stdout()
+        return BROKEN_PIPE
+    except PoprunError as error:
+        found = error
+    except (OSError, MemoryError) as error:
+        abandon_stdout()
+        found = error_of_system(error)
+    except ImportError as error:
+        if _NO_ROOM not in str(error):
+            raise
+        found = error_of_system(MemoryError())
+    report(str(found) if isinstance(found, HostsError) else shortened(str(found), _LONGEST_ERROR))
+    return found.exit_code
+
+
+def run_click(command: "click.Command", name: str) -> int:
+    """Run a program that is a command of click's, with the words of this process; returns its exit code."""
+    import click  # noqa: PLC0415 - poprun reads its own words with less of it
+
+    def report(message: str) -> None:
+        click.echo(f"{name}: error: {_shown(message)}", err=True)
+
+    def run() -> int:
+        try:
+            return command.main(prog_name=name, standalone_mode=False) or 0
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            return error.exit_code
+        except click.ClickException as error:
+            report(error.format_message())
+            return error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            return _INTERRUPTED
+
+    write_any_letter()
+    return exit_code_of(run, report)
+
+
 def print_out(text: str) -> None:
     """Write ``text`` to standard output and flush it.
 
@@ -71,7 +132,7 @@ def print_out(text: str) -> None:
 
 def abandon_stdout() -> None:
     """Redirect standard output to /dev/null, so that the interpreter does not fail to flush it at its end."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -92,10 +153,22 @@ def visible(text: str, *, keeps: str = "") -> str:
 
     Text that another user or a program wrote goes through this before it is shown. What is in ``keeps`` stays.
     """
+    if text.isprintable():
+        return text
     return "".join(
         letter if letter.isprintable() or letter in keeps else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def shortened(text: str, most: int = _LONGEST_LINE) -> str:
+    """``text`` without its middle if it is longer: what was asked stands first, and what to do last."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 4 :]}"
+
+
+def _shown(text: str) -> str:
+    """``text`` with control characters escaped, but line breaks and tabs, and with no line that is too long."""
+    return "\n".join(map(shortened, visible(text, keeps="\n\t").split("\n")))
 
 
 class Level(StrEnum):
@@ -112,11 +185,11 @@ _WORDS: Final = {"warning: ": Level.WARNING, "error: ": Level.ERROR}
 
 
 def own_line(text: str, level: Level = Level.INFO) -> str:
-    """``text`` as a log line of poprun's, with its line break and with control characters escaped.
+    """``text`` as a log line of poprun's, with its line break, with control characters escaped, and not too long.
 
     A text that begins with ``warning:`` or ``error:`` has that level, any other one ``level``.
     """
-    text = visible(text, keeps="\n\t")
+    text = _shown(text)
     if sys.stderr.isatty():
         return f"poprun: {text}\n"
     return logged(text, level, time.time(), os.getpid())
@@ -133,7 +206,7 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
 
 def log(text: str, level: Level = Level.INFO) -> None:
     """Write a log line of poprun's to standard error; an error of writing is ignored."""
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # there may be no standard error
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()
 
