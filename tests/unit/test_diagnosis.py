@@ -27,6 +27,7 @@ HEALTHY = InstallationFacts(
     ssh="OpenSSH_9.2p1",
     slurm="slurm 24.11",
     slurm_job="77",
+    hash_seed="7",
 )
 NO_TORCH = {"torch": "ModuleNotFoundError: No module named 'torch'"}
 BARE = replace(
@@ -39,6 +40,7 @@ BARE = replace(
     ),
     ssh="",
     slurm="",
+    hash_seed="",
     loopback_problem="the loopback address 127.0.0.1 cannot be reached: ip link set lo up",
 )
 
@@ -52,6 +54,7 @@ GPUs       absent  none: virtual IPUs are shares of the cores
 cores      ok      4 (0-3)
 memory     ok      16.0 GiB
 /dev/shm   ok      8.0 GiB free
+hash seed  ok      PYTHONHASHSEED=7, as you have set it
 ssh        ok      OpenSSH_9.2p1
 Slurm      ok      slurm 24.11, inside job 77
 
@@ -59,24 +62,26 @@ jobs of this machine can run
 """
 
 BARE_TABLE = """\
-Python    ok       3.12.3, /env/bin/python
-torch     fails    ModuleNotFoundError: No module named 'torch'
-                   → /env/bin/python -m pip install torch
-popdist   fails    0.0.9, but poprun is 0.1.0
-                   → /env/bin/python -m pip install poprun==0.1.0
-MPI       absent   none, so jobs start without it, on this machine only; of neither family: /usr/bin/mpirun
-                   → /env/bin/python -m pip install mpich
-GPUs      warning  2, free: 0; torch sees 0
-                   → install a torch that is built for the CUDA of this machine's driver
-cores     ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2.5
-memory    ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 GiB for each process
-/dev/shm  warning  0.1 GiB free, where data loaders leave their batches
-                   → start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm
-loopback  fails    the loopback address 127.0.0.1 cannot be reached
-                   → ip link set lo up
-ssh       absent   none: no jobs on other hosts
-                   → install an ssh client (Debian: apt install openssh-client)
-Slurm     absent   none
+Python     ok       3.12.3, /env/bin/python
+torch      fails    ModuleNotFoundError: No module named 'torch'
+                    → /env/bin/python -m pip install torch
+popdist    fails    0.0.9, but poprun is 0.1.0
+                    → /env/bin/python -m pip install poprun==0.1.0
+MPI        absent   none, so jobs start without it, on this machine only; of neither family: /usr/bin/mpirun
+                    → /env/bin/python -m pip install mpich
+GPUs       warning  2, free: 0; torch sees 0
+                    → install a torch that is built for the CUDA of this machine's driver
+cores      ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2.5
+memory     ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 GiB for each process
+/dev/shm   warning  0.1 GiB free, where data loaders leave their batches
+                    → start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm
+loopback   fails    the loopback address 127.0.0.1 cannot be reached
+                    → ip link set lo up
+hash seed  absent   poprun sets PYTHONHASHSEED=0; other launchers leave sets in another order in each process
+                    → export PYTHONHASHSEED=0, before torchrun, mpiexec or srun
+ssh        absent   none: no jobs on other hosts
+                    → install an ssh client (Debian: apt install openssh-client)
+Slurm      absent   none
 
 no job can run before that is mended
 """

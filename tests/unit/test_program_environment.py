@@ -35,6 +35,15 @@ def test_the_user_has_the_last_word() -> None:
     assert "PYTHONUNBUFFERED" not in program_environment(plan, 0, {"PYTHONUNBUFFERED": ""})
 
 
+def test_sets_of_strings_have_one_order() -> None:
+    """In a job of one instance, too, so that it computes what several do; the user's own seed stays."""
+    for plan in (planned(), planned(CLUSTER_NODE, num_instances=2)):
+        assert program_environment(plan, 0, {}, START)["PYTHONHASHSEED"] == "0"
+        assert "PYTHONHASHSEED" not in program_environment(plan, 0, {"PYTHONHASHSEED": "random"})
+    asked = planned(mpi_local_args=("-x", "PYTHONHASHSEED=3"))
+    assert program_environment(asked, 0, {})["PYTHONHASHSEED"] == "3"
+
+
 def test_the_users_own_modules_are_found_after_the_hook() -> None:
     """An empty place would be the working directory, so none is made."""
     plan = planned()

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from popdist.contract import VERSION
 from poprun.doctor.facts import InstallationFacts
+from poprun.plan.program_environment import HASH_SEED
 from poprun.render.table import terminal_text
 from poprun.text.ranges import fold_numbers
 from poprun.text.screen import ReportFormat
@@ -51,7 +52,17 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
     """The findings on everything that a job on this machine, or on several, needs."""
     return tuple(
         finding
-        for judge in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _loopback, _other_hosts)
+        for judge in (
+            _libraries,
+            _mpi,
+            _gpus,
+            _cores,
+            _memory,
+            _shared_memory,
+            _loopback,
+            _hash_seed,
+            _other_hosts,
+        )
         for finding in judge(facts)
     )
 
@@ -174,6 +185,14 @@ def _loopback(facts: InstallationFacts) -> Iterator[Finding]:
     if facts.loopback_problem:
         found, _, remedy = facts.loopback_problem.rpartition(": ")
         yield Finding("loopback", State.FAILS, found, remedy)
+
+
+def _hash_seed(facts: InstallationFacts) -> Iterator[Finding]:
+    if facts.hash_seed:
+        yield Finding("hash seed", State.OK, f"{HASH_SEED}={facts.hash_seed}, as you have set it")
+    else:
+        found = f"poprun sets {HASH_SEED}=0; other launchers leave sets in another order in each process"
+        yield Finding("hash seed", State.ABSENT, found, f"export {HASH_SEED}=0, before torchrun, mpiexec or srun")
 
 
 def _other_hosts(facts: InstallationFacts) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from poprun.plan.program_environment import HASH_SEED
 from poprun.plan.topology import MachineFacts
 from poprun.probe.limits import MemoryLimits, cpu_quota, find_loopback_problem, memory_limits
 from poprun.probe.machine import machine_facts
@@ -70,6 +71,7 @@ class InstallationFacts:
     ssh: str  # what the ssh client says of itself; empty when there is none
     slurm: str  # what srun says of itself; empty when there is none
     slurm_job: str  # number of the Slurm job that this process is in, or empty
+    hash_seed: str = ""  # what the user gives Python for the order of sets; empty where nothing
     # why processes cannot reach each other at the loopback address; empty when they can
     loopback_problem: str = ""
 
@@ -87,6 +89,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
         ssh=_version_of("ssh", "-V"),
         slurm=_version_of("srun", "--version"),
         slurm_job=environment.get("SLURM_JOB_ID", ""),
+        hash_seed=environment.get(HASH_SEED, ""),
         loopback_problem=find_loopback_problem(),
     )
 

@@ -32,6 +32,7 @@ from popdist.contract import (
 )
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.program_environment import hash_seed
 from poprun.plan.topology import MpiKind
 from poprun.render.words import size_of
 
@@ -137,7 +138,8 @@ def _common_variables(plan: LaunchPlan) -> dict[str, str]:
         raise UsageError(
             "--instance-mpi-local-args: the pods of a job are all alike; let the program choose by its instance"
         )
-    return plan.contract(0).shape_to_env() | plan.variables_of(0)
+    asked = plan.variables_of(0)
+    return plan.contract(0).shape_to_env() | hash_seed(asked) | asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 UNBUFFERED = "PYTHONUNBUFFERED"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 PYTHON_PATH = "PYTHONPATH"
+HASH_SEED = "PYTHONHASHSEED"
 
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
 
@@ -95,6 +96,11 @@ def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, 
     return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 
+def hash_seed(user: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which a set of strings has the same order in all instances, unless the user has set it."""
+    return {} if HASH_SEED in user else {HASH_SEED: "0"}
+
+
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
@@ -125,4 +131,4 @@ def program_environment(
     env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"
-    return env
+    return env | hash_seed(user)
