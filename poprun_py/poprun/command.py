@@ -14,11 +14,12 @@ from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundE
 from poprun.plan.advice import check_fitness, idle_options
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
+from poprun.plan.program_environment import hash_seed
 from poprun.plan.request import LauncherChoice, VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.probe.limits import check_system
 from poprun.probe.machine import find_allocation, machine_facts, own_names
-from poprun.probe.program import program_on_another_machine, resolve_program
+from poprun.probe.program import program_on_another_machine, resolve_program, script_of
 from poprun.text import screen
 from poprun.text.screen import ReportFormat, VersionFormat
 
@@ -53,6 +54,7 @@ def run(words: Sequence[str]) -> int:
     if line.starts_job:
         check_system()
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
+    _check_input(plan)
     if not line.starts_job:
         _preview_lease(plan, facts, line)
         screen.print_out(_rendered(plan, line))
@@ -156,6 +158,8 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
     else:
         why = f"asked for, found {plan.mpi}" if plan.mpi else "asked for"
     screen.log(f"launcher {plan.launcher}: {why}")
+    for name, value in hash_seed(os.environ | plan.variables_of(0)).items():
+        screen.log(f"{name}={value} for the programs: sets of strings have the same order in all of them")
 
 
 def _seen_by_pool(
@@ -174,12 +178,25 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:
-        return resolve_program(line.program, working_directory, os.environ.get("PATH", os.defpath))
+        words = resolve_program(line.program, working_directory, os.environ.get("PATH", os.defpath))
     except (ProgramNotFoundError, ProgramNotExecutableError) as error:
         if not line.is_dry_run:
             raise
         screen.log(f"warning: {error}")
         return line.program
+    script = script_of(words)
+    if line.is_dry_run and script not in ("", "-") and not os.path.exists(os.path.join(working_directory, script)):
+        screen.log(f"warning: there is no file {script} in {working_directory}, which {words[0]} shall run")
+    return words
+
+
+def _check_input(plan: LaunchPlan) -> None:
+    """Check that no instance waits for a program on a standard input that only instance 0 has."""
+    if plan.num_instances > 1 and script_of(plan.program) == "-":
+        raise UsageError(
+            f"{os.path.basename(plan.program[0])} reads its program from the standard input, which only "
+            "instance 0 of several gets: save the program as a file, and give that"
+        )
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:

@@ -97,6 +97,15 @@ def test_the_topology_before_the_start(poprun: Poprun) -> None:
     assert lines[-1] == "hello"
 
 
+def test_a_script_that_is_not_there(poprun: Poprun, tmp_path: Path) -> None:
+    """A dry run plans it, and says so."""
+    words = ("--launcher", "local", "--dry-run", sys.executable)
+    absent, module = (poprun(*words, *rest, cwd=tmp_path).succeeded() for rest in (["train.py"], ["-m", "train"]))
+
+    assert absent.told == f"[W] there is no file train.py in {tmp_path}, which {sys.executable} shall run\n"
+    assert module.told == ""
+
+
 def test_advice_is_no_output(poprun: Poprun) -> None:
     """What a person should know goes to stderr; stdout is a plan that a program reads."""
     plan = poprun("--launcher", "local", "-n", "1000", "--dry-run", "--topology-format", "json").succeeded()
@@ -122,6 +131,8 @@ def test_advice_is_no_output(poprun: Poprun) -> None:
         (["--plan", "/"], 2, "--plan /: Is a directory"),
         (["no-such-program"], 127, "there is no program no-such-program"),
         (["/"], 126, "/ is a directory"),
+        (["--dry-run", "python train.py"], 2, "write its words without quotes around them all"),
+        (["-n", "2", sys.executable, "-"], 2, "reads its program from the standard input, which only instance 0"),
     ],
 )
 def test_mistakes(poprun: Poprun, words: list[str], code: int, message: str) -> None:
@@ -171,6 +182,7 @@ def test_the_launcher_is_told_with_its_reason(poprun: Poprun) -> None:
     finished = poprun("-v", "--launcher", "local", "-n", "2", "--dry-run", "true").succeeded()
 
     assert "[I] launcher local: asked for\n" in finished.told
+    assert "[I] PYTHONHASHSEED=0 for the programs: sets of strings" in finished.told
     assert "shim.py" in finished.out
     assert "POPDIST_NUM_TOTAL_REPLICAS=2" in finished.out
 
@@ -210,11 +222,20 @@ def test_nobody_reads_what_is_printed(poprun: Poprun) -> None:
     assert (answer.returncode, answer.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_a_full_disk(poprun: Poprun) -> None:
-    """A plan that cannot be written is an error with its reason, not half a plan and a traceback."""
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("poprun", ["--dry-run"]),
+        ("vipu", ["list", "partitions"]),
+        ("vipu", ["--help"]),
+        ("poprun-top", ["--version"]),
+    ],
+)
+def test_a_full_disk(program: str, words: list[str]) -> None:
+    """What cannot be written is one error with its reason, not half a table and a traceback."""
     with Path("/dev/full").open("w") as full:
         answer = subprocess.run(
-            poprun.command("--dry-run"),
+            [Path(sys.executable).with_name(program), *words],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -223,7 +244,9 @@ def test_a_full_disk(poprun: Poprun) -> None:
         )
 
     assert answer.returncode == 73
-    assert without_stamps(answer.stderr) == "[E] standard output cannot be written: No space left on device\n"
+    begin = "[E]" if program == "poprun" else f"{program}: error:"
+    said = without_stamps(answer.stderr)
+    assert said == f"{begin} standard output cannot be written: No space left on device\n"
 
 
 def test_a_working_directory_that_is_gone(poprun: Poprun, tmp_path: Path) -> None:

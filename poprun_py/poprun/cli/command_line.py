@@ -42,6 +42,31 @@ _TOPOLOGY_FORMAT: Final = "topology-format"
 _REPORT_FORMAT: Final = "format"
 _DEBUG_VERBOSITY: Final = 2
 
+_IN_ALL: Final = "--num-instances N says how many processes there are in all"
+_ON_HOSTS: Final = "--host a,b names the hosts, and poprun is called once"
+_HABITS: Final = {
+    **dict.fromkeys(("-np", "--np", "--ntasks", "--nproc-per-node", "--num-processes"), _IN_ALL),
+    **dict.fromkeys(("--nnodes", "-N", "--nodes", "--num-machines", "--node-rank", "--machine-rank"), _ON_HOSTS),
+    **dict.fromkeys(("-ppn", "--ntasks-per-node", "--npernode"), f"{_IN_ALL}, equally many on each host"),
+    **dict.fromkeys(
+        ("-x", "-genv", "-env"),
+        "programs here get all variables of poprun; --mpi-local-args '-x NAME=value' sets one on every host",
+    ),
+    **dict.fromkeys(
+        ("--standalone", "--master-addr", "--master-port", "--main-process-port", "--rdzv-backend", "--rdzv-id"),
+        "leave it out: poprun chooses where instances meet",
+    ),
+    **dict.fromkeys(("-m", "--module"), "write poprun python -m MODULE"),
+    **dict.fromkeys(
+        ("--bind-to", "--map-by", "--cpu-bind"), "--process-placement says on which cores instances run"
+    ),
+    **dict.fromkeys(("--mca", "-mca"), "--mpi-global-args '--mca NAME VALUE' passes it to Open MPI's mpirun"),
+    **dict.fromkeys(("--gpus", "--gpus-per-node", "--gres"), "-n auto starts one instance for each free GPU"),
+    "--instances-per-replica": "a replica is in one instance; --num-replicas N says how many there are in all",
+    "--oversubscribe": "leave it out: poprun starts as many instances as are asked for",
+}
+"""What users of other launchers write, with dashes, and how it is done here."""
+
 _NEXT: Final = "\0"
 """Stands for the words behind the one that click reads; no program can be given such a word."""
 
@@ -234,6 +259,8 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
     Short options may share a word, as in ``-vn2``. The text of an option whose value is missing is None.
     """
     written, equals, value = words.popleft().partition("=")
+    if _habit(written):
+        raise _unknown(written)
     name = "-vv" if written == "--vv" else _whole_name(written)
     try:
         texts, _, order = _parse()([f"{name}{equals}{value}", _NEXT])
@@ -282,7 +309,15 @@ def _whole_name(written: str) -> str:
     return candidates[0]
 
 
+def _habit(written: str) -> str:
+    """How what ``written`` says to another launcher is said here; empty for words of no other launcher."""
+    name = written.replace("_", "-")
+    return _HABITS.get(name) or _HABITS.get(name.rstrip("0123456789"), "")
+
+
 def _unknown(written: str) -> UsageError:
+    if habit := _habit(written):
+        return UsageError(f"there is no option {written}: {habit}")
     from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
 
     nearest = get_close_matches(f"--{written.lstrip('-')}", long_names(), n=1, cutoff=0.7)

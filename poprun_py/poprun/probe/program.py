@@ -18,11 +18,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
+from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.process.spawn import answer_of
 
 if TYPE_CHECKING:
     import ast
+
+_INTERPRETER: Final = re.compile(r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)")
+_NO_SCRIPT: Final = frozenset("cmehV")
+"""Letters of options behind which stands a command or a module, or nothing."""
+
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
 
 _HEAD_BYTES: Final = 256
 """As much of a script as Linux reads for its ``#!`` line (execve(2))."""
@@ -40,7 +46,7 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
         raise ProgramNotFoundError("the name of the program is empty: poprun [OPTIONS] PROGRAM [ARGS]...")
     file = _find(program, working_directory, path)
     if file is None:
-        raise ProgramNotFoundError(_not_found(program, working_directory, path))
+        raise _not_found(words, working_directory, path)
     if os.path.isdir(file):
         raise ProgramNotExecutableError(f"{program} is a directory: give the program inside it")
     if file.endswith(".py") and not _runs_by_itself(file):
@@ -59,15 +65,50 @@ def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
     return ("python", *words) if words and words[0].endswith(".py") else words
 
 
-def _find(program: str, working_directory: str, path: str) -> str | None:
+def script_of(program: Sequence[str]) -> str:
+    """The script that Python or a shell is given in the words of ``program``; ``-`` where that is its input.
+
+    Empty for another program, and for a module or a command in place of a script.
+    """
+    if not program or not (known := _INTERPRETER.fullmatch(os.path.basename(program[0]))):
+        return ""
+    words = iter(program[1:])
+    for word in words:
+        if word == "-" or (word == "-s" and known["shell"]):
+            return "-"
+        if not word.startswith("-"):
+            return word
+        if _NO_SCRIPT.intersection(word):
+            return ""
+        if word in ("-W", "-X"):
+            next(words, None)
+    return "-"
+
+
+def _places(program: str, working_directory: str, path: str) -> list[str]:
+    """Where a program may be, in the order in which they are looked at."""
     here = os.path.join(working_directory, program.removeprefix("./"))
-    if "/" in program:
-        return here if os.path.exists(here) else None
-    for folder in filter(None, path.split(os.pathsep)):
-        file = os.path.join(working_directory, folder, program)
-        if os.path.isfile(file) and os.access(file, os.X_OK):
-            return file
-    return here if program and os.path.exists(here) else None
+    folders = [] if "/" in program else filter(None, path.split(os.pathsep))
+    return [*(os.path.join(working_directory, folder, program) for folder in folders), here]
+
+
+def _find(program: str, working_directory: str, path: str) -> str | None:
+    *on_path, here = _places(program, working_directory, path)
+    found = (file for file in on_path if os.path.isfile(file) and os.access(file, os.X_OK))
+    return next(found, here if os.path.exists(here) else None)
+
+
+def _closed_way(file: str) -> str:
+    """The folder in which this user may not look for ``file``; empty if the way there is open, or ends."""
+    try:
+        os.stat(file)
+    except PermissionError:
+        folders = os.path.realpath(file).split("/")
+        ways = ("/".join(folders[:number]) or "/" for number in range(1, len(folders)))
+        return next((way for way in ways if not os.access(way, os.X_OK)), "")
+    except OSError:
+        return ""
+    return ""
 
 
 def _runs_by_itself(file: str) -> bool:
@@ -106,9 +147,27 @@ def _check_interpreter(program: str, file: str, working_directory: str) -> None:
     )
 
 
-def _not_found(program: str, working_directory: str, path: str) -> str:
+def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> PoprunError:
+    """The error for a program that is not there, or not for this user, with what to write in its place."""
     from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
 
+    program = words[0]
+    if _ASSIGNMENT.match(program):
+        return UsageError(f"{program} is no program: write poprun [OPTIONS] env {shlex.join(words)}")
+    closed = ""
+    for file in _places(program, working_directory, path):
+        folder = _closed_way(file)
+        if folder and ("/" in program or os.path.lexists(file)):
+            return ProgramNotExecutableError(
+                f"you may not reach {file}: the folder {folder} is closed to you: have it opened, as with "
+                f"chmod a+x {shlex.quote(folder)}, or name a program that you may reach"
+            )
+        closed = closed or (f"; {os.path.dirname(file)} on it is closed to you" if folder else "")
+    if program.split()[1:]:
+        return UsageError(
+            f"there is no program of the name {program!r}, with blanks: write its words without quotes around "
+            f"them all: poprun [OPTIONS] {' '.join((program, *words[1:]))}"
+        )
     if "/" in program:
         folder = os.path.dirname(program.removeprefix("./"))
         names = {os.path.join(folder, name) for name in _names_in(os.path.join(working_directory, folder))}
@@ -116,9 +175,9 @@ def _not_found(program: str, working_directory: str, path: str) -> str:
     else:
         folders = [working_directory, *filter(None, path.split(os.pathsep))]
         names = {name for folder in folders for name in _names_in(folder)}
-        looked = f"there is no program {program} on PATH and no file of that name in {working_directory}"
+        looked = f"there is no program {program} on PATH and no file of that name in {working_directory}{closed}"
     nearest = get_close_matches(program, sorted(names), n=3)
-    return f"{looked}{'; nearest: ' + ', '.join(nearest) if nearest else ''}"
+    return ProgramNotFoundError(f"{looked}{'; nearest: ' + ', '.join(nearest) if nearest else ''}")
 
 
 def _names_in(folder: str) -> list[str]:
