@@ -338,7 +338,7 @@ FAULTS: Final = (
     _hit("the launcher is killed while it starts", Target.LAUNCHER, -signal.SIGKILL, when=Moment.RANDOM),
     _hit("mpiexec is killed", Target.RUNTIME, 137, under=WITH_MPI),
     _hit("mpiexec is killed while it starts", Target.RUNTIME, 70, 137, when=Moment.RANDOM, under=WITH_MPI),
-    _hit("mpiexec's proxy is killed", Target.PROXY, under=frozenset({"hydra"})),
+    _hit("mpiexec's proxy is killed", Target.PROXY, 137, under=frozenset({"hydra"}), named=ANYONE),
     _hit("a shim is killed", Target.SHIM, 137, under=frozenset({"local"}), named=ANYONE),
     _hit("a shim is killed, and mpiexec kills others", Target.SHIM, 137, under=frozenset({"mpich"}), named=ANYONE),
     _hit(

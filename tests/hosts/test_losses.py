@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,22 @@ def test_what_is_frozen_on_another_host_ends_with_the_job(own_network: Network, 
 
     assert process.returncode == 130
     assert own_network.leftovers() == []
+
+
+def test_a_process_of_the_launcher_that_is_killed_is_named(
+    network: Network, hosts_poprun: HostPoprun, tmp_path: Path
+) -> None:
+    """A shim, and what started it: the host and an instance there, not the code and words of the MPI runtime."""
+    for victim, whose in (("shim", "its shim"), ("proxy", "the MPI launcher's process on its host")):
+        (tmp_path / victim).mkdir()
+        words = write_program(tmp_path / victim, "ready()\nhang()")
+        with hosts_poprun.started(network, "--host=n1,n2", "-n2", sys.executable, *words) as process:
+            wait_until(partial(has_met, tmp_path / victim, 2))
+            family = bare_interpreters(network.hosts["n2"].init.pid)
+            (shim,) = [one for one in family if one.parent() not in family]
+            (shim if victim == "shim" else shim.parent() or shim).kill()
+            _, err = process.communicate()
+
+        assert process.returncode == 137
+        assert f"instance 1 failed first: {whose} was killed (host n2, replica 1)" in err
+        assert "HYD" not in err

@@ -26,6 +26,7 @@ from poprun.job.state import (
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
+    RUNTIME_KILLED,
     SHIM_KILLED,
     InstanceState,
     InstanceStatus,
@@ -197,6 +198,7 @@ HELLO = {"event": "hello"}
 EXITED = {"event": "exited", "code": 7, "at_seconds": 49.0, "was_stopped": False, "peak_bytes": 11}
 SHIM_LOST = {"event": "shim_lost"}
 HUNG_UP = {"event": LOST, "is_silent": False}
+NO_RUNTIME = {"event": "runtime_lost", "instance": 0}
 FROZEN = {"event": LOST, "is_frozen": True}
 SILENT = {"event": LOST, "is_silent": True}
 
@@ -218,6 +220,13 @@ EVENTS: list[tuple[InstanceStatus, dict[str, Any], Phase, InstanceStatus]] = [
     (HAS_ENDED, SHIM_LOST, Phase.RUNNING, HAS_ENDED),
     (FAILED, SHIM_LOST, Phase.RUNNING, FAILED),
     (RUNNING, HUNG_UP, Phase.RUNNING, replace(LOST_SHIM, state=InstanceState.ENDED, problem=AGENT_KILLED)),
+    (RUNNING, NO_RUNTIME, Phase.STOPPING, replace(LOST_SHIM, problem=RUNTIME_KILLED)),
+    (
+        AWAITED,
+        NO_RUNTIME,
+        Phase.STARTING,
+        replace(AWAITED, state=InstanceState.ENDED, problem=RUNTIME_KILLED, exited_at_seconds=THEN),
+    ),
     (RUNNING, FROZEN, Phase.RUNNING, replace(LOST_SHIM, state=InstanceState.ENDED, problem=AGENT_FROZEN)),
     (RUNNING, SILENT, Phase.RUNNING, replace(LOST_SHIM, state=InstanceState.ENDED, problem=HOST_LOST)),
     (RUNNING, HUNG_UP, Phase.STOPPING, replace(RUNNING, state=InstanceState.ENDED)),

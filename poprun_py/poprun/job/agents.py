@@ -44,6 +44,7 @@ _TALK_SECONDS: Final = 5.0
 """How long an agent may take to read a message."""
 
 _MOST_WARNINGS: Final = 10
+_OF_SHIMS: Final = ("agent_lost", "runtime_lost")
 
 Event = tuple[int, dict[str, Any]]
 
@@ -186,9 +187,9 @@ class AgentLinks:
         if kind == VIEW_EVENT and instance < 0:
             self._let_go(link)
             self._show_to(link)
-        elif kind == "agent_lost" and instance < 0 and message["instance"] in range(self._num_instances):
+        elif kind in _OF_SHIMS and instance < 0 and message["instance"] in range(self._num_instances):
             self._drop(link)
-            if message["instance"] not in self._agents:
+            if kind == "runtime_lost" or message["instance"] not in self._agents:
                 yield message["instance"], message
         elif instance >= 0 and kind not in ("hello", "stream"):
             yield instance, message

@@ -3,6 +3,7 @@
 poprun is a subreaper, so what a killed agent left behind has become its child.
 """
 
+import math
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ from poprun.job.agents import AgentLinks, start_order
 from poprun.job.identity import JobIdentity
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide
-from poprun.job.record import JobEnd, Record, exit_code
+from poprun.job.record import CAUSE_SECONDS, JobEnd, Record, exit_code
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import Limits, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
@@ -69,6 +70,7 @@ class Attempt:
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
         self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
         self._launcher_ended_early = False
+        self._launcher_ended_at_seconds = math.inf
         self._selector = selectors.DefaultSelector()
         self._links = AgentLinks(plan.num_instances, self._selector, log, identity.network)
         self._launcher = LauncherProcesses(self._selector)
@@ -139,13 +141,21 @@ class Attempt:
                 self._signals,
                 self._start_watch,
                 awaits_stacks=self._inquiry is not None,
-                has_launcher_ended=self._launcher.has_ended or self._launcher.has_failed,
+                has_launcher_ended=self._has_lost_launcher(now),
                 now_seconds=now,
             )
             decision = decide(snapshot, self._limits)
             if decision.action is Action.FINISH:
                 return
             self._act(decision)
+
+    def _has_lost_launcher(self, now_seconds: float) -> bool:
+        """Whether the launcher has ended; on several hosts, shims may say first that a part of it was hit."""
+        if not (self._launcher.has_ended or self._launcher.has_failed):
+            return False
+        self._launcher_ended_at_seconds = min(self._launcher_ended_at_seconds, now_seconds)
+        is_alone = self._identity.network is None
+        return is_alone or now_seconds - self._launcher_ended_at_seconds >= CAUSE_SECONDS
 
     def _listen(self, timeout_seconds: float) -> None:
         """Wait for events of agents, launcher and signals, and handle all that have come.
@@ -163,6 +173,8 @@ class Attempt:
 
     def _handle_event(self, instance: int, event: dict[str, Any]) -> None:
         kind = event["event"]
+        if kind == "runtime_lost" and self._is_launchers_child(instance):
+            return  # it has ended itself, and its exit code says how
         if kind not in ("stats", "stacks"):
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
@@ -172,6 +184,12 @@ class Attempt:
             self._inquiry.add_answer(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
+
+    def _is_launchers_child(self, instance: int) -> bool:
+        """Whether the launcher itself, and no process of its own on another host, has started a shim."""
+        network, route = self._identity.network, self._identity.route(self._plan, instance)
+        is_here = network is None or (route is not None and route.address == network.control_host)
+        return is_here and self._record.runtimes.get(instance) in self._launcher.started
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:  # it died before the shim could look

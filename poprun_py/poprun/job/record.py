@@ -23,6 +23,7 @@ from poprun.job.state import (
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
+    RUNTIME_KILLED,
     SHIM_KILLED,
     InstanceState,
     InstanceStatus,
@@ -67,6 +68,10 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
         return _with_problem(status, SHIM_KILLED, now_seconds)
     if kind == "ended":
         return replace(status, state=InstanceState.ENDED)
+    if kind == "runtime_lost" and not is_over:
+        is_awaited = status.state is InstanceState.AWAITED  # then there is no agent that ends
+        known = replace(status, state=InstanceState.ENDED) if is_awaited else status
+        return _with_problem(known, RUNTIME_KILLED, now_seconds)
     if kind in (LOST, "agent_lost") and not is_over:
         return _after_loss(status, event, phase, now_seconds)
     return status
@@ -151,6 +156,9 @@ def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> I
         return status
     return replace(status, problem=problem, exited_at_seconds=status.exited_at_seconds or now_seconds)
 
+
+CAUSE_SECONDS: Final = 1.0
+"""How long another host's shim has to say that what started it was killed, when shims or the launcher are lost."""
 
 _LONGEST_STEP_SECONDS: Final = 2.0
 """More than lies between two looks of a poprun that runs: in the rest of a longer step it was stopped."""
@@ -244,6 +252,7 @@ class Record:
         # where torch's own store and popdist's will listen, once instance 0's agent has reported
         self.endpoints: list[Endpoint] = []
         self.reported: set[int] = set()  # the process ids of the agents that have reported, and of their shims
+        self.runtimes: dict[int, int] = {}  # the process that started the shim of each instance that has reported
         self.began_at_seconds = now_seconds  # monotonic time at which the attempt began
         self.has_started = False  # whether the programs were told to start
         self.hang_watch = HangWatch()  # whether instances wait while none makes progress
@@ -262,6 +271,7 @@ class Record:
         self._heard_at_seconds[instance] = self._awake_seconds
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
+            self.runtimes[instance] = event["runtime"]
             if instance == 0:
                 self.endpoints = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
 
@@ -301,6 +311,9 @@ class Record:
     ) -> JobSnapshot:
         """The snapshot that the policy decides from."""
         failed = first_failure(self.statuses)
+        if failed is not None and failed.problem == SHIM_KILLED and self.identity.network is not None:
+            lost_at_seconds = failed.exited_at_seconds or 0.0
+            failed = failed if now_seconds - lost_at_seconds >= CAUSE_SECONDS else None
         return JobSnapshot(
             phase=self.phase,
             in_phase_seconds=now_seconds - self._phase_since_seconds,
@@ -328,7 +341,7 @@ _LEFT: Final = 128 + signal.SIGTERM
 _HUNG: Final = 75
 """EX_TEMPFAIL of sysexits.h: another try may go well."""
 
-_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, SHIM_KILLED: 2}
+_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, RUNTIME_KILLED: 1, SHIM_KILLED: 2}
 """Programs fail because their host or another is lost, not the other way round."""
 
 _LOST: Final = {
@@ -400,7 +413,8 @@ def exit_code(end: JobEnd) -> int:
         return _HUNG
     if failed is not None and failed.exit_code and not failed.was_stopped:
         return shell_code(failed.exit_code)
-    if failed is not None and (failed.problem in _LOST or not end.launcher_code):
+    is_launchers = bool(end.launcher_code) and not (end.findings and end.findings.has_launcher_followed)
+    if failed is not None and (failed.problem in _LOST or not is_launchers):
         return _LOST.get(failed.problem, shell_code(-signal.SIGKILL) if end.has_started else _LAUNCH_FAILED)
     if end.num_interrupts and not end.has_started:  # Ctrl-C may have ended the launcher before it had a session
         return shell_code(-signal.SIGINT)

@@ -25,6 +25,9 @@ HOST_LOST: Final = "its host does not answer any more"
 SHIM_KILLED: Final = "its shim was killed"
 """The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
 
+RUNTIME_KILLED: Final = "the MPI launcher's process on its host was killed"
+"""The problem of an instance whose shim has seen the end of the process that started it, such as Hydra's proxy."""
+
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 """What a shell says of a program that it cannot execute, and of one that is not there."""

@@ -19,7 +19,17 @@ from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramWatch, StackQuestion
 from poprun.messages.control import RECEIVE_BYTES, Link, connect, is_remote, notice_death
 from poprun.messages.json_lines import Message, ProtocolError
-from poprun.process.process_tree import ancestors, catchers, descendants, key_of, own_tree, reap, send, terminate
+from poprun.process.process_tree import (
+    ancestors,
+    catchers,
+    descendants,
+    has_ended,
+    key_of,
+    own_tree,
+    reap,
+    send,
+    terminate,
+)
 from poprun.process.spawn import ProcessStart, become_subreaper, die_with_parent, start_process, take_memory_from
 
 TYPE_CHECKING = False  # as typing has it
@@ -40,6 +50,7 @@ _BACKLOG = 2048
 NUM_STREAMS = 3
 _CONNECT_SECONDS = 30.0
 _WALK_MILLISECONDS = 20
+_WORD_SECONDS = 2.0
 
 
 class Parentage(NamedTuple):
@@ -250,6 +261,7 @@ class Agent:
             self._reap()
             self._is_over |= self._ending.is_over(self._program)
             self._report_program()
+        self._await_word_of_shim(ends)
         self._queue({"event": "ended"})
         self._send()
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
@@ -266,6 +278,11 @@ class Agent:
             self._ending.stop(self._program)
         while ends:
             poll.unregister(ends.pop())
+
+    def _await_word_of_shim(self, ends: set[int]) -> None:
+        """Let a shim tell poprun first that what started it is gone, and who was hit; then it ends."""
+        if ends and has_ended(self._parentage.runtime):
+            select.select(ends, (), (), _WORD_SECONDS)
 
     def _report_ready(self) -> None:
         ports = [holder.getsockname()[1] for holder in self._ports]

@@ -259,6 +259,7 @@ class LauncherProcesses:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._running: set[int] = set()
+        self.started: set[int] = set()  # the process ids of all, also of those that have ended
         self._output = b""
         self._was_asked = False
         self.exit_code: int | None = None
@@ -298,7 +299,9 @@ class LauncherProcesses:
 
     def _start(self, start: ProcessStart) -> None:
         try:
-            self._running.add(start_process(start))
+            pid = start_process(start)
+            self._running.add(pid)
+            self.started.add(pid)
         except OSError as error:
             self.end(signal.SIGKILL)
             while self._running:

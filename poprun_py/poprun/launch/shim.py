@@ -150,11 +150,13 @@ class Shim:
     def wait(self) -> bool:
         """Wait until every agent has ended, or the runtime's process; whether each agent ended by itself."""
         try:
-            self._on_readable(os.pidfd_open(self._runtime), self._lose_all)
+            self._on_readable(os.pidfd_open(self._runtime), self._lose_runtime)
             for agent in self._agents:
                 self._await_end(agent)
-        except OSError as error:  # the runtime's process is gone, or there are too many files
-            self._lose_all(0 if isinstance(error, ProcessLookupError) else error.errno or 0)
+        except ProcessLookupError:
+            self._lose_runtime()
+        except OSError as error:  # there are too many files
+            self._lose_all(error.errno or 0)
         stopped = StoppedChildren()
         while self._agents or self._awaited:
             for descriptor, _ in self._poll.poll(STOPPED_SECONDS * 1000)[:1]:  # another's number may be used again
@@ -191,15 +193,19 @@ class Shim:
             exit_code = os.waitstatus_to_exitcode(status)
             self._report_loss(index, exit_code if exit_code > 1 else 0)
 
-    def _lose_all(self, number: int = 0) -> None:
+    def _lose_runtime(self) -> None:
+        """Report to poprun that the process which started this one is gone; agents that lose their shim end."""
+        self._lose_all(0, "runtime_lost")
+
+    def _lose_all(self, number: int, event: str = "agent_lost") -> None:
         """Report all agents to poprun as lost, with an error number, and stop waiting for them."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
-            self._report_loss(index, number)
+            self._report_loss(index, number, event)
         self._agents.clear()
         self._awaited.clear()
 
-    def _report_loss(self, index: int, number: int) -> None:
+    def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
         """Report to poprun that an agent is lost: one that had not reported leaves no other trace.
 
         ``number`` is the error number that says why, or 0. Returns when poprun has heard it: then it does not take
@@ -210,7 +216,7 @@ class Shim:
 
         try:
             link = connect(self._address, self._key, _CONNECT_SECONDS)
-            link.send({"event": "agent_lost", "instance": index, "errno": number})
+            link.send({"event": event, "instance": index, "errno": number})
             link.connection.settimeout(_CONNECT_SECONDS)
             link.connection.recv(1)
             link.close()

@@ -14,6 +14,7 @@ Messages are JSON objects, one a line. An agent sends *events*, poprun sends *or
 | `stacks`          | where the program stands                            | text, processes                  |
 | `stream`          | this socket is one of the program's streams         | instance, stream                 |
 | `agent_lost`      | a shim's agent ended, or cannot go on; errno or 0   | instance, errno                  |
+| `runtime_lost`    | who started the shim was killed, and the shim lives | instance                         |
 | `view`            | a monitor wants to look at the job                  |                                  |
 | `exited`          | the program ended; negative codes are signals       | code, at_seconds, was_stopped, … |
 | `shim_lost`       | the MPI runtime killed the shim                     |                                  |
@@ -69,6 +70,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
     "stream": {"instance": int, "stream": int},
     "agent_lost": {"instance": int, "errno": int},
+    "runtime_lost": {"instance": int},
     VIEW_EVENT: {},
     "started": {"pid": int},
     "failed_to_hold": {"errno": int},

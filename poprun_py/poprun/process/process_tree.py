@@ -77,6 +77,12 @@ def key_of(pid: int) -> ProcessKey | None:
     return None if stat is None else stat.key
 
 
+def has_ended(pid: int) -> bool:
+    """Whether there is no process ``pid``, or one that only has not been reaped."""
+    stat = _read_stat(pid)
+    return stat is None or stat.state == "Z"
+
+
 def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
     """Every living descendant of the process ``root``, parents before children, without zombies.
 

@@ -10,7 +10,7 @@ from typing import Final
 from popdist.errors import name_instances
 from poprun.errors import describe_error
 from poprun.job.report.last_words import LastWords
-from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus, signal_of
+from poprun.job.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
 from poprun.probe.limits import Evidence, MemoryLimits
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
@@ -37,6 +37,8 @@ class Findings:
     launcher_words: LastWords = field(default_factory=LastWords)  # what the launcher said last
     shortage: str = ""  # what the launcher ran out of, and what to do; empty when it said nothing of that
     left_early: tuple[int, ...] = ()  # instances that had ended with 0 when the MPI launcher ended the others
+    # whether the launcher has failed only because one of its processes was killed
+    has_launcher_followed: bool = False
     # what to write instead, where another Python than poprun's own lacks a module; or empty
     other_python: str = ""
 
@@ -67,6 +69,8 @@ def find_shortage(launcher_output: Sequence[str]) -> str:
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
     """The likely reason why an instance failed, or "" when its end and its last words say all."""
     limits = evidence.limits
+    if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # how its program then ended says nothing
+        return ""
     signum = signal.SIGKILL if failed.problem == AGENT_KILLED else signal_of(failed.exit_code or 0)
     if signum == signal.SIGKILL:
         return _killed(failed, evidence)

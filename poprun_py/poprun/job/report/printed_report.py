@@ -1,5 +1,6 @@
 """The report that poprun prints at the end of a job: a failure in at most fifteen lines."""
 
+import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from popdist.errors import name_instances
 from poprun.job.record import JobEnd, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.state import SHIM_KILLED, InstanceStatus, describe_code, name_code
+from poprun.job.state import RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, describe_code, name_code, shell_code
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.probe.program import words_for_own_python
@@ -24,6 +25,9 @@ _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handli
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
 _ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
 """What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
+
+_KILLED_AT: Final = re.compile(r"PID \d+ RUNNING AT (\S+)")
+"""What Hydra prints of a process that it did not expect to end."""
 
 
 def blame_aborter(
@@ -46,6 +50,23 @@ def blame_aborter(
     return [blamed if status is first else status for status in statuses]
 
 
+def blame_host(
+    statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
+) -> list[InstanceStatus]:
+    """The statuses, where of several lost shims one on the host that Hydra names was lost first.
+
+    Hydra then kills those on the other hosts, and poprun may hear of them earlier.
+    """
+    named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
+    lost = [status for status in statuses if status.problem == SHIM_KILLED]
+    there = [status for status in lost if plan.instance(status.index).host in named]
+    if not there:
+        return list(statuses)
+    first = min(there, key=lambda status: status.exited_at_seconds or 0.0)
+    earliest = min(status.exited_at_seconds or 0.0 for status in lost)
+    return [replace(it, exited_at_seconds=math.nextafter(earliest, 0)) if it is first else it for it in statuses]
+
+
 def _printed_code(tail: Sequence[str]) -> int | None:
     """The exit code of the first abort in ``tail``, as a parent process sees it; None without one or for 0."""
     codes = [int(match[1]) & 0xFF for match in map(_ABORT.match, tail) if match]
@@ -55,12 +76,15 @@ def _printed_code(tail: Sequence[str]) -> int | None:
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     """The lines that poprun prints at the end of a job, at most 15; none when all went well."""
     failed = first_failure(end.statuses)
-    is_let_down = plan.mpi is not None and bool(end.launcher_code)  # one cause for all lost shims
+    has_followed = end.findings is not None and end.findings.has_launcher_followed
+    is_let_down = (
+        plan.mpi is not None and bool(end.launcher_code) and not has_followed
+    )  # one cause for all lost shims
     if failed is not None and has_left(end):
         lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
     elif failed is not None and end.is_output_closed and failed.exit_code == -signal.SIGPIPE:
         lines = []  # as a shell, which says nothing of a program whose reader has gone
-    elif failed is not None and not (failed.problem == SHIM_KILLED and is_let_down):
+    elif failed is not None and not (failed.problem in (SHIM_KILLED, RUNTIME_KILLED) and is_let_down):
         lines = _render_failure(end, failed, plan)
     elif end.stop_reason and not (end.num_interrupts or end.is_terminated or end.is_output_closed):
         lines = _render_launcher_end(end, plan)
@@ -170,6 +194,20 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
     return tuple(it.index for it in ended if (it.exited_at_seconds or 0.0) <= max(lost))
 
 
+def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
+    """Whether the launcher has failed only because a process of its own was killed.
+
+    Of a shim, Hydra says so, and PRRTE ends with the code of SIGKILL.
+    """
+    failed = first_failure(end.statuses)
+    if failed is None or (end.launcher_code or 0) < 0:
+        return False
+    is_told = end.launcher_code == shell_code(-signal.SIGKILL) or any(
+        "BAD TERMINATION" in line for line in launcher_output
+    )
+    return failed.problem == RUNTIME_KILLED or (failed.problem == SHIM_KILLED and is_told)
+
+
 def explain(
     end: JobEnd,
     plan: LaunchPlan,
@@ -182,15 +220,19 @@ def explain(
     ``tails`` are the last lines of each standard error. ``kills_before`` is what the kernel had counted when the
     job began, and None for a job of several machines, of the others of which nothing is known.
     """
+    left_early = _left_early(end, plan)
+    statuses = blame_host(end.statuses, plan, launcher_output)
+    end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
     findings = Findings(
         evidence=Evidence() if kills_before is None else evidence_since(kills_before),
         words={index: last_words(tail) for index, tail in tails.items()},
         launcher_words=last_words(without_tracebacks(launcher_output)),
         shortage=find_shortage(launcher_output),
-        left_early=_left_early(end, plan),
+        left_early=left_early,
+        has_launcher_followed=not left_early and _has_launcher_followed(end, launcher_output),
         other_python=_other_python(end, plan, tails),
     )
-    explained = replace(end, statuses=blame_aborter(end.statuses, tails, end.launcher_code), findings=findings)
+    explained = replace(end, findings=findings)
     if lines := render_end(explained, plan):
         log("\n".join(lines), Level.ERROR)
     return explained
