@@ -305,14 +305,12 @@ def test_a_row_is_its_owners_word(pool: Pool) -> None:
     me = replace(this_process("job"), pid=parent.pid, start_ticks=parent.start_ticks)
     values = {
         "version": 1,
-        "lease": {
-            "id": 1,
-            "holder": {name: getattr(me, name) for name in me.__dataclass_fields__},
-            "since_epoch_seconds": 0,
-            "num_ipus": 1,
-            "queue": "",
-            "ipus": ["cpu/0"],
-        },
+        "id": 1,
+        "holder": {name: getattr(me, name) for name in me.__dataclass_fields__},
+        "since_epoch_seconds": 0,
+        "num_ipus": 1,
+        "queue": "",
+        "ipus": ["cpu/0"],
     }
     file = Path(pool.path, f"lease-{KEY}")
     assert done(MALLORY, lambda: file.write_text(json.dumps(values)))

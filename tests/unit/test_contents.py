@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poprun.devices.pool.contents import lease_data, partition_data, read_lease, read_partition
+from poprun.devices.pool.contents import file_data, read_lease, read_partition
 from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.listing import ipu_rows, partition_rows, render_json, render_rows
 from poprun.devices.pool.listing import partition_row as listed
@@ -61,9 +61,9 @@ def test_rows_are_read_as_they_were_written(
     values = {**asdict(PARTITION), "name": name, "ipus": tuple(ipus), "user": f"{user}@{name}"}
     partition = Partition(**{**values, "created_at_epoch_seconds": seconds})
 
-    assert read_lease(lease_data(lease), 5) == lease
-    assert read_partition(partition_data(partition), 5) == partition
-    assert read_lease(lease_data(LEASE), 2**31).holder.user == str(2**31)
+    assert read_lease(file_data(lease), 5) == lease
+    assert read_partition(file_data(partition), 5) == partition
+    assert read_lease(file_data(LEASE), 2**31).holder.user == str(2**31)
 
 
 def leaves(values: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
@@ -74,7 +74,7 @@ def leaves(values: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
             yield from leaves(value, *path, key)
 
 
-ROWS = {"lease": json.loads(lease_data(LEASE)), "partition": json.loads(partition_data(PARTITION))}
+ROWS = {"lease": json.loads(file_data(LEASE)), "partition": json.loads(file_data(PARTITION))}
 COLUMNS = [(kind, path) for kind, row in ROWS.items() for path in leaves(row)]
 
 

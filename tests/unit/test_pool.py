@@ -216,7 +216,7 @@ def test_a_lease_of_another_boot_has_ended(pool: Pool) -> None:
     """After a reboot nothing is held, whatever the process ids are, and the partition made for a job is gone."""
     ticket = pool.enqueue(this_process("job"), in_partition("p", 4))
     (file,) = names(pool, "lease")
-    edit(file, lambda row: row["lease"]["holder"].update(boot_id="another"))
+    edit(file, lambda row: row["holder"].update(boot_id="another"))
     assert pool.state().taken == frozenset()
     with holding(pool, wish(8)) as lease:
         assert len(lease.ipus) == 8

@@ -7,6 +7,7 @@ not what stands in it. A file is JSON, read strictly, because anybody may have w
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -23,20 +24,6 @@ _VERSION: Final = 1
 _LEASE: Final = "lease"
 _LOCK: Final = "lock"
 _PARTITION: Final = "partition"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseFile:
-    """What stands in the file of a lease."""
-
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionFile:
-    """What stands in the file of a partition; the lease that holds it is found among the leases."""
-
-    partition: Partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +107,7 @@ def read_contents(folder: PoolFolder) -> Contents:
 
 def read_lease(data: bytes, uid: int) -> Lease:
     """The lease in a file of the user ``uid``; a ValueError or a PlanError if there is none."""
-    lease = read_record(LeaseFile, parse_json(data.decode()), "row", noun="a row", version=_VERSION).lease
+    lease = read_record(Lease, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     if lease.holder.key is not None:
         return lease
     return replace(lease, holder=replace(lease.holder, user=user_name(uid)))
@@ -128,45 +115,34 @@ def read_lease(data: bytes, uid: int) -> Lease:
 
 def read_partition(data: bytes, uid: int) -> Partition:
     """The partition in a file of the user ``uid``; a ValueError or a PlanError if there is none."""
-    values = parse_json(data.decode())
-    partition = read_record(PartitionFile, values, "row", noun="a row", version=_VERSION).partition
+    partition = read_record(Partition, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     user = partition.user if "@" in partition.user else user_name(uid)
     return replace(partition, user=user, lease=None)
 
 
-def lease_data(lease: Lease) -> bytes:
-    """The text of the file of a lease; inverse of :func:`read_lease`."""
-    return json.dumps(write_record(LeaseFile(lease=lease), version=_VERSION)).encode()
-
-
-def partition_data(partition: Partition) -> bytes:
-    """The text of the file of a partition; inverse of :func:`read_partition`."""
-    stored = PartitionFile(partition=replace(partition, lease=None))
-    return json.dumps(write_record(stored, version=_VERSION)).encode()
+def file_data(row: Lease | Partition) -> bytes:
+    """The text of a file; inverse of :func:`read_lease` and :func:`read_partition`."""
+    return json.dumps(write_record(row, version=_VERSION)).encode()
 
 
 def write_lease(folder: PoolFolder, key: str, lease: Lease) -> None:
     """Write a lease of this user's; a PlanError if others could not read it, as because a name is too long."""
-    data = lease_data(lease)
-    try:
-        read_lease(data, os.geteuid())
-    except (ValueError, PlanError) as error:
-        raise _unwritable(error) from None
-    folder.write(_LEASE, key, data)
+    folder.write(_LEASE, key, _readable(lease, read_lease, os.geteuid()))
 
 
 def write_partition(folder: PoolFolder, stored: StoredPartition) -> None:
-    """Write a partition; a PlanError if others could not read it."""
-    data = partition_data(stored.partition)
-    try:
-        read_partition(data, stored.uid)
-    except (ValueError, PlanError) as error:
-        raise _unwritable(error) from None
+    """Write a partition; a PlanError if others could not read it. The lease that holds it is not in its file."""
+    data = _readable(replace(stored.partition, lease=None), read_partition, stored.uid)
     folder.write(_PARTITION, stored.key, data, uid=stored.uid, is_lasting=not stored.partition.is_temporary)
 
 
-def _unwritable(error: Exception) -> PlanError:
-    return PlanError(f"this cannot stand in a pool: {error}")
+def _readable(row: Lease | Partition, read: Callable[[bytes, int], object], uid: int) -> bytes:
+    data = file_data(row)
+    try:
+        read(data, uid)
+    except (ValueError, PlanError) as error:
+        raise PlanError(f"this cannot stand in a pool: {error}") from None
+    return data
 
 
 def remove_partition(folder: PoolFolder, stored: StoredPartition) -> None:
