@@ -43,9 +43,9 @@ def run(words: Sequence[str]) -> int:
         screen.print_out(help_page(is_whole=line.shows_whole_help))
         return 0
     if line.prints_version or line.version_format is not None:
-        from poprun.cli.versions import version_text  # noqa: PLC0415 - jobs go without
+        from poprun.doctor.facts import version_text  # noqa: PLC0415 - jobs go without
 
-        screen.print_out(version_text(line.version_format or VersionFormat.TEXT))
+        screen.print_out(version_text(line.version_format or VersionFormat.TEXT, os.environ))
         return 0
     if line.asks_doctor:
         return _examine_machine(line.report_format)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from popdist.contract import VERSION
-from poprun.cli.versions import DEPENDENCIES, version_text
+from poprun.doctor.facts import DEPENDENCIES, version_text
 from poprun.text.screen import VersionFormat
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -16,14 +16,14 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 def test_text_is_one_line() -> None:
     """As it has always been."""
-    assert version_text(VersionFormat.TEXT) == f"poprun {VERSION}\n"
+    assert version_text(VersionFormat.TEXT, {}) == f"poprun {VERSION}\n"
 
 
 def test_the_full_formats_say_the_same() -> None:
     """poprun, popdist, Python, every dependency of the project, and the MPI that would be used."""
     required = [re.split(r"\W", name)[0] for name in tomllib.loads(PROJECT.read_text())["project"]["dependencies"]]
-    versions = json.loads(version_text(VersionFormat.FULL_JSON))
-    lines = [line.split(maxsplit=1) for line in version_text(VersionFormat.FULL_TEXT).splitlines()]
+    versions = json.loads(version_text(VersionFormat.FULL_JSON, {}))
+    lines = [line.split(maxsplit=1) for line in version_text(VersionFormat.FULL_TEXT, {}).splitlines()]
 
     assert sorted(DEPENDENCIES) == sorted(required)
     assert list(versions) == ["poprun", "popdist", "python", *DEPENDENCIES, "mpi"]
@@ -34,8 +34,8 @@ def test_the_full_formats_say_the_same() -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dependency that is not installed has no version, and the others have theirs."""
-    monkeypatch.setattr("poprun.cli.versions.DEPENDENCIES", ("click", "no-such-distribution"))
-    versions = json.loads(version_text(VersionFormat.FULL_JSON))
+    monkeypatch.setattr("poprun.doctor.facts.DEPENDENCIES", ("click", "no-such-distribution"))
+    versions = json.loads(version_text(VersionFormat.FULL_JSON, {}))
 
     assert versions["no-such-distribution"] is None
     assert versions["click"]

@@ -1,6 +1,6 @@
 """A plan as a job of Kubernetes: golden manifests, the API servers' schemas, and what popdist makes of them.
 
-Holds poprun.emit.kubernetes and poprun.emit.sbatch.
+Holds poprun.emit and poprun.emit.kubernetes.
 """
 
 from dataclasses import replace

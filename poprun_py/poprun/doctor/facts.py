@@ -1,4 +1,4 @@
-"""The facts that `poprun --doctor` judges: what is installed, and what the machine grants. Changes nothing."""
+"""The facts that `poprun --doctor` judges, and the versions of ``--version``. Changes nothing."""
 
 import json
 import os
@@ -7,18 +7,24 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from popdist.contract import VERSION
 from poprun.plan.program_environment import HASH_SEED
 from poprun.plan.topology import MachineFacts
 from poprun.probe.limits import MemoryLimits, cpu_quota, find_loopback_problem, memory_limits
 from poprun.probe.machine import machine_facts
 from poprun.process.spawn import answer_of
+from poprun.text.screen import VersionFormat
 
 TORCH_TIMEOUT_SECONDS: Final = 120.0
 """Importing torch for the first time may have to fetch a gigabyte from a slow disk."""
 
 _TIMEOUT_SECONDS: Final = 10.0
+
+DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "torch")
+"""What pyproject.toml names."""
 
 _PROGRAM: Final = """
 import importlib, json
@@ -107,3 +113,32 @@ def _version_of(program: str, option: str) -> str:
     path = shutil.which(program)
     answer = answer_of((path, option), _TIMEOUT_SECONDS) if path else None
     return (answer or "").strip().partition("\n")[0]
+
+
+def version_text(version_format: VersionFormat, environment: Mapping[str, str]) -> str:
+    """The versions, each on a line; the full formats name every dependency, and those that are missing."""
+    if version_format is VersionFormat.TEXT:
+        return f"poprun {VERSION}\n"
+    versions = _versions(environment)
+    if version_format is VersionFormat.FULL_JSON:
+        return json.dumps(versions, indent=2) + "\n"
+    width = max(map(len, versions))
+    return "".join(f"{name:<{width}}  {found or 'not found'}\n" for name, found in versions.items())
+
+
+def _versions(environment: Mapping[str, str]) -> dict[str, str | None]:
+    mpi = machine_facts(environment, with_mpi=True).mpi
+    return {
+        "poprun": VERSION,
+        "popdist": VERSION,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in DEPENDENCIES},
+        "mpi": str(mpi) if mpi else None,
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

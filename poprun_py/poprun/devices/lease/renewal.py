@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "..",
 
 from poprun.devices.server.server_connection import ServerAddress, call_server
 from poprun.errors import LeaseEndedError, PoprunError
-from poprun.text.screen import own_line
+from poprun.text.screen import log
 
 _INPUT = 0
 _READ_BYTES = 4096
@@ -64,28 +64,22 @@ class LeaseRenewal:
         try:
             call_server(self._server, "renew-lease", self._key)
         except LeaseEndedError as error:
-            _log(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
+            log(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
             return False
         except PoprunError as error:
             if not self._is_lost:
                 left = max(0.0, self._lease_seconds - (time.monotonic() - self._renewed_at))
-                _log(
+                log(
                     f"warning: {error}. The job goes on. If only the link is cut, its virtual IPUs are free for "
                     f"others in {left:.0f} s; a server that is started again knows that the job has them"
                 )
             self._is_lost = True
         else:
             if self._is_lost:
-                _log(f"the server of virtual IPUs at {self._server} answers again, and the lease has been renewed")
+                log(f"the server of virtual IPUs at {self._server} answers again, and the lease has been renewed")
             self._is_lost = False
             self._renewed_at = time.monotonic()
         return True
-
-
-def _log(text: str) -> None:
-    with suppress(OSError, ValueError):  # the terminal may have gone, and the lease is more important
-        sys.stderr.write(own_line(text))
-        sys.stderr.flush()
 
 
 def _first_line() -> bytes:
