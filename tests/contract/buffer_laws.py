@@ -1,13 +1,16 @@
 """The laws of buffers that are written where no model has its step; every instance runs all of them."""
 
+import copy
 import sys
 import warnings
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import popdist
 from popdist import checkpoint
@@ -64,6 +67,29 @@ def law_a_pass_outside_that_writes_a_buffer_is_an_error_on_all() -> None:
         checkpoint.save(folder, model=model)
         popdist.barrier()
     step(model)
+
+
+def law_statistics_of_torchs_update_bn_do_not_leave() -> None:
+    """They are of one instance's samples: no state dict, file or copy has them; those of popdist's are right."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    average = AveragedModel(model)
+    batches = [share(samples(3 * popdist.num_replicas()))]
+    update_bn(batches, average)
+    exits: list[Any] = [
+        average.state_dict,
+        average.get_submodule("module").state_dict,
+        lambda: torch.save(average, BytesIO()),
+        lambda: copy.deepcopy(average),
+    ]
+    for leave in exits if popdist.num_replicas() > 1 else ():
+        with refused(popdist.WeightsError, r"1\.running_mean.* of Sequential was written by a forward pass in tr"):
+            leave()
+    popdist.update_bn(batches, average)
+    for leave in exits:
+        leave()
+    update_bn(batches, average)
+    average.load_state_dict(AveragedModel(model).state_dict())
+    average.state_dict()
 
 
 def law_what_replaced_such_a_write_is_right() -> None:

@@ -447,10 +447,20 @@ def label_of_copy(label: str | None) -> str | None:
 
 def check_buffers(module: nn.Module) -> None:
     """Check that no wrapped model in ``module`` holds what a pass outside of the micro batches wrote."""
-    inside = set(module.modules())
-    for model in _all_models():
-        if model.module in inside and (written := model.written_outside()):
+    for model in _models_in(module):
+        if written := model.written_outside():
             raise WeightsError(_outside_fault(written, model.module))
+
+
+def accept_buffers(module: nn.Module) -> None:
+    """Accept the buffers of all wrapped models in ``module`` as they are: they are equal on all instances."""
+    for model in _models_in(module):
+        model.clear_outside_writes()
+
+
+def _models_in(module: nn.Module) -> list["ReplicaBuffers"]:
+    inside = set(module.modules())
+    return [model for model in _all_models() if model.module in inside]
 
 
 _models: Final[dict[str, "weakref.ref[ReplicaBuffers]"]] = {}

@@ -23,7 +23,7 @@ from torch.nn.functional import batch_norm
 from popdist import context
 from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_instances
-from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.buffers import ReplicaBuffers, accept_buffers
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.step_headers import agree_on_changes, changes_of
 from popdist.groups import wait_for_first_error
@@ -262,6 +262,7 @@ def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | i
         for batch in loader:
             passes.run(batch)
     context.current_group().agree(_END)
+    accept_buffers(model)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from popdist import context
 from popdist.data.batch import Batch
 from popdist.data.randomness import RandomScope, ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, check_flags
-from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
+from popdist.gradients.buffers import ReplicaBuffers, check_buffers, label_of_copy
 from popdist.gradients.memory import ModelGradients, OldGradients
 from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
 from popdist.gradients.reduction import GradientSum, check_reduction, refuse_step
@@ -119,6 +119,7 @@ class ModelSteps:
             self.buffers.begin_pass()
 
     def __getstate__(self) -> dict[str, Any]:
+        check_buffers(self.module)
         kept = ("layout", "randomness", "module", "_checks_finite", "_gradient_dtype", "_norm_size", "_label")
         return {name: getattr(self, name) for name in kept}
 

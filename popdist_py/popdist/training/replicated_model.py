@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from popdist import context
 from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
+from popdist.gradients.buffers import check_buffers
 from popdist.gradients.flat_buffers import check_gradient_dtype
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.step_headers import MeanOrSum
@@ -383,7 +384,12 @@ class ReplicatedModel(nn.Module):
         *args: Any,  # noqa: ANN401 - torch's own signature
         **kwargs: Any,  # noqa: ANN401 - as above
     ) -> dict[str, Any]:
-        """The module's own state dict: it loads into the bare module and the other way round."""
+        """The module's own state dict: it loads into the bare module and the other way round.
+
+        Raises:
+            WeightsError: While the buffers hold what a pass in training mode outside of the loop wrote.
+        """
+        check_buffers(self.module)
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
