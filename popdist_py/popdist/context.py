@@ -271,6 +271,10 @@ def _prepare_arithmetic(contract: Contract) -> str:
         return "alone"
     import torch  # noqa: PLC0415 - only here
 
+    if contract.num_replicas > 1:
+        from popdist import torch_private  # noqa: PLC0415 - as above
+
+        torch_private.compile_scripts_at_once()
     if contract.num_threads is not None:
         torch.set_num_threads(contract.num_threads)
     if contract.is_deterministic:

@@ -4,6 +4,7 @@ Each is looked up once, here, and the function there says what happens in a torc
 missing, what takes its place is slower or checks less; only where nothing can take its place is it an error.
 """
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -21,7 +22,7 @@ from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import data
 
-from popdist.errors import BackendError
+from popdist.errors import BackendError, PopdistWarning
 
 try:
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -203,6 +204,27 @@ ASKED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+_set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor")  # noqa: SLF001 - as above
+
+
+@cache
+def compile_scripts_at_once() -> None:
+    """Have torch.jit compile what it has scripted or traced in the first call, not after calls that it watches.
+
+    Those have other bits, and an instance with several replicas makes them for fewer of its replicas. It counts
+    for functions that have not been called yet. Without the name: a warning, once.
+    """
+    if _set_profiling_executor is not None:
+        _set_profiling_executor(False)  # noqa: FBT003 - its own signature
+        return
+    warnings.warn(
+        f"torch {torch.__version__} lacks _jit_set_profiling_executor: what torch.jit has scripted or traced may "
+        "have other bits when the replicas are dealt to other instances. Train modules that it has not compiled",
+        PopdistWarning,
+        stacklevel=3,
+    )
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors

@@ -205,6 +205,35 @@ def recipe_quantization_aware_training() -> nn.Module:
     return model
 
 
+class Gated(nn.Module):
+    """Enough operations for torch.jit to make others of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A gate, and what it lets through."""
+        gate = torch.sigmoid(self.layer(x)) / (1 + x.sum(1, keepdim=True).abs())
+        return (gate * torch.tanh(self.layer(x))).pow(3)
+
+
+def recipe_scripted_and_traced() -> nn.Module:
+    """What torch.jit has compiled has the same bits in the first call of a process as in later ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are old
+        parts = torch.jit.script(Gated()), torch.jit.trace(Gated(), torch.randn(2, 4))
+        penalty = torch.jit.trace(lambda x: (x.pow(3).sigmoid() * x.tanh()).mean(), torch.randn(2, 4))
+    model = popdist.ReplicatedModel(nn.Sequential(*parts))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        for x, y in model.micro_batches(batch(step)):
+            out = model(x)
+            (cross_entropy(out, y) + penalty(out)).backward()
+        optimizer.step()
+    return model.module
+
+
 class Weighted(nn.Module):
     """With buffers whose elements share memory."""
 

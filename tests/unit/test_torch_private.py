@@ -9,7 +9,7 @@ import torch
 from torch.futures import Future
 
 from popdist import torch_private
-from popdist.errors import BackendError
+from popdist.errors import BackendError, PopdistWarning
 from popdist.gradients import partial_gradients
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.shards import remember
@@ -156,3 +156,13 @@ def test_gradients_stay_whole_without_torchs_names(monkeypatch: pytest.MonkeyPat
 
     assert partial_gradients.parts_of(gradients) is None
     assert torch_private.unscaler_of(operator) is None
+
+
+def test_scripts_without_torchs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning says what has other bits, once."""
+    monkeypatch.setattr(torch_private, "_set_profiling_executor", None)
+    torch_private.compile_scripts_at_once.cache_clear()
+    with pytest.warns(PopdistWarning, match=r"lacks _jit_set_profiling_executor: what torch\.jit has scripted"):
+        torch_private.compile_scripts_at_once()
+    torch_private.compile_scripts_at_once()
+    torch_private.compile_scripts_at_once.cache_clear()

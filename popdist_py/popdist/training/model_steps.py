@@ -26,6 +26,7 @@ from popdist.gradients.step_headers import (
     ModelChecks,
 )
 from popdist.layout import ReplicaLayout
+from popdist.torch_private import compile_scripts_at_once
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
@@ -98,6 +99,8 @@ class ModelSteps:
     def _prepare(self) -> None:
         """Make what a copy makes anew."""
         watch_optimizers()
+        if self.layout.num_replicas > 1:
+            compile_scripts_at_once()
         self._state = StepState(self, self.module)
         self.step: Step | LoneStep | None = None
         self._left_at: int | None = None
