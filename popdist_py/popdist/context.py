@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from popdist.contract import VERSION, Contract, read_share_tensors
+from popdist.contract import JOINED, VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
 from popdist.groups import HEADER_BYTES, Group, PreemptionNotice
 from popdist.host_memory.forks import call_at_exit, never_destroy_in_children
 from popdist.process_group.registration import register
 from popdist.progress import progress_page
+from popdist.stack_signal import is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +161,8 @@ def init(
     Raises:
         ContractError: If the environment promises a job and does not describe one.
         BackendError: If an argument is not possible, the instances could not be connected, the program's default
-            group has other ranks, or ``init()`` was called before with other arguments.
+            group has other ranks, or ``init()`` was called before with other arguments, or by the process that has
+            started this one.
         CollectiveError: If the instances gave different arguments, compute with different numbers of threads or
             choices of algorithms, or have different versions of popdist; names who has which.
     """
@@ -173,8 +175,30 @@ def init(
                 "finalize() between the two"
             )
         return
-    _state.job = _join_job(environment(), asked)
+    found = environment()
+    _refuse_second_process(found.contract)
+    _state.job = _join_job(found, asked)
+    if found.contract.num_instances > 1:
+        os.environ[JOINED] = f"{os.getpid()} {_name_of_instance(found.contract)}"
     call_at_exit(_leave_at_exit)
+
+
+def _refuse_second_process(contract: Contract) -> None:
+    """Refuse to join in a process that was started by the one which is the instance, and which still lives."""
+    pid, _, instance = os.environ.get(JOINED, "").partition(" ")
+    if instance == _name_of_instance(contract) and pid != str(os.getpid()) and is_alive(int(pid)):
+        raise BackendError(
+            f"init() in process {os.getpid()}, which process {pid} has started, and that one has joined the job "
+            f"as instance {contract.instance_index}: a process that is spawned, such as a worker of a DataLoader, "
+            "runs the program's main file again. Put init() and what comes after it into a function, and call "
+            'that below `if __name__ == "__main__":`'
+        )
+
+
+def _name_of_instance(contract: Contract) -> str:
+    """What tells this instance of this job from all others."""
+    where = contract.store or contract.master
+    return f"{contract.job_id} {where} {contract.instance_index}/{contract.num_instances}"
 
 
 def _join_job(found: Environment, asked: Asked) -> Job:
@@ -327,6 +351,7 @@ def finalize() -> None:
     """
     job, _state.job = _state.job, None
     if job is not None:
+        os.environ.pop(JOINED, None)
         if job.default_group is not None:
             job.default_group.destroy()
         job.group.backend.close()

@@ -5,8 +5,11 @@ Nothing here imports pytest: the instances start faster.
 """
 
 import operator
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -80,6 +83,15 @@ def all_brought(dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> Tensor:
 def mine(dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> Tensor:
     """What this instance brings."""
     return brought(popdist.instance_index(), dtype, shape)
+
+
+def law_a_process_that_an_instance_starts_cannot_join() -> None:
+    """Spawned workers run the main file again: an error at once, not a wait; alone nothing is joined."""
+    program = "import popdist; popdist.init(timeout_seconds=3)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == (popdist.num_instances() > 1), ended.stderr
+    pattern = rf"BackendError: init\(\) in process \d+, which process {os.getpid()} has started, and that one has"
+    assert popdist.num_instances() == 1 or re.search(pattern, ended.stderr), ended.stderr
 
 
 def law_all_reduce_combines_every_dtype() -> None:
