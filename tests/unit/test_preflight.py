@@ -3,9 +3,22 @@
 Holds poprun.hosts.problems and poprun.hosts.routes.
 """
 
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from poprun.hosts import remote_side
 from poprun.hosts.preflight import choose_addresses
 from poprun.hosts.problems import Problem, judge_places, no_answer, render_problems
+from poprun.hosts.questions import HostConnections, Replies
 from poprun.hosts.routes import HostRoute
+from poprun.plan.request import RemoteSettings
+from tests.running import DEADLINE_SECONDS
 
 BOTH = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("lo", "::1"), ("ib0", "fd00::1")]
 OLD = [("lo", "127.0.0.1"), ("eth0", "10.0.0.2")]
@@ -50,6 +63,32 @@ def test_hosts_with_the_same_problem_share_a_row() -> None:
         "  n[0-999]  it does not answer  ssh HOST true",
         "  m         other               mend m",
     ]
+
+
+def test_nothing_that_ssh_has_started_outlives_its_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the ssh of a ProxyJump, which would wait for ever behind a cut link."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/jump\nwait\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def ask() -> Replies:
+        connections = HostConnections(("here", "there"), "here", RemoteSettings())
+        return await connections.ask({"there": {"ask": "facts"}}, 1.0)
+
+    replies = asyncio.run(ask())
+    jump = int((tmp_path / "jump").read_text())
+    assert list(replies.failures) == ["there"]
+    assert not psutil.pid_exists(jump) or psutil.Process(jump).status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_answers_ends_without_poprun() -> None:
+    """Its standard input stays open on a host whose link to poprun is cut."""
+    text = Path(remote_side.__file__).read_text().replace("_LONGEST_SECONDS = 300.0", "_LONGEST_SECONDS = 0.1")
+    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE) as process:
+        assert process.wait(DEADLINE_SECONDS) == 1
 
 
 def test_what_ssh_says_becomes_a_cause() -> None:

@@ -6,6 +6,7 @@ On each host a Python reads the program `remote_side` from its standard input, a
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from asyncio import StreamReader, StreamWriter
@@ -117,10 +118,11 @@ class _HostConnection:
         raise NoAnswerError(await process.wait(), complaint.decode(errors="replace").strip())
 
     async def close(self) -> None:
-        """End at once: the other side ends with its standard input."""
+        """End at once, with what ssh has started (ProxyJump): the other side ends with its standard input."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            if self._process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
 
     async def _start(self) -> Process:

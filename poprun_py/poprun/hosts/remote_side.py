@@ -33,13 +33,17 @@ _MAX_ADDRESSES = 1024
 _MPI_SECONDS = 5.0
 _CONNECT_SECONDS = 2.0
 _RESOLVE_SECONDS = 3
+_LONGEST_SECONDS = 300.0
 _WEEK_SECONDS = 7 * 86_400
 _ROOM_BYTES = 1024 * 1024
 _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
 
 def main() -> None:
-    """Answer each question until standard input ends."""
+    """Answer each question until standard input ends, or poprun has been out of reach for longer than it asks."""
+    end = threading.Timer(_LONGEST_SECONDS, os._exit, (1,))
+    end.daemon = True
+    end.start()
     for line in sys.stdin:
         question = json.loads(line)
         answer = _ANSWERS[question["ask"]](question)

@@ -8,6 +8,7 @@ it waits for, so two jobs never wait for each other, and of two that want the sa
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -233,7 +234,9 @@ class LeaseHolder:
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # also what ssh has started, such as another ssh (ProxyJump)
             self._process.wait()
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
