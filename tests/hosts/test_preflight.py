@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import popdist.contract
 from tests.hosts.jobs import HostPoprun
@@ -63,7 +64,7 @@ def copy_key(network: Network, source: str, target: str) -> None:
 
 
 def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun, tmp_path: Path) -> None:
-    """A changed host key, another version, no program, no folder, no host: each with its cause and its remedy."""
+    """A changed host key, another poprun, another torch, no program, no folder, no host: each with its remedy."""
     program, folder = tmp_path / "there" / "program", tmp_path / "jobs" / "job"
     for made in (program.parent, folder):
         made.mkdir(parents=True)
@@ -73,6 +74,9 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
     copy_key(spoilt, "n1", "n2")
     spoilt.hosts["n3"].run("mount", "--bind", str(old), str(CONTRACT))
     spoilt.hosts["n4"].run("mount", "-t", "tmpfs", "none", str(program.parent))
+    torch_there = tmp_path / "version.py"
+    torch_there.write_text("__version__ = '1.2.3'\n")
+    spoilt.hosts["n4"].run("mount", "--bind", str(torch_there), torch.version.__file__)
     spoilt.hosts["n5"].run("mount", "-t", "tmpfs", "none", str(folder.parent))
     spoilt.hosts["n6"].kill()
 
@@ -82,6 +86,7 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
     assert [row[:2] for row in rows] == [
         ["n2", "its host key is not the one that ssh knows"],
         ["n3", f"poprun and popdist are 0.0.9 there, {version} here"],
+        ["n4", f"torch is 1.2.3 there, {torch.__version__} here, in {Path(torch.__file__).parents[1]}"],
         ["n4", f"there is no {program}"],
         ["n5", f"there is no directory {folder}"],
         ["n6", "it does not answer"],

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 import sys
+import sysconfig
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from poprun.hosts.problems import (
     judge_slots,
     name_problems,
     no_answer,
+    package_places,
     problems_of,
     program_files,
     render_problems,
@@ -200,6 +202,7 @@ class _Examiner:
             "ask": "facts",
             "folders": list(_FOLDERS),
             "version_file": _VERSION_FILE,
+            "packages": package_places(plan.program, sysconfig.get_path("purelib")),
             "mpi": plan.mpi.path if plan.mpi else "",
             "working_directory": plan.working_directory,
             "files": [os.path.join(plan.working_directory, file) for file in program_files(plan.program)],

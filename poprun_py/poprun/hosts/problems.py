@@ -1,5 +1,6 @@
 """What keeps hosts out of a job: cause and remedy of each problem in words, and one table of all. Pure."""
 
+import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ HOST: Final = "{host}"
 """Stands for the host's name in a remedy, so that hosts with the same problem share a row."""
 
 _HEADINGS: Final = ("host", "cause", "remedy")
+
+_SAME_EVERYWHERE: Final = ("torch", "numpy")
+"""Packages of which another version trains other bits."""
 
 _SSH_FAILED: Final = 255
 _NO_COMMAND: Final = (126, 127)
@@ -82,6 +86,16 @@ def program_files(program: Sequence[str]) -> list[str]:
     return [program[0], *([script] if script else [])]
 
 
+def package_places(program: Sequence[str], own_packages: str) -> list[str]:
+    """Where packages may stand whose version has to be the same: for poprun, and for a program's own Python."""
+    environment = os.path.dirname(os.path.dirname(program[0]))
+    folders = (
+        glob.escape(own_packages),
+        os.path.join(glob.escape(environment), "lib", "python3*", "site-packages"),
+    )
+    return [os.path.join(folder, name) for folder in folders for name in _SAME_EVERYWHERE]
+
+
 def problems_of(
     host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
@@ -91,6 +105,7 @@ def problems_of(
         yield Problem(host, cause, "install the same Python on both")
     if answer["sources"] != here["sources"]:
         yield _other_popdist(host, answer, here, environment)
+    yield from _package_problems(host, answer, here, environment)
     if plan.mpi is not None:
         yield from _mpi_problems(host, plan.mpi, answer)
         if plan.mpi.kind is MpiKind.OPEN_MPI and answer["temporary"]:
@@ -108,6 +123,16 @@ def problems_of(
             yield Problem(host, f"{file} is {problem}", "let this user read it: chmod a+r")
 
 
+def _package_problems(
+    host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str
+) -> Iterator[Problem]:
+    for folder, version in here["packages"].items():
+        found = answer["packages"].get(folder, version)  # who lacks it may not need it
+        if found != version:
+            cause = f"{os.path.basename(folder)} is {found} there, {version} here, in {os.path.dirname(folder)}"
+            yield Problem(host, cause, *_remedy_of_copy(folder, environment))
+
+
 def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str) -> Problem:
     folder = next(folder for folder, digest in here["sources"].items() if answer["sources"][folder] != digest)
     if not answer["sources"][folder]:
@@ -116,9 +141,16 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
         cause = f"poprun and popdist are {answer['version']} there, {here['version']} here"
     else:
         cause = f"{os.path.basename(folder)} is not the same there as here, in {folder}"
+    return Problem(host, cause, *_remedy_of_copy(folder, environment))
+
+
+def _remedy_of_copy(folder: str, environment: str) -> tuple[str, bool]:
+    """What to do about another ``folder`` there, and whether it comes with a copy of poprun's ``environment``."""
     is_copied = folder.startswith(os.path.join(environment, ""))
-    remedy = f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}"
-    return Problem(host, cause, remedy, lacks_environment=is_copied)
+    return (
+        f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}",
+        is_copied,
+    )
 
 
 def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ _RESOLVE_SECONDS = 3
 _LONGEST_SECONDS = 300.0
 _WEEK_SECONDS = 7 * 86_400
 _ROOM_BYTES = 1024 * 1024
+_PACKAGE_VERSION = re.compile(r"""^(?:__version__|version)\b[^=\n]*= *["'](.+?)["']""", re.MULTILINE)
 _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
 
@@ -58,6 +60,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "python_file": sys.executable,
         "sources": {folder: digest(folder) for folder in question["folders"]},
         "version": version(question["version_file"]),
+        "packages": package_versions(question["packages"]),
         "mpi": mpi_version(question["mpi"]),
         "has_directory": os.path.isdir(question["working_directory"]),
         "files": {file: file_problem(file) for file in question["files"]},
@@ -88,6 +91,17 @@ def version(file: str) -> str:
     except OSError:
         return ""
     return match[1] if match else ""
+
+
+def package_versions(patterns: list[str]) -> dict[str, str]:
+    """The versions that the packages in folders such as ``/env/lib/python3*/site-packages/torch`` state."""
+    found: dict[str, str] = {}
+    for folder in {path for pattern in patterns for path in glob.glob(pattern)}:
+        for file in ("version.py", "__init__.py"):
+            with contextlib.suppress(OSError), open(os.path.join(folder, file), encoding="utf-8") as source:
+                if match := _PACKAGE_VERSION.search(source.read()):
+                    found.setdefault(folder, match[1])
+    return found
 
 
 def mpi_version(launcher: str) -> str:
