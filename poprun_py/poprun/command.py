@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
-from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.errors import PlanError, PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import check_fitness, idle_options
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
@@ -21,7 +21,7 @@ from poprun.probe.limits import check_system
 from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import program_on_another_machine, resolve_program, script_of
 from poprun.text import screen
-from poprun.text.screen import ReportFormat, VersionFormat
+from poprun.text.screen import VersionFormat
 
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> int:
         screen.print_out(version_text(line.version_format or VersionFormat.TEXT, os.environ))
         return 0
     if line.asks_doctor:
-        return _examine_machine(line.report_format)
+        return _examine_machine(line)
     if not (line.program or line.given):
         raise _no_program(line)
     if line.starts_job:
@@ -80,15 +80,31 @@ def _no_program(line: CommandLine) -> UsageError:
     )
 
 
-def _examine_machine(report_format: ReportFormat) -> int:
-    """Print what jobs find on this machine and what is missing; returns 1 if no job can run here, else 0."""
-    from poprun.doctor.diagnosis import can_run, diagnose, render_findings  # noqa: PLC0415 - rich is expensive
+def _examine_machine(line: CommandLine) -> int:
+    """Print what jobs find here and on the named hosts, and what is missing; returns 1 if none can run, else 0."""
+    from poprun.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings  # noqa: PLC0415 - rich is expensive
     from poprun.doctor.facts import examine  # noqa: PLC0415 - jobs go without
 
     check_system()
     findings = diagnose(examine(os.environ))
-    screen.print_out(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
+    if hosts := line.request((), os.sep).hosts:
+        findings = (*findings, judge_hosts(hosts, _problems_of_hosts(line)))
+    text = render_findings(findings, line.report_format, width=screen.width(), has_color=screen.has_color())
+    screen.print_out(text)
     return 0 if can_run(findings) else 1
+
+
+def _problems_of_hosts(line: CommandLine) -> str:
+    """Why a job cannot run on the hosts that ``line`` names; empty where it can."""
+    from poprun.start import find_network, forget_key  # noqa: PLC0415 - as above
+
+    try:
+        plan, _ = _plan(line)
+        plan = replace(plan, program=plan.program or (sys.executable,))
+        forget_key(plan, find_network(plan, 0))
+    except PoprunError as error:
+        return str(error)
+    return ""
 
 
 def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:

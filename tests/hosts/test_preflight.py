@@ -3,6 +3,7 @@
 Holds poprun.hosts.questions.
 """
 
+import json
 import os
 import re
 import shutil
@@ -159,6 +160,16 @@ def test_no_key_stays_where_no_job_starts(spoilt: Network, poprun: HostPoprun) -
     assert (refused.code, without_pool.code) == (70, 74)
     assert [row[:2] for row in rows] == [["n3", "it cannot hold the job's key in /dev/shm: Read-only file system"]]
     assert [host.run("ls", "/dev/shm") for host in spoilt.hosts.values()] == [""] * len(HOSTS)
+
+
+def test_the_doctor_looks_at_the_hosts(spoilt: Network, poprun: HostPoprun) -> None:
+    """As a job would: what it finds is one more finding."""
+    copy_key(spoilt, "n1", "n2")
+    report = json.loads(poprun(spoilt, "--doctor", "--format=json", "--host=n[1-2]").out)
+
+    assert report["can_run"] is False
+    assert report["findings"][-1]["subject"] == "hosts"
+    assert "its host key is not the one that ssh knows" in report["findings"][-1]["found"]
 
 
 def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, poprun: HostPoprun) -> None:

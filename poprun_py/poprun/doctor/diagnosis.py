@@ -1,7 +1,7 @@
 """What the facts mean: what poprun would use here, what is missing, and what to do about it. Pure."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
@@ -13,7 +13,7 @@ from popdist.contract import VERSION
 from poprun.doctor.facts import InstallationFacts
 from poprun.plan.program_environment import HASH_SEED
 from poprun.render.table import terminal_text
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import fold_hosts, fold_numbers
 from poprun.text.screen import ReportFormat
 
 FORM_VERSION: Final = 1
@@ -65,6 +65,13 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
         )
         for finding in judge(facts)
     )
+
+
+def judge_hosts(hosts: Sequence[str], problems: str) -> Finding:
+    """The finding on the hosts that the user named; ``problems`` says why a job cannot run there."""
+    if problems:
+        return Finding("hosts", State.FAILS, problems)
+    return Finding("hosts", State.OK, f"{fold_hosts(hosts)}: a job can run there")
 
 
 def can_run(findings: tuple[Finding, ...]) -> bool:
