@@ -1,5 +1,6 @@
 """poptorch: programs written for PopTorch, on CPUs and GPUs, with the replicas of popdist."""
 
+import popdist
 from poptorch import _impl as _impl
 from poptorch import enums as enums
 from poptorch import ops as ops
@@ -7,6 +8,8 @@ from poptorch import optim as optim
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
 from poptorch import profiling as profiling
+from poptorch import testing as testing
+from poptorch._logging import logger as logger
 from poptorch._logging import setLogLevel as setLogLevel
 from poptorch.blocks import BeginBlock as BeginBlock
 from poptorch.blocks import Block as Block
@@ -72,6 +75,8 @@ from poptorch.options.execution_strategies import PipelinedExecution as Pipeline
 from poptorch.options.execution_strategies import SerialPhasedExecution as SerialPhasedExecution
 from poptorch.options.execution_strategies import ShardedExecution as ShardedExecution
 from poptorch.options.execution_strategies import Stage as Stage
+
+__version__: str = popdist.__version__
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

@@ -56,8 +56,9 @@ def _make_logger() -> logging.Logger:
 logger: Final = _make_logger()
 
 
-def setLogLevel(level: str | int) -> None:
+def setLogLevel(level: str | int, update_cpp: bool = True) -> None:
     """Log from ``level`` on: one of TRACE, DEBUG, INFO, WARN and ERR, or its number from 0; or OFF."""
+    del update_cpp  # there is one log
     if isinstance(level, int):
         if not 0 <= level < len(_NUMBERED):
             raise ValueError(f"Invalid log level integer {level}: 0 (TRACE) to 4 (ERR) are valid")

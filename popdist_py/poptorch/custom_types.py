@@ -31,13 +31,13 @@ PARSERS: Final[dict[type, ICustomArgParser]] = {}
 """Those that are registered."""
 
 
-def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
-    """Let arguments, results and samples be objects of ``arg_type`` and its subclasses."""
-    if not isinstance(arg_type, type):
-        raise Error(f"registerCustomArgParser takes a type, as MyBatch, and was given {arg_type!r}")
-    if not isinstance(parser, ICustomArgParser):
-        raise Error(f"{parser!r} is no poptorch.ICustomArgParser")
-    PARSERS[arg_type] = parser
+def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser) -> None:
+    """Let arguments, results and samples be objects of ``arg_data_type`` and its subclasses."""
+    if not isinstance(arg_data_type, type):
+        raise Error(f"registerCustomArgParser takes a type, as MyBatch, and was given {arg_data_type!r}")
+    if not isinstance(arg_parser, ICustomArgParser):
+        raise Error(f"{arg_parser!r} is no poptorch.ICustomArgParser")
+    PARSERS[arg_data_type] = arg_parser
 
 
 def picklable_parsers() -> dict[type, ICustomArgParser]:
@@ -98,8 +98,8 @@ def flatten(
     return Structure(kind, value, names, tuple(parts))
 
 
-def unflatten(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Callable[..., Any] = list) -> Any:  # noqa: ANN401 - as above
-    """A value of this structure with other tensors, as many as were read; ``lists_as`` makes its lists."""
+def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - as above
+    """A value of this structure with other tensors, as many as were read."""
     kind = structure.kind
     if kind is Tensor:
         return next(tensors)
@@ -107,9 +107,9 @@ def unflatten(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Call
         return structure.value
     if structure.parts and (parser := parser_of(kind)) is not None:
         return parser.reconstruct(structure.value, iter([next(tensors) for _ in structure.parts]))
-    parts = [unflatten(part, tensors, lists_as=lists_as) for part in structure.parts]
+    parts = [unflatten(part, tensors) for part in structure.parts]
     if kind is tuple or kind is list:
-        return tuple(parts) if kind is tuple else lists_as(parts)
+        return kind(parts)
     if kind is dict:
         return dict(zip(structure.names, parts, strict=True))
     if issubclass(kind, dict):

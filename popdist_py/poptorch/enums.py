@@ -91,14 +91,14 @@ class CommGroupType(IntEnum):
     All = 0
     Consecutive = 1
     Orthogonal = 2
-    NoGroup = 3
+    NoGrouping = 3
 
 
 class VariableRetrievalMode(IntEnum):
     """Which replicas' values of a parameter are read back."""
 
     OnePerGroup = 0
-    GetAllReplicas = 1
+    AllReplicas = 2
 
 
 class MatMulSerializationMode(StrEnum):

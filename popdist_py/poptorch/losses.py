@@ -57,7 +57,7 @@ def identity_loss(x: Tensor, reduction: Reduction) -> Tensor:
     return x.mean() if kind == "mean" else x.sum()
 
 
-_LOSSES: Final = {
+LOSSES: Final = {
     identity_loss,
     *(getattr(functional, name) for name in _NAMES),
     *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
@@ -86,7 +86,7 @@ class LossSearch(TorchFunctionMode):
         if func is Tensor.backward:
             refuse_backward()
         result = func(*args, **kwargs or {})
-        if func in _LOSSES:
+        if func in LOSSES:
             self._losses.append(result)
         return result
 

@@ -46,7 +46,7 @@ FLOORS: Final = {
     "poptorch": (
         words("errors enums environment _impl profiling"),
         words("_logging custom_types"),
-        words("options losses"),
+        words("options losses testing"),
         words("blocks poptorch_core optim data"),
         words("executor ops"),
     ),

@@ -220,6 +220,24 @@ def test_arguments_are_fixed_until_destroy() -> None:
     assert model(*random_batch(3))[0].shape == (3, 1)
 
 
+def test_hooks_are_called_around_compiling() -> None:
+    """Each time, until they are removed; what can be anchored has names then."""
+    model, seen = poptorch.inferenceModel(Affine()), list[str]()
+    handle = model.registerPreCompileHook(lambda: seen.append(f"before {model.isCompiled()}"))
+    model.registerPostCompileHook(lambda: seen.append(f"after {model.isCompiled()}"))
+    with pytest.raises(RuntimeError, match="a hook is a function"):
+        model.registerPreCompileHook(None)  # type: ignore[arg-type]
+    model.compile(*random_batch(2))
+    model(*random_batch(2))
+    model.destroy()
+    handle.remove()
+    model(*random_batch(2))
+
+    assert seen == ["before False", "after True", "after True"]
+    assert {"fc.weight", "Gradient___fc.bias", "UpdatedVar___fc.bias"} <= {*model.getTensorNames()}
+    assert not model.copyWeightsToHostIfNeeded()
+
+
 def test_times_and_counters() -> None:
     """What was measured of the last call, and why there are no cycles."""
     model = poptorch.inferenceModel(Affine(), poptorch.Options().deviceIterations(3))
@@ -230,8 +248,12 @@ def test_times_and_counters() -> None:
     model(*random_batch(3))
     shortest, longest, mean = model.getLatency()
     assert 0 < shortest <= mean <= longest
+    assert model.getComputeLatency() == (shortest, longest, mean)
+    assert model.getHostIpuLatency() == model.getIpuHostLatency() == (0, 0, 0)
     assert isinstance(model.compilationTime(), timedelta)
-    assert [[len(times) for times in part] for part in model.getPerfCounters()] == [[3, 3]] * 4
+    counters = model.getPerfCounters()
+    assert [*counters] == ["input", "input_complete", "output", "output_complete"]
+    assert [[len(times) for times in part] for part in counters.values()] == [[3, 3]] * 4
 
     counting = poptorch.inferenceModel(Affine(), poptorch.Options().logCycleCount(log_cycle_count=True))
     with pytest.raises(poptorch.Error, match="run the model at least once"):

@@ -176,10 +176,10 @@ def test_replicas_of_a_group_get_the_same_samples() -> None:
         assert [args[0].item() for args, _ in found] == expected == list(CombinedBatch.of(made).part_of_each)
 
 
-def test_lists_are_tuples_unless_forward_says_list() -> None:
+def test_lists_are_lists() -> None:
     """And dicts have the order of the first call, and registered objects what the call's own have."""
 
-    def forward(x: list[Tensor], y: object, z: object) -> None: ...
+    def forward(x: object, y: object, z: object) -> None: ...
 
     boxes = Boxes(ONE, "first", ONE)
     given = ([ONE], [ONE, [1]], {"a": boxes, "b": 1})
@@ -188,10 +188,29 @@ def test_lists_are_tuples_unless_forward_says_list() -> None:
     ((args, kwargs),) = fixed.micro_batches(later[:2], {"z": later[2]})
 
     assert type(args[0]) is list
-    assert type(args[1]) is tuple
-    assert type(args[1][1]) is tuple
+    assert type(args[1]) is type(args[1][1]) is list
     assert list(kwargs["z"]) == ["a", "b"]
     assert kwargs["z"]["a"].label == "second"
+
+
+def test_a_default_tensor_may_be_given_later() -> None:
+    """In any call, by position or by name, and split; of its own shape and dtype in a micro batch."""
+
+    def forward(x: Tensor, y: Tensor = ONE, z: Tensor | None = None) -> None: ...
+
+    fixed = CallArguments(forward, (torch.ones(4),), {}, options(2))
+    late = torch.tensor([1.0, 2.0])
+    for args, kwargs in (((torch.ones(4), late), {}), ((torch.ones(4),), {"y": late}), ((torch.ones(4),), {})):
+        found = fixed.micro_batches(args, kwargs)
+        assert [len(own) for own, _ in found] == [1, 1]
+        assert [named.get("y") for _, named in found] == ([1, 2] if len(args) + len(kwargs) == 2 else [None] * 2)
+    for wrong, words in (
+        (late.half(), "Type mismatch for y: expected torch.float32 but got torch.float16"),
+        (torch.ones(4), r"Shape mismatch for y: expected torch.Size\(\[2\]\) but got torch.Size\(\[4\]\)"),
+        (3.0, "Type mismatch for y"),
+    ):
+        with pytest.raises(poptorch.Error, match=words):
+            fixed.check((torch.ones(4), wrong), {})
 
 
 def test_what_holds_tensors_unseen_is_refused() -> None:

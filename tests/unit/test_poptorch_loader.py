@@ -317,6 +317,15 @@ def test_every_mode_gives_the_same_batches(drop_last: bool) -> None:  # noqa: FB
             assert found == expected
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_many_workers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Before they are waited for."""
+    poptorch.DataLoader(options(), Numbers(4), num_workers=1)
+    assert not caplog.messages
+    poptorch.DataLoader(options(), Numbers(4), num_workers=1 << 12)
+    assert "starts num_workers=4096 processes" in caplog.text
+
+
 def test_what_cannot_be_read_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     """At once for the first batch, with the reason printed; later where it is asked for."""
     with pytest.raises(poptorch.Error, match="worker thread failed to start"):

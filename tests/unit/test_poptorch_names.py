@@ -1,6 +1,7 @@
 """What programs written for PopTorch ask of its inside: errors, names for the profiler, models in files.
 
-Holds poptorch._impl, poptorch.executor.saved_models, poptorch.poptorch_core and poptorch.profiling.
+Holds poptorch._impl, poptorch.executor.saved_models, poptorch.poptorch_core, poptorch.profiling and
+poptorch.testing.
 """
 
 import pickle
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch.profiler import profile
 
+import popdist
 import poptorch
 from poptorch import _impl, poptorch_core
+from poptorch.custom_types import PARSERS
 from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, unpickled, write
 from poptorch.poptorch_core import TestErrorType as Kind
 
@@ -186,6 +189,62 @@ def test_an_offline_model_is_exported(tmp_path: Path) -> None:
         poptorch.trainingModel(Scaled()).loadExecutable(tmp_path / "net")
     with pytest.raises(poptorch.Error, match="is compiled"):
         loaded.loadExecutable(tmp_path / "net")
+
+
+def test_programs_find_these_names() -> None:
+    """Numbers of enumerations, the version, the logger, and a comparison of nested results."""
+    assert (poptorch.CommGroupType.NoGrouping, poptorch.VariableRetrievalMode.AllReplicas) == (3, 2)
+    assert poptorch.__version__ == popdist.__version__
+    assert poptorch.logger.name == "poptorch::python"
+    one = torch.ones(2)
+    assert poptorch.testing.allclose([one, (one,)], [one, (one + 1e-7,)])
+    assert not poptorch.testing.allclose([one], [one + 1])
+    assert not poptorch.testing.allclose([one], [one, one])
+    options = poptorch.Options().modelName("net")
+    options.update({"device_iterations": 3}).deleteIfExists("model_name", "other", "log_dir")
+    assert (options.device_iterations, options.exists("model_name"), options.log_dir) == (3, False, ".")
+
+
+class _Parser(poptorch.ICustomArgParser):
+    pass
+
+
+KEYWORDS: list[tuple[Any, dict[str, object]]] = [
+    (
+        poptorch.cond,
+        {"condition": torch.tensor([1]), "then_body": abs, "then_inps": [torch.ones(1)]}
+        | {"else_body": abs, "else_inps": []},
+    ),
+    (poptorch.set_overlap_for_input, {"input_tensors": [torch.ones(1)], "mode": poptorch.OverlapMode.NoOverlap}),
+    (poptorch.set_overlap_for_output, {"output_tensors": [torch.ones(1)], "mode": poptorch.OverlapMode.NoOverlap}),
+    (poptorch.removeBlocks, {"module": torch.nn.Linear(1, 1)}),
+    (poptorch.Options().logDir, {"log_dir": "."}),
+    (poptorch.Options().useOfflineIpuTarget, {"ipu_version": 21}),
+    (poptorch.registerCustomArgParser, {"arg_data_type": _Parser, "arg_parser": _Parser()}),
+    (poptorch.setLogLevel, {"level": "WARN", "update_cpp": False}),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments"), KEYWORDS)
+def test_programs_call_these_keywords(function: Any, arguments: dict[str, object]) -> None:  # noqa: ANN401
+    """As PopTorch names them."""
+    function(**arguments)
+    PARSERS.pop(_Parser, None)
+
+
+def test_parameters_are_those_of_all_replicas() -> None:
+    """Other groups are for one replica."""
+    module = Scaled()
+    for group in (poptorch.CommGroupType.All, poptorch.CommGroupType.NoGrouping):
+        model: Any = poptorch.inferenceModel(module, poptorch.Options().replicationFactor(2))
+        model.linear.weight.replicaGrouping(group, 0, poptorch.VariableRetrievalMode.OnePerGroup)
+        if group is poptorch.CommGroupType.All:
+            model(torch.ones(2, 3))
+    with pytest.raises(poptorch.Error, match=r"replicaGrouping of linear.weight asks for values that differ"):
+        model(torch.ones(2, 3))
+    assert poptorch.inferenceModel(module)(torch.ones(2, 3)).dim() == 0
+    with pytest.raises(AssertionError, match="comm_group_type must be one of"):
+        model.linear.weight.replicaGrouping(0, 0, poptorch.VariableRetrievalMode.OnePerGroup)
 
 
 made: Any = poptorch

@@ -1,6 +1,7 @@
 """Operations of poptorch: what each gives, that gradients pass through it, and what it refuses.
 
-Holds poptorch.ops.program_functions, poptorch.ops.selection, poptorch.ops.hints and poptorch.ops.beam_search.
+Holds poptorch.ops.program_functions, poptorch.ops.selection, poptorch.ops.hints, poptorch.ops.beam_search and
+poptorch.ops.torch_operators.
 """
 
 import re
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import poptorch
+from tests.unit.poptorch_models import Forward, job_of_one
+
+__all__ = ["job_of_one"]
 
 SERIAL = poptorch.MatMulSerializationMode
 
@@ -94,15 +98,60 @@ def test_scopes_are_only_names() -> None:
         poptorch.Attribute(__outline={"layer": "c"}) as kept,
     ):
         assert (scope.name, kept.attributes) == ("a", {"__outline": {"layer": "c"}})
-    plan = poptorch.MultiConv().setAvailableMemoryProportions([0.1, 0.2]).setPartialsTypes(torch.half)
-    plan.setPlanType(poptorch.MultiConvPlanType.Serial).setPerConvReservedTiles(10).setCycleBackOff(0.5)
+    plan = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2]).partialsTypes(torch.half)
+    plan.planType(poptorch.MultiConvPlanType.Serial).perConvReservedTiles(10).cycleBackOff(0.5)
     with plan:
-        assert plan.available_memory_proportions == [0.1, 0.2]
-        assert plan.partials_types == [poptorch.MultiConvPartialsType.Half]
+        assert plan.settings["availableMemoryProportions"] == [0.1, 0.2]
+        assert plan.settings["partialsTypes"] == [poptorch.MultiConvPartialsType.Half]
         with pytest.raises(poptorch.Error, match="within another one"), poptorch.MultiConv():
             pass
-    with plan:
-        assert plan.cycle_back_off == 0.5
+    with plan.enableConvDithering(True):  # noqa: FBT003 - PopTorch's
+        assert (plan.settings["cycleBackOff"], plan.settings["enableConvDithering"]) == (0.5, [True])
+
+
+def test_an_example_may_slice_over_the_end() -> None:
+    """When a model is compiled; a run with such values is refused."""
+
+    def forward(_: Forward, x: Tensor) -> Tensor:
+        return poptorch.dynamic_update(x, poptorch.dynamic_slice(x, 0, x[0].long(), 2), 0, x[0].long(), 2)
+
+    def uneven(_: Forward, x: Tensor) -> Tensor:
+        return poptorch.dynamic_slice(x, 0, 0, 3, 2)
+
+    x = torch.arange(4.0)
+    model = poptorch.inferenceModel(Forward(forward))
+    model.compile(x + 3)
+    assert torch.equal(model(x), x)
+    with pytest.raises(poptorch.Error, match="2 elements from 3 on"):
+        model(x + 3)
+    other = poptorch.inferenceModel(Forward(uneven))
+    other.compile(x)
+    with pytest.raises(poptorch.Error, match="step 2 must divide size 3"):
+        other(x)
+
+
+def test_operators_of_torch_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are differentiated; the loss is found, and the block."""
+    ops = torch.ops.poptorch
+
+    def forward(m: Forward, x: Tensor) -> Tensor:
+        ops.push_name_scope("part")
+        ops.begin_ipu_block(0, 0, 1)
+        y = ops.nop(ops.ipu_print_tensor(ops.set_available_memory(x * m.weight, 0.1), "y"))
+        ops.end_ipu_block()
+        ops.pop_name_scope()
+        loss: Tensor = ops.identity_loss(
+            ops.set_overlap_for_output(ops.recomputation_checkpoint(y), "no_overlap"), 1
+        )
+        return loss
+
+    model = Forward(forward)
+    options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
+    training = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert training(torch.full((2,), 3.0)).item() == 3
+    assert model.weight.tolist() == [-0.5, -0.5]
+    assert len(training.report().ipus) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "y_gradient: (0.5, 0.5)"
 
 
 def test_a_custom_op_runs_what_was_registered() -> None:
@@ -128,10 +177,13 @@ def test_a_custom_op_runs_what_was_registered() -> None:
 
 
 def test_a_function_on_the_host_is_called() -> None:
-    """With its arguments."""
+    """With its arguments, and again with those of its last call."""
     on_host = poptorch.CPU(lambda x, scale: x * scale, "mine")
+    on_host.registerPersistentData()
+    with pytest.raises(poptorch.Error, match="'mine' has not been called"):
+        on_host.execute()
 
-    assert on_host(torch.ones(2), scale=3).tolist() == [3.0, 3.0]
+    assert on_host(torch.ones(2), scale=3).tolist() == on_host.execute().tolist() == [3.0, 3.0]
 
 
 @given(
@@ -158,18 +210,18 @@ def test_slices_are_those_of_torch(dim: int, start: int, size: int, step: int) -
 def test_a_tensor_is_printed_with_its_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     """On stderr, in the form that was asked for; what is returned is the same tensor to compute with."""
     x = torch.tensor([[1.0, 2.5]], requires_grad=True)
-    printed = poptorch.ipu_print_tensor(x, "x", float_format="fixed", digits=2, separator="; ", open_bracket="(")
+    printed = poptorch.ipu_print_tensor(x, "x", float_format="fixed", digits=2, separator="; ")
     (printed * 3).sum().backward()
     poptorch.ipu_print_tensor(torch.tensor([7], dtype=torch.int32), "n")
     poptorch.ipu_print_tensor(x.bfloat16(), "half", print_gradient=False, float_format="scientific", digits=1)
     poptorch.ipu_print_tensor(torch.zeros(9), "long", summarise_threshold=4, edge_items=1, float_format="none")
 
     assert capsys.readouterr().err.splitlines() == [
-        "x: ((1.00; 2.50]]",
-        "x_gradient: ((3.00; 3.00]]",
-        "n: [7]",
-        "half: [[1.0e+00 2.5e+00]]",
-        "long: [0.0 ... 0.0]",
+        "x: ((1.00; 2.50))",
+        "x_gradient: ((3.00; 3.00))",
+        "n: (7)",
+        "half: ((1.0e+00, 2.5e+00))",
+        "long: (0.0, ..., 0.0)",
     ]
     assert x.grad is not None
     assert x.grad.tolist() == [[3.0, 3.0]]
@@ -244,15 +296,15 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (poptorch.Error, "body must return tensors", lambda: poptorch.for_loop(1, lambda _: 3, [X])),
     (ValueError, "of one element", lambda: poptorch.cond(X, abs, [X], abs, [X])),
     (ValueError, "is 1.5", lambda: poptorch.cond(1.5, abs, [X], abs, [X])),  # type: ignore[arg-type]
-    (ValueError, "else_inputs", lambda: poptorch.cond(X[:1], abs, [X], abs, X)),  # type: ignore[arg-type]
+    (ValueError, "else_inps", lambda: poptorch.cond(X[:1], abs, [X], abs, X)),  # type: ignore[arg-type]
     (poptorch.Error, "then_body must", lambda: poptorch.cond(X[:1], lambda _: None, [X], abs, [X])),
     (AssertionError, "MatMulSerializationMode", lambda: poptorch.serializedMatMul(X, X, "rows")),  # type: ignore[arg-type]
     (AssertionError, "factor", lambda: poptorch.serializedMatMul(X, X, SERIAL.Disabled, -1)),
     (poptorch.Error, "between 0 and 1", lambda: poptorch.set_available_memory(X, 1.5)),
     (poptorch.Error, "mode must be", lambda: poptorch.set_overlap_for_input(X, 1)),  # type: ignore[arg-type]
-    (AssertionError, "PlanType", lambda: poptorch.MultiConv().setPlanType("serial")),  # type: ignore[arg-type]
-    (AssertionError, "Tiles", lambda: poptorch.MultiConv().setPerConvReservedTiles(-1)),
-    (AssertionError, "Partials", lambda: poptorch.MultiConv().setPartialsTypes(torch.int32)),
+    (AssertionError, "planType", lambda: poptorch.MultiConv().planType("serial")),  # type: ignore[arg-type]
+    (AssertionError, "Tiles", lambda: poptorch.MultiConv().perConvReservedTiles(-1)),
+    (AssertionError, "partials", lambda: poptorch.MultiConv().partialsTypes(torch.int32)),
     (AssertionError, "can be called", lambda: poptorch.CPU(3, "id")),  # type: ignore[arg-type]
     (poptorch.Error, "do not lie", lambda: poptorch.dynamic_slice(X, 0, 3, 2)),
     (poptorch.Error, "do not lie", lambda: poptorch.dynamic_slice(X, 1, 0, 1)),
@@ -287,7 +339,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (poptorch.Error, "takes a type", lambda: WRONG.registerCustomArgParser(None, None)),
     (poptorch.Error, "ipu_id must be", lambda: WRONG.Block("a", -1)),
     (poptorch.Error, "ipu_id must be", lambda: WRONG.BeginBlock(torch.nn.Linear(1, 1), "a", "1")),
-    (poptorch.Error, "layer must be a module", lambda: WRONG.removeBlocks(None)),
+    (poptorch.Error, "module must be a module", lambda: WRONG.removeBlocks(None)),
     (AssertionError, "names of its blocks", lambda: WRONG.Phase(None)),
     (AssertionError, "names of its blocks", lambda: WRONG.SerialPhasedExecution(None)),
     (AssertionError, "from 0", lambda: WRONG.Stage("a").ipu("1")),

@@ -190,15 +190,22 @@ def test_max_grad_norm_is_torchs_clipping() -> None:
 
 def test_the_state_has_poptorchs_names() -> None:
     """None until there is a device; then text to tensor, before the first step too."""
-    host = optim.Adam([nn.Parameter(torch.ones(2))])
+    host: Any = optim.Adam([nn.Parameter(torch.ones(2))])
     pair = Pair(lambda it: optim.Adam(it, lr=0.1, weight_decay=0.2, loss_scaling=2.0))
-    state = pair.optimizer.state_dict()
+    theirs: Any = pair.optimizer
+    state = theirs.state_dict()
 
     assert (host.state_dict()["ipu_state"], host.state_dict()["ipu_param"]) == (None, None)
     assert {"Accl1___0.weight", "Accl2___2.bias", "Step___0.weight"} <= set(state["ipu_state"])
     assert state["ipu_param"]["learningRate___specific___0.weight"] == pytest.approx(0.1)
     assert state["ipu_param"]["weightDecay___specific___2.bias"] == pytest.approx(0.2)
     assert state["ipu_param"]["lossScaling_FLOAT"] == 2.0
+    assert [it.has_state() for it in (host, theirs)] == [False, True]
+    alone = theirs.get_state_dict()
+    assert alone.keys() == {"ipu_state", "ipu_param"}
+    host.set_state_dict(alone)
+    assert host.has_state()
+    assert host.get_state_dict()["ipu_state"].keys() == state["ipu_state"].keys()
 
 
 def test_a_training_goes_on_from_a_state() -> None:
@@ -240,6 +247,9 @@ def test_every_class_has_both_bases() -> None:
 
         assert bases == (optim.Optimizer, getattr(torch.optim, name, torch.optim.Optimizer))
         assert (made.loss_scaling, made.accum_type, made.max_grad_norm) == (3.0, torch.half, float("inf"))
+    positions = 0.5, (0.8, 0.9), 1e-6, 0.1, False, True, False
+    adamw = optim.AdamW([nn.Parameter(torch.ones(2))], *positions)
+    assert (adamw.defaults["maximize"], adamw.defaults["foreach"]) == (True, False)
 
 
 HALF: dict[str, Any] = {

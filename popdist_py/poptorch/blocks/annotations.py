@@ -142,16 +142,16 @@ def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None
     return FunctionBlock(layer_to_call, user_id, ipu_id)
 
 
-def removeBlocks(layer: nn.Module) -> None:
-    """Take away what ``BeginBlock`` did to ``layer`` and the modules in it; not while a model trains with it."""
-    check_arguments("removeBlocks", "a module", layer=layer)
-    for module in layer.modules():
-        if isinstance(module, BlockModule):
-            if type(module) is not _block_class(module):
+def removeBlocks(module: nn.Module) -> None:
+    """Take away what ``BeginBlock`` did to ``module`` and the modules in it; not while a model trains with it."""
+    check_arguments("removeBlocks", "a module", module=module)
+    for part in module.modules():
+        if isinstance(part, BlockModule):
+            if type(part) is not _block_class(part):
                 raise Error(
-                    f"{type(module).__name__} is in use: call removeBlocks before trainingModel, or destroy()"
+                    f"{type(part).__name__} is in use: call removeBlocks before trainingModel, or destroy()"
                 )
-            object.__setattr__(module, "__class__", module._plain)  # noqa: SLF001 - this module's own
+            object.__setattr__(part, "__class__", part._plain)  # noqa: SLF001 - this module's own
 
 
 def begun_by(module: BlockModule) -> EnteredBlock:

@@ -1,7 +1,6 @@
 """What the first call of a model fixes, the check of later calls against it, and the split into micro batches."""
 
 import inspect
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -42,7 +41,6 @@ class _Parameters:
         self.mandatory = [one.name for one in found if one.default is empty and one.kind not in _STARRED]
         self.starred = next((one.name for one in found if one.kind is inspect.Parameter.VAR_POSITIONAL), None)
         self.takes_any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found)
-        self.lists = {one.name for one in found if _is_list(one.annotation)}  # annotated as such
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name; the first one of ``*args`` is called ``args[0]``."""
@@ -78,16 +76,9 @@ def _parameters_of(forward: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - w
         inspect.Parameter(
             *(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD),
             default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
-            annotation=str(one.type),
         )
         for one in forward.schema.arguments[1:]  # without self
     ]
-
-
-def _is_list(annotation: object) -> bool:
-    return (
-        annotation is list or typing.get_origin(annotation) is list or str(annotation).startswith(("list", "List"))
-    )
 
 
 class CallArguments:
@@ -107,6 +98,11 @@ class CallArguments:
         parameters.check_first(args, bound)
         self._given = frozenset(bound)
         self._defaults = {name: _default(value) for name, value in parameters.defaults.items()}
+        self._tensor_defaults = {
+            name: value
+            for name, value in parameters.defaults.items()
+            if isinstance(value, Tensor) and name not in bound
+        }
         tensors: list[Tensor] = []
         given = {name: flatten(value, tensors) for name, value in bound.items()}
         self._first = given | {name: it for name, it in self._defaults.items() if name not in bound}
@@ -119,38 +115,49 @@ class CallArguments:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare a call with the first one."""
-        self._read(args, self._parameters.bind(args, kwargs))
+        self.micro_batches(args, kwargs)
 
     def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         """Check a call, and split its tensors along dim 0, by iteration, step of accumulation and replica.
 
-        Each micro batch gets views, and a tensor without dims as a whole. Lists are tuples, where no annotation of
-        ``forward`` says list.
+        Each micro batch gets views, and a tensor without dims as a whole.
         """
         if self._is_whole and not kwargs and len(args) == len(self._forms) and all(map(_fits, args, self._forms)):
             return [(args, kwargs)]  # which is most of a small model's calls, and fast
         bound = self._parameters.bind(args, kwargs)
+        late = {name: self._split(bound.pop(name)) for name in self._late_tensors(bound)}
         structures, tensors = self._read(args, bound)
-        num_parts = self._batch.num_parts
-        split = [
-            [*map(_aligned, tensor.split(tensor.shape[0] // num_parts))] if tensor.dim() else [tensor] * num_parts
-            for tensor in (tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
-        ]
+        split = [*map(self._split, tensors)]
         names = tuple(bound)
+        num_positional = self._num_positional if late else len(args)
         made: list[MicroBatch] = []
         for part in self._part_of_each:
             parts = iter([pieces[part] for pieces in split])
-            values = {
-                name: unflatten(structures[name], parts, lists_as=self._lists_as(name))
-                for name in self._first
-                if name in bound
-            }
-            by_position = tuple(values[name] for name in names[: len(args)])
-            made.append((by_position, {name: values[name] for name in names[len(args) :]}))
+            values = {name: unflatten(structures[name], parts) for name in self._first if name in bound}
+            by_position = tuple(values[name] for name in names[:num_positional])
+            by_name = {name: values[name] for name in names[num_positional:]}
+            made.append((by_position, by_name | {name: pieces[part] for name, pieces in late.items()}))
         return made
 
-    def _lists_as(self, name: str) -> Callable[..., Any]:
-        return list if name in self._parameters.lists else tuple
+    def _split(self, tensor: Tensor) -> list[Tensor]:
+        """The part of ``tensor`` that each part of the batch gets."""
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        num_parts = self._batch.num_parts
+        if not tensor.dim():
+            return [tensor] * num_parts
+        return [*map(_aligned, tensor.split(tensor.shape[0] // num_parts))]
+
+    def _late_tensors(self, bound: dict[str, Any]) -> list[str]:
+        """The arguments that the first call left at their default, a tensor, and this one gives; of its form."""
+        late = [name for name in bound if name in self._tensor_defaults and isinstance(bound[name], Tensor)]
+        for name in late:
+            default, found = self._tensor_defaults[name], bound[name]
+            shape = (default.shape[0] * self._batch.num_parts, *default.shape[1:]) if default.dim() else ()
+            expected = Tensor, _Form(torch.Size(shape), default.dtype)
+            given = Tensor, _Form(found.shape, found.dtype)
+            if expected != given:
+                raise Error(_in_words(name, expected, given))
+        return late
 
     def _read(self, args: tuple[Any, ...], bound: dict[str, Any]) -> tuple[dict[str, Structure], list[Tensor]]:
         """Structures by name, and all tensors, in the order of the first call."""

@@ -16,14 +16,14 @@ from poptorch.custom_types import tensors_of, with_tensors
 from poptorch.enums import ReductionType
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
-from poptorch.executor.module_tensors import ModuleTensors
+from poptorch.executor.module_tensors import ModuleTensors, is_grouped
 from poptorch.executor.outputs import AnchoredTensors, Outputs, Result
 from poptorch.executor.traced_forward import TracedForward
 from poptorch.optim.model_optimizer import ModelOptimizer
 from poptorch.options import Options
 from poptorch.options.combined_batch import CombinedBatch
 
-PerfCounters = tuple[list[list[float]], list[list[float]], list[list[float]], list[list[float]]]
+PerfCounters = dict[str, list[list[float]]]
 """For each input and each output: when each micro batch's began and ended to be read and to be written."""
 
 
@@ -76,6 +76,11 @@ class CompiledModel:
             self.tensors.buffers[name].detach().copy_(before[name])
         if popdist.num_instances() * options.replication_factor == 1:
             return forward
+        if grouped := [name for name, it in self.tensors.parameters.items() if is_grouped(it)]:
+            raise Error(
+                f"replicaGrouping of {grouped[0]} asks for values that differ between replicas, and all of them "
+                "have the same parameters: choose CommGroupType.All, or one replica"
+            )
         if options.broadcast_buffers and (others := changed - forward.statistics):
             raise Error(
                 f"the model changes its buffer {min(others)}, and has several replicas, each of which makes "
@@ -122,7 +127,7 @@ class CompiledModel:
         """When each micro batch of the last call read its inputs and wrote its outputs."""
         begins, ends = [begin for begin, _ in self.runs.moments], [end for _, end in self.runs.moments]
         inputs, outputs = [begins] * self._num_inputs, [ends] * self._num_outputs
-        return inputs, inputs, outputs, outputs
+        return {"input": inputs, "input_complete": inputs, "output": outputs, "output_complete": outputs}
 
 
 class Runs(ABC):

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import popdist
+from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
+from poptorch.options.option_values import one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +264,31 @@ class ModuleTensors:
         for values, read in zip(self.replica_buffers, saved, strict=False):
             for name in values.keys() & read.keys():
                 values[name].copy_(read[name])
+
+
+def group_replicas(
+    parameter: nn.Parameter,
+    comm_group_type: CommGroupType,
+    shards: int,
+    variable_retrieval_mode: VariableRetrievalMode,
+) -> None:
+    """Ask for a parameter that only replicas of a group share: refused later unless all are in one."""
+    del shards
+    one_of("replicaGrouping: comm_group_type", comm_group_type, CommGroupType)
+    one_of("replicaGrouping: variable_retrieval_mode", variable_retrieval_mode, VariableRetrievalMode)
+    if comm_group_type is CommGroupType.All:
+        _grouped.pop(parameter, None)
+    else:
+        _grouped[parameter] = True
+
+
+_grouped: Final = WeakTensorKeyDictionary()
+nn.Parameter.replicaGrouping = group_replicas  # type: ignore[attr-defined] # where programs call it
+
+
+def is_grouped(parameter: nn.Parameter) -> bool:
+    """Whether a program asked for a parameter that differs from one group of replicas to the other."""
+    return parameter in _grouped
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:

@@ -1,6 +1,6 @@
 """The result of a call, put together from those of its micro batches, and the tensors that are anchored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -134,6 +134,11 @@ class AnchoredTensors:
                     f"anchored, and for each parameter NAME its value NAME or {_UPDATED}NAME, and its gradient "
                     f"{_GRADIENT}NAME. The parameters are {', '.join(parameters)}"
                 )
+
+    @staticmethod
+    def names(parameters: Iterable[str]) -> list[str]:
+        """What can be anchored in a model of these ``parameters``."""
+        return [_LOSS_SCALE, *(prefix + name for prefix in ("", _UPDATED, _GRADIENT) for name in parameters)]
 
     def begin(self) -> None:
         """Start a call, for which nothing is kept yet."""

@@ -1,14 +1,16 @@
 """`PoplarExecutor`: a module that runs on its device, a combined batch at a call; and what makes it."""
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from poptorch import poptorch_core
 from poptorch._logging import logger
@@ -16,11 +18,14 @@ from poptorch.blocks import ModelReport, is_pipeline, module_repr
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error, is_whole
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters, TrainingRuns
+from poptorch.executor.outputs import AnchoredTensors
 from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, unpickled, write, write_files
 from poptorch.optim.model_optimizer import accept_optimizer
 from poptorch.options import Options, check_options
 
 _DEFAULT_RATE: Final = 0.01
+Hooks: TypeAlias = "OrderedDict[int, Callable[[], object]]"
+
 _NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call it, or compile(), first"
 
 
@@ -54,6 +59,8 @@ class PoplarExecutor:
         self._compiled: CompiledModel | None = None
         self._is_attached = False
         self._compilation_seconds: float | None = None
+        self._hooks_before: Hooks = OrderedDict()  # before the model is compiled
+        self._hooks_after: Hooks = OrderedDict()
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._wrap()
 
@@ -99,6 +106,8 @@ class PoplarExecutor:
             self._compiled.arguments.check(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hook in [*self._hooks_before.values()]:
+            hook()
         begin = perf_counter()
         for fault in poptorch_core.log_options(self._options.toDict()):
             logger.warning("%s: it has no effect, as no option of PopART has here", fault)
@@ -110,6 +119,16 @@ class PoplarExecutor:
         tensors = self._compiled.tensors
         kind = "training" if self._is_training else "inference"
         write_files(self._options, kind, {**tensors.parameters, **tensors.buffers}, self._compilation_seconds)
+        for hook in [*self._hooks_after.values()]:
+            hook()
+
+    def registerPreCompileHook(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Call ``hook()`` each time before the model is compiled, until ``remove()`` of what is returned."""
+        return _registered(hook, self._hooks_before)
+
+    def registerPostCompileHook(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Call ``hook()`` each time after the model was compiled, until ``remove()`` of what is returned."""
+        return _registered(hook, self._hooks_after)
 
     def isCompiled(self) -> bool:
         """Whether a call finds the model ready."""
@@ -146,6 +165,10 @@ class PoplarExecutor:
         compiled = self._compiled_model()
         logger.debug("copyWeightsToHost()")
         compiled.tensors.copy_to_host()
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """False: the user's module has the weights after each call."""
+        return False
 
     def copyWeightsToDevice(self) -> None:
         """Use the weights and buffers that the user's module has now, on all instances those of instance 0.
@@ -298,6 +321,21 @@ class PoplarExecutor:
         """Moments of the last call in seconds: when each micro batch read its inputs, and wrote its outputs."""
         return self._compiled_model().perf_counters()
 
+    def getComputeLatency(self) -> tuple[float, float, float]:
+        """As ``getLatency()``, which holds what tensors take to a GPU and back."""
+        return self.getLatency()
+
+    def getHostIpuLatency(self) -> tuple[float, float, float]:
+        """Zeros: inputs are not timed by themselves."""
+        self._compiled_model()
+        return 0.0, 0.0, 0.0
+
+    getIpuHostLatency = getHostIpuLatency  # noqa: N815 - PopTorch's
+
+    def getTensorNames(self) -> list[str]:
+        """The names of what ``options.anchorTensor`` can keep."""
+        return AnchoredTensors.names(self._compiled_model().tensors.parameters)
+
     def cycleCount(self) -> int:
         """Raise an Error that says why there are no cycles to count: there is no IPU."""
         if not self._options.log_cycle_count:
@@ -440,6 +478,14 @@ def load(
     model = PoplarExecutor(module, options, optimizer)
     model.restore(saved)
     return model
+
+
+def _registered(hook: Callable[[], object], hooks: Hooks) -> RemovableHandle:
+    if not callable(hook):
+        raise RuntimeError(f"a hook is a function without arguments, and was given {hook!r}")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _module_of(model: nn.Module | PoplarExecutor) -> nn.Module:

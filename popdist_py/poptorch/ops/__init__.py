@@ -26,3 +26,4 @@ from poptorch.ops.selection import dynamic_slice as dynamic_slice
 from poptorch.ops.selection import dynamic_update as dynamic_update
 from poptorch.ops.selection import fps as fps
 from poptorch.ops.selection import nearest as nearest
+from poptorch.ops.torch_operators import LIBRARY as LIBRARY

@@ -61,14 +61,14 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
     return tensor
 
 
-def set_overlap_for_input(input_tensor: T, mode: OverlapMode) -> T:
-    """``input_tensor``: a tensor, or a nest of them. No effect: `DataLoaderMode.Async` reads ahead."""
-    return _with_overlap("set_overlap_for_input", input_tensor, mode)
+def set_overlap_for_input(input_tensors: T, mode: OverlapMode) -> T:
+    """``input_tensors``: a tensor, or a nest of them. No effect: `DataLoaderMode.Async` reads ahead."""
+    return _with_overlap("set_overlap_for_input", input_tensors, mode)
 
 
-def set_overlap_for_output(output_tensor: T, mode: OverlapMode) -> T:
-    """``output_tensor``: a tensor, or a nest of them. No effect: outputs are there when a call returns."""
-    return _with_overlap("set_overlap_for_output", output_tensor, mode)
+def set_overlap_for_output(output_tensors: T, mode: OverlapMode) -> T:
+    """``output_tensors``: a tensor, or a nest of them. No effect: outputs are there when a call returns."""
+    return _with_overlap("set_overlap_for_output", output_tensors, mode)
 
 
 class _Scope(ContextDecorator):
@@ -102,20 +102,16 @@ class MultiConv:
     """
 
     def __init__(self) -> None:
-        self.available_memory_proportions: list[float] | None = None
-        self.partials_types: list[MultiConvPartialsType] | None = None
-        self.plan_type: MultiConvPlanType | None = None
-        self.per_conv_reserved_tiles: int | None = None
-        self.cycle_back_off: float | None = None
+        self.settings: dict[str, Any] = {}  # by the names of their setters
 
-    def setAvailableMemoryProportions(self, value: float | Sequence[float]) -> Self:
+    def availableMemoryProportions(self, value: float | Sequence[float]) -> Self:
         """Memory for each convolution, from 0 to 1."""
-        self.available_memory_proportions = list(value) if isinstance(value, Sequence) else [value]
-        for proportion in self.available_memory_proportions:
-            _check_proportion("MultiConv.setAvailableMemoryProportions", proportion)
-        return self
+        proportions = list(value) if isinstance(value, Sequence) else [value]
+        for proportion in proportions:
+            _check_proportion("MultiConv.availableMemoryProportions", proportion)
+        return self._set(availableMemoryProportions=proportions)
 
-    def setPartialsTypes(self, value: torch.dtype | Sequence[torch.dtype]) -> Self:
+    def partialsTypes(self, value: torch.dtype | Sequence[torch.dtype]) -> Self:
         """The dtype of sums within each convolution, float or half."""
         kinds: dict[torch.dtype | MultiConvPartialsType, MultiConvPartialsType] = {
             torch.float: MultiConvPartialsType.Float,
@@ -124,27 +120,29 @@ class MultiConv:
         kinds |= {kind: kind for kind in MultiConvPartialsType}
         values = list(value) if isinstance(value, Sequence) else [value]
         if any(one not in kinds for one in values):
-            raise AssertionError(
-                f"MultiConv.setPartialsTypes takes torch.float or torch.half, and was given {value}"
-            )
-        self.partials_types = [kinds[one] for one in values]
-        return self
+            raise AssertionError(f"MultiConv.partialsTypes takes torch.float or torch.half, and was given {value}")
+        return self._set(partialsTypes=[kinds[one] for one in values])
 
-    def setPlanType(self, value: MultiConvPlanType) -> Self:
+    def enableConvDithering(self, value: bool | Sequence[bool]) -> Self:
+        """Whether each convolution lies on other tiles."""
+        return self._set(enableConvDithering=list(value) if isinstance(value, Sequence) else [value])
+
+    def planType(self, value: MultiConvPlanType) -> Self:
         """Whether they are planned to run at once or in turn."""
-        self.plan_type = one_of("MultiConv.setPlanType", value, MultiConvPlanType)
-        return self
+        return self._set(planType=one_of("MultiConv.planType", value, MultiConvPlanType))
 
-    def setPerConvReservedTiles(self, value: int) -> Self:
+    def perConvReservedTiles(self, value: int) -> Self:
         """Tiles that are kept for each convolution, from 0."""
-        _check_count("MultiConv.setPerConvReservedTiles", value)
-        self.per_conv_reserved_tiles = value
-        return self
+        _check_count("MultiConv.perConvReservedTiles", value)
+        return self._set(perConvReservedTiles=value)
 
-    def setCycleBackOff(self, value: float) -> Self:
+    def cycleBackOff(self, value: float) -> Self:
         """How much slower than the fastest plan a convolution may be, from 0 to 1."""
-        _check_proportion("MultiConv.setCycleBackOff", value)
-        self.cycle_back_off = value
+        _check_proportion("MultiConv.cycleBackOff", value)
+        return self._set(cycleBackOff=value)
+
+    def _set(self, **settings: Any) -> Self:  # noqa: ANN401 - of each setter's kind
+        self.settings |= settings
         return self
 
     def __enter__(self) -> Self:
@@ -197,9 +195,9 @@ def ipu_print_tensor(
     max_line_width: int = 80,
     digits: int = 4,
     float_format: str = "auto",
-    separator: str = " ",
-    open_bracket: str = "[",
-    close_bracket: str = "]",
+    separator: str = ", ",
+    open_bracket: str = "(",
+    close_bracket: str = ")",
 ) -> Tensor:
     """Print ``tensor`` on stderr, and its gradient when that is known; ``tensor`` is returned, to compute with.
 

@@ -1,6 +1,7 @@
 """Operations that run functions of the program: loops, conditions, custom operations, calls on the host."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -39,18 +40,18 @@ def for_loop(count: int, body: Body, inputs: list[Tensor]) -> list[Tensor]:
 def cond(
     condition: Tensor,
     then_body: Body,
-    then_inputs: list[Tensor],
+    then_inps: list[Tensor],
     else_body: Body,
-    else_inputs: list[Tensor],
+    else_inps: list[Tensor],
 ) -> list[Tensor]:
-    """``then_body(*then_inputs)`` where ``condition`` is true, else ``else_body(*else_inputs)``, always as a list.
+    """``then_body(*then_inps)`` where ``condition`` is true, else ``else_body(*else_inps)``, always as a list.
 
     Args:
         condition: A tensor of one element.
         then_body: Returns tensors.
-        then_inputs: Its arguments.
+        then_inps: Its arguments.
         else_body: Returns as many tensors, of the same shapes and dtypes; only one of the two is called.
-        else_inputs: Its arguments.
+        else_inps: Its arguments.
 
     Raises:
         ValueError: If ``condition`` is no tensor of one element, or inputs are no lists of tensors.
@@ -59,11 +60,11 @@ def cond(
     if not isinstance(given, Tensor) or given.numel() != 1:
         raise ValueError(f"poptorch.cond: condition must be a tensor of one element, and is {given!r}")
     check_arguments("cond", "a function", then_body=then_body, else_body=else_body)
-    _check_tensors("cond", "then_inputs", then_inputs)
-    _check_tensors("cond", "else_inputs", else_inputs)
+    _check_tensors("cond", "then_inps", then_inps)
+    _check_tensors("cond", "else_inps", else_inps)
     if bool(condition):
-        return _as_list("cond", "then_body", then_body(*then_inputs))
-    return _as_list("cond", "else_body", else_body(*else_inputs))
+        return _as_list("cond", "then_body", then_body(*then_inps))
+    return _as_list("cond", "else_body", else_body(*else_inps))
 
 
 def nop(tensor: Tensor) -> Tensor:
@@ -170,6 +171,17 @@ class CPU:
             raise AssertionError(f"poptorch.CPU takes what can be called, and was given {layer_to_call!r}")
         self._layer_to_call = layer_to_call
         self._ID = ID
+        self._last_call: Callable[[], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as the function has it
-        return self._layer_to_call(*args, **kwargs)
+        self._last_call = partial(self._layer_to_call, *args, **kwargs)
+        return self._last_call()
+
+    def execute(self) -> Any:  # noqa: ANN401 - as above
+        """Call the function again with the arguments of its last call."""
+        if self._last_call is None:
+            raise Error(f"poptorch.CPU {self._ID!r} has not been called: there is nothing to execute again")
+        return self._last_call()
+
+    def registerPersistentData(self) -> None:
+        """Keep the function's data. No effect: they stay where they are."""

@@ -12,6 +12,7 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
+from poptorch.blocks.first_forward import recorded_forward
 from poptorch.errors import Error, check_arguments, is_whole
 
 
@@ -27,7 +28,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor | int, size: int, step
     """
     check_arguments("dynamic_slice", "a whole number", step=step)
     first = _first("dynamic_slice", tensor, dim, start, size)
-    if step < 1 or size % step:
+    if step < 1 or (size % step and recorded_forward.get() is None):
         raise Error(f"poptorch.dynamic_slice: step {step} must divide size {size}")
     view = tensor.narrow(dim, first, size)
     return view if step == 1 else view.unfold(dim, 1, step).squeeze(-1)
@@ -56,7 +57,10 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, si
 
 
 def _first(name: str, tensor: Tensor, dim: int, start: Tensor | int, size: int) -> int:
-    """The whole number in ``start``, from which ``size`` elements must lie in the tensor."""
+    """The whole number in ``start``, from which ``size`` elements must lie in the tensor.
+
+    While a model is compiled, for an example, it is the nearest one from which they do.
+    """
     check_arguments(name, "a tensor", tensor=tensor)
     check_arguments(name, "a whole number", dim=dim, size=size)
     if not isinstance(start, Tensor):
@@ -64,6 +68,8 @@ def _first(name: str, tensor: Tensor, dim: int, start: Tensor | int, size: int) 
     elif start.numel() != 1 or start.is_floating_point() or start.is_complex():
         raise Error(f"poptorch.{name}: start must be one whole number, and is {start}")
     first = int(start)
+    if recorded_forward.get() is not None and -tensor.dim() <= dim < tensor.dim():
+        first = max(0, min(first, tensor.shape[dim] - size))
     if not -tensor.dim() <= dim < tensor.dim() or size < 1 or not 0 <= first <= tensor.shape[dim] - size:
         raise Error(
             f"poptorch.{name}: {size} elements from {first} on of dimension {dim} do not lie in a tensor of shape "

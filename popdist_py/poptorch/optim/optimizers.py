@@ -154,23 +154,36 @@ class Optimizer(torch.optim.Optimizer):
         elif any(self._held.values()):
             logger.debug("Using cached optimiser state dict")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def has_state(self) -> bool:
+        """Whether there is a state of a model that was read or loaded."""
+        return any(held is not None for held in self._held.values())
+
+    def get_state_dict(self) -> dict[str, Any]:
+        """``ipu_state`` and ``ipu_param`` alone, as ``state_dict()`` has them."""
+        state = self.state_dict()
+        return {name: state[name] for name in _STATES}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``get_state_dict()`` gave. Names may be missing in both."""
+        self._held = {name: state.get(name) and dict(state[name]) for name in _STATES}
+        holder = self._holder()
+        if holder is not None:
+            holder.load_held_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that ``state_dict()`` of a poptorch optimizer gave.
 
         Names may be missing in ``ipu_state`` and ``ipu_param``.
         """
-        if not isinstance(state_dict, Mapping):
-            raise Error(f"load_state_dict takes what state_dict() gave, and was given {state_dict!r}")
-        if lacking := [name for name in _STATES if name not in state_dict]:
+        if not isinstance(state, Mapping):
+            raise Error(f"load_state_dict takes what state_dict() gave, and was given {state!r}")
+        if lacking := [name for name in _STATES if name not in state]:
             raise RuntimeError(
                 f"Only IPU optimizer states can be loaded: this one has no {' and no '.join(lacking)}. Take it "
                 "from state_dict() of an optimizer of poptorch.optim"
             )
-        super().load_state_dict({name: value for name, value in state_dict.items() if name not in _STATES})
-        self._held = {name: state_dict[name] and dict(state_dict[name]) for name in _STATES}
-        holder = self._holder()
-        if holder is not None:
-            holder.load_held_state()
+        super().load_state_dict({name: value for name, value in state.items() if name not in _STATES})
+        self.set_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes of a copy, with which no model trains."""
@@ -283,8 +296,8 @@ class AdamW(Optimizer, torch.optim.AdamW):
         eps: float | None = None,
         weight_decay: float | None = None,
         amsgrad: bool | None = None,
-        foreach: bool | None = None,
         maximize: bool | None = None,
+        foreach: bool | None = None,
         capturable: bool | None = None,
         differentiable: bool | None = None,
         fused: bool | None = None,

@@ -178,9 +178,9 @@ class Options(OptionValues):
         """Whether all replicas have the same buffers, or each its own."""
         return self.set(broadcast_buffers=broadcast_buffers)
 
-    def logDir(self, path: str) -> Self:
+    def logDir(self, log_dir: str) -> Self:
         """Where logs go. No effect: the log goes to stderr."""
-        return self.set(log_dir=path)
+        return self.set(log_dir=log_dir)
 
     def maxRepeatLogs(self, max_lines: int | None) -> Self:
         """How often a line may follow itself in the log. No effect: each is shown."""
@@ -212,10 +212,10 @@ class Options(OptionValues):
         """Which IPU to use. No effect: poprun gives each instance its devices."""
         return self.createOrSet(ipu_id=ipu_id)
 
-    def useOfflineIpuTarget(self, ipu_target_version: int = 2) -> Self:
+    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
         """Only compile: as ``connectionType(ConnectionType.Never)``."""
         self.connectionType(ConnectionType.Never)
-        return self.createOrSet(ipu_version=ipu_target_version)
+        return self.createOrSet(ipu_version=ipu_version)
 
     def anchorTensor(
         self,

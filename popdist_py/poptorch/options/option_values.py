@@ -33,6 +33,18 @@ class OptionValues:
             self._defaults.setdefault(name, None)
         return self.set(**values)
 
+    def update(self, other: dict[str, Any]) -> Self:
+        """Set all options of ``other`` by their names."""
+        return self.set(**other)
+
+    def deleteIfExists(self, *names: str) -> Self:
+        """Take away values of those options that ``createOrSet`` made."""
+        for name in names:
+            self.checkIsFrozen(name)
+            if self._defaults.get(name, "") is None:
+                self._values.pop(name, None)
+        return self
+
     def exists(self, name: str) -> bool:
         """Whether an option of that name has a value."""
         return name in self._values
