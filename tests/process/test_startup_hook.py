@@ -257,8 +257,10 @@ def test_processes_that_trained_alone_are_told_of_at_the_end(poprun: Poprun) -> 
     words = (sys.executable, "-c", TRAINS)
     lone, joined = (poprun("--launcher", "local", "-n", "2", *words, *more) for more in ((), ("joins",)))
     single = poprun("--launcher", "local", *words)
+    without_torch = "import sys; sys.modules['tensorflow'] = sys"
+    tensorflow = poprun("--launcher", "local", "-n", "2", sys.executable, "-c", without_torch)
 
-    assert lone.succeeded().told.count("2 processes trained alone") == 1
+    assert [it.succeeded().told.count("2 processes trained alone") for it in (lone, tensorflow)] == [1, 1]
     assert "trained alone" not in joined.succeeded().told + single.succeeded().told
 
 

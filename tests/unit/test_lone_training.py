@@ -42,9 +42,9 @@ def groups_of(size: int, method: str | None) -> SimpleNamespace:
     )
 
 
-def is_alone(modules: dict[str, Any], *words: str) -> bool:
-    """Whether a program with these modules and arguments has trained alone."""
-    return has_trained_alone(modules, ("train.py", *words), sys.__excepthook__)
+def is_alone(modules: dict[str, Any], *words: str, **variables: str) -> bool:
+    """Whether a program with these modules, arguments and variables has trained alone."""
+    return has_trained_alone(modules, ("train.py", *words), sys.__excepthook__, variables)
 
 
 def test_an_optimizer_without_any_group_is_lone_training(modules: dict[str, Any]) -> None:
@@ -75,13 +75,13 @@ def test_a_group_over_a_store_leaves_its_way_to_print_exceptions(modules: dict[s
 
     excepthook.__module__ = GROUPS
 
-    assert not has_trained_alone(modules, ("train.py",), excepthook)
+    assert not has_trained_alone(modules, ("train.py",), excepthook, {})
 
 
 def test_a_program_that_trained_nothing_is_left_alone(
     modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an optimizer it may compute what needs no others; without torch nobody looks."""
+    """Without an optimizer it may compute what needs no others; without a library it trains nothing."""
     assert not is_alone({name: module for name, module in modules.items() if name != "torch"})
 
     monkeypatch.setattr(Adam.step, "hooked", False)
@@ -100,4 +100,28 @@ def test_torchrun_in_each_instance(modules: dict[str, Any]) -> None:
 def test_what_popdist_has_for_horovod_connects_nobody(modules: dict[str, Any]) -> None:
     """Popdist says itself when it does."""
     served = SimpleNamespace(__spec__=SimpleNamespace(origin="popdist"))
-    assert has_trained_alone(modules | {"horovod": served}, [], sys.excepthook)
+    assert has_trained_alone(modules | {"horovod": served}, [], sys.excepthook, {})
+
+
+def jax(*, is_connected: bool) -> SimpleNamespace:
+    """The library, whose processes were connected or not."""
+    return SimpleNamespace(distributed=SimpleNamespace(is_initialized=lambda: is_connected))
+
+
+@pytest.mark.parametrize(
+    ("imported", "variables", "alone"),
+    [
+        ({"keras": None, "torch": None}, {}, True),
+        ({"keras": None, "torch": None, GROUPS: groups_of(2, "env://")}, {}, False),
+        ({"tensorflow": None, "keras": None}, {}, True),
+        ({"tensorflow": None}, {"TF_CONFIG": "{}"}, False),
+        ({"tensorflow": None, "torch": None}, {}, False),
+        ({"jax": jax(is_connected=False)}, {}, True),
+        ({"jax": jax(is_connected=True)}, {}, False),
+        ({"paddle": None}, {}, True),
+        ({"numpy": None}, {}, False),
+    ],
+)
+def test_other_libraries_that_train(imported: dict[str, Any], variables: dict[str, str], alone: object) -> None:
+    """They leave no mark, so their import counts; beside torch only that of Keras, which may run on it."""
+    assert is_alone(imported, **variables) is alone

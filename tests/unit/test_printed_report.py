@@ -291,7 +291,9 @@ def test_processes_that_trained_alone_are_told_of_in_one_line() -> None:
 
     line = render_warning(JobEnd(statuses=lone), plan)
 
-    assert line.startswith("warning: 2 processes trained alone, each a model of its own: neither popdist nor ")
+    assert line.startswith(
+        "warning: 2 processes trained alone, each a model of its own, if they trained: neither popdist nor "
+    )
     assert "replicas" not in line
     assert render_warning(JobEnd(statuses=joined), plan) == ""
     assert "trained alone" not in render_warning(JobEnd(statuses=[lone[0], replace(GOOD, index=1)]), plan)

@@ -1,8 +1,7 @@
 """Whether a program has trained by itself in a job of several processes, as what it has imported shows at its end.
 
 The start-up hook asks (``startup/sitecustomize.py``), in whatever Python the program runs, so this is written for
-Python 3.8 and imports nothing. It looks only at modules that are there: a program without torch has not trained.
-Pure.
+Python 3.8 and imports nothing. It looks only at modules that are there: who imported none has not trained. Pure.
 """
 
 from __future__ import annotations
@@ -12,15 +11,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-_CONNECTORS = ("horovod", "jax._src.distributed", "ray")
+FRAMEWORKS = ("torch", "keras", "tensorflow", "jax", "paddle")
+"""Libraries that train. Of torch it shows whether a program did; of the others, that they were imported counts."""
+
+_CONNECTORS = ("horovod", "ray")
 """Modules of libraries that connect processes in ways of their own."""
+
+_CLUSTERS = ("TF_CONFIG", "PADDLE_TRAINER_ENDPOINTS")
+"""Variables by which TensorFlow and Paddle connect processes."""
 
 _NODES = ("--nnodes", "--node_rank", "--node-rank")
 
 
-def has_trained_alone(modules: Mapping[str, Any], words: Sequence[str], excepthook: Callable[..., object]) -> bool:
-    """Whether a process made an optimizer of torch's, and none of its ``modules`` connected it to others."""
-    return "torch" in modules and _has_trained(modules, words) and not _was_connected(modules, excepthook)
+def has_trained_alone(
+    modules: Mapping[str, Any],
+    words: Sequence[str],
+    excepthook: Callable[..., object],
+    variables: Mapping[str, str],
+) -> bool:
+    """Whether a process trained, as far as one can see, and none of its ``modules`` connected it to others."""
+    if _was_connected(modules, excepthook) or any(name in variables for name in _CLUSTERS):
+        return False
+    if "torch" in modules:  # which tools for logs import beside TensorFlow
+        return "keras" in modules or _has_trained(modules, words)
+    return any(name in modules for name in FRAMEWORKS)
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
@@ -44,6 +58,9 @@ def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]
     """Whether MPI, torch.distributed or another library connected the process; popdist writes that on its page."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
+        return True
+    jax = modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
         return True
     if groups is None:
         return False

@@ -65,10 +65,11 @@ def load_module(*place: str) -> ModuleType:
 
 def tell_of_lone_training(pid: int, page: int, signals: ModuleType) -> None:
     """Say on the page that this program has trained by itself, if it has."""
-    if os.getpid() != pid or "torch" not in sys.modules or not signals.is_page(page):
+    if os.getpid() != pid or not signals.is_page(page):
         return
     try:
-        if load_module("startup", "lone_training").has_trained_alone(sys.modules, sys.argv, sys.excepthook):
+        lone_training = load_module("startup", "lone_training")
+        if lone_training.has_trained_alone(sys.modules, sys.argv, sys.excepthook, os.environ):
             signals.announce_lone_training(page)
     except Exception:  # noqa: BLE001 - a torch that is built in another way says nothing
         return

@@ -31,8 +31,11 @@ class Details:
     environment: Mapping[str, str]  # what is added to the environment of instance 0
 
 
-MIN_WIDTH: Final = 60
+MIN_WIDTH: Final = 40
 """Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
+
+_WHOLE_WIDTH: Final = 60
+"""Columns below which there is no room for the numbers of virtual IPUs."""
 
 _MAX_HOSTS: Final = 4
 _MAX_INSTANCES: Final = 8
@@ -41,7 +44,8 @@ _MAX_HOSTS_LENGTH: Final = 30
 _MAX_VALUE_LENGTH: Final = 24
 """A longer value pushes its origin to the right."""
 
-_HEADINGS: Final = ("host", "instance", "replicas", "virtual IPUs", "stands for")
+_IPUS: Final = "virtual IPUs"
+_HEADINGS: Final = ("host", "instance", "replicas", _IPUS, "stands for")
 _STYLES: Final = ("bold", "green", "yellow", "magenta", "cyan")
 _FOLDED_HOSTS: Final = "the same on each"
 _FOLDED_INSTANCES: Final = "one after another"
@@ -52,10 +56,10 @@ _FOLDED: Final = (_FOLDED_HOSTS, _FOLDED_INSTANCES)
 
 
 def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Details | None) -> str:
-    """``plan`` as a table of ``width`` columns at most, but never fewer than 60; coloured if ``has_color``."""
+    """``plan`` as a table of ``width`` columns at most, but never fewer than 40; coloured if ``has_color``."""
     title = Text.assemble((f"{'poprun':<11}", "bold cyan"), size_of(plan))
     facts = [Text.assemble((f"{label:<11}", "bold"), _shown(value)) for label, value in _facts(plan, details)]
-    return terminal_text(title, "", _placements(plan), "", *facts, width=width, has_color=has_color)
+    return terminal_text(title, "", _placements(plan, width), "", *facts, width=width, has_color=has_color)
 
 
 def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> str:
@@ -80,12 +84,15 @@ def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> st
     return "\n".join(line.rstrip() for line in lines.getvalue().splitlines()) + "\n"
 
 
-def _placements(plan: LaunchPlan) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for heading, style in zip(_HEADINGS, _STYLES, strict=True):
-        table.add_column(heading, style=style, overflow="fold", no_wrap=heading in _HEADINGS[1:-1])
+def _placements(plan: LaunchPlan, width: int) -> Table:
+    gap = 2 if width >= _WHOLE_WIDTH else 1
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, gap, 0, 0))
+    kept = [number for number, heading in enumerate(_HEADINGS) if heading != _IPUS or width >= _WHOLE_WIDTH]
+    for number in kept:
+        heading = _HEADINGS[number]
+        table.add_column(heading, style=_STYLES[number], overflow="fold", no_wrap=heading in _HEADINGS[1:-1])
     for row in _rows(plan):
-        table.add_row(*map(_shown, row), style="dim" if row[-1] in _FOLDED else None)
+        table.add_row(*(_shown(row[number]) for number in kept), style="dim" if row[-1] in _FOLDED else None)
     return table
 
 

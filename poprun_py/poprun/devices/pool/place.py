@@ -6,6 +6,7 @@ owner can rename, replace or remove what another user has put there. What is che
 everything in it is opened relative to it (`folder`): nobody can put another folder in its place meanwhile.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -87,9 +88,8 @@ def _make(path: str) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        raise PoolError(
-            f"pool {path} cannot be made: {error.strerror}: make the folder above it, or set {POOL_VARIABLE}"
-        ) from None
+        cure = "" if error.errno == errno.EROFS else "make the folder above it, or "
+        raise PoolError(f"pool {path} cannot be made: {error.strerror}: {cure}set {POOL_VARIABLE}") from None
 
 
 def _check(path: str, descriptor: int, *, makes: bool) -> None:
@@ -98,6 +98,10 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
         raise PoolError(
             f"pool {path}: users can remove there what others have put: have {user_name(found.st_uid)}, whose it "
             f"is, do chmod +t {path}, or set {POOL_VARIABLE}"
+        )
+    if makes and os.fstatvfs(descriptor).f_flag & os.ST_RDONLY:
+        raise PoolError(
+            f"pool {path}: it is on a read-only file system: set {POOL_VARIABLE} to a folder to write in"
         )
     needed = os.R_OK | os.X_OK | (os.W_OK if makes else 0)
     if not os.access(".", needed, dir_fd=descriptor, effective_ids=True):

@@ -21,6 +21,9 @@ _SHORTAGES: Final = {
         re.IGNORECASE,
     ),
 }
+_NO_DEBUGGER: Final = "bdb.BdbQuit"
+"""How pdb ends a program whose input is empty."""
+
 _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -82,6 +85,8 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
         return "probably built for another CPU: this one lacks an instruction"
     if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         return "sent by somebody other than poprun, such as a batch system"
+    if words.summary.startswith(_NO_DEBUGGER) and failed.index:
+        return "a debugger reads the input, which only instance 0 has: debug there only, or with poprun -n 1"
     if _REFUSED.search(" ".join((words.summary, *words.lines))):
         return _refused(failed, limits)
     if evidence.num_killed_in_group:

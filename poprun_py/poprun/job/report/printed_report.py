@@ -109,9 +109,9 @@ def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
     num, num_lone = plan.num_instances, len(end.lone_instances)
     if num_lone > 1:
         return (
-            f"warning: {num_lone} processes trained alone, each a model of its own: neither popdist nor "
-            "torch.distributed nor MPI connected them; call popdist.init() or init_process_group(), or tell the "
-            f"library of {plan.num_instances_per_host} devices"
+            f"warning: {num_lone} processes trained alone, each a model of its own, if they trained: neither "
+            "popdist nor torch.distributed nor MPI connected them; call popdist.init() or init_process_group(), "
+            f"or tell the library of {plan.num_instances_per_host} devices (TensorFlow reads TF_CONFIG)"
         )
     if plan.num_replicas == num:
         return ""
