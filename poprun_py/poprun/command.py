@@ -26,6 +26,7 @@ from poprun.text.screen import VersionFormat
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
     from poprun.render.table import Details
+    from poprun.start import JobOutcome
 
 _ENGINES_OWN: Final = ("host", "num-instances", "image")
 """Options that a batch script leaves to what it asks Slurm for."""
@@ -52,20 +53,15 @@ def run(words: Sequence[str]) -> int:
     if not (line.program or line.given):
         raise _no_program(line)
     if line.starts_job:
-        check_system()
-    plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
-    _check_input(plan)
-    if not line.starts_job:
-        _preview_lease(plan, facts, line)
-        screen.print_out(_rendered(plan, line))
-        return 0
-    if not plan.program:
-        raise _no_program(line)
-    if plan.output.has_monitor and not sys.stderr.isatty():
-        raise UsageError(
-            "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
-        )
-    return _start(plan, facts, line)
+        from poprun.start import JobOutcome, reported  # noqa: PLC0415 - a dry run starts nothing
+
+        outcome = JobOutcome(file=line.values.get("ending", {}).get("report_file"))
+        with reported(outcome):
+            return _start(line, outcome)
+    plan, facts = _find_plan(line)
+    _preview_lease(plan, facts, line)
+    screen.print_out(_rendered(plan, line))
+    return 0
 
 
 def _no_program(line: CommandLine) -> UsageError:
@@ -107,16 +103,36 @@ def _problems_of_hosts(line: CommandLine) -> str:
     return ""
 
 
-def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:
-    """Lease what the job of ``plan`` needs, start it, and wait for its end; returns poprun's exit code."""
+def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
+    """The plan that ``line`` asks for, made or read; with the facts that it was made from."""
+    plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
+    if plan.num_instances > 1 and script_of(plan.program) == "-":
+        raise UsageError(
+            f"{os.path.basename(plan.program[0])} reads its program from the standard input, which only "
+            "instance 0 of several gets: save the program as a file, and give that"
+        )
+    return plan, facts
+
+
+def _start(line: CommandLine, outcome: "JobOutcome") -> int:
+    """Plan the job, lease what it needs, start it, and wait for its end; returns poprun's exit code."""
     from poprun.start import find_network, forget_key, run_job  # noqa: PLC0415 - a dry run starts nothing
 
+    check_system()
+    plan, facts = _find_plan(line)
+    if not plan.program:
+        raise _no_program(line)
+    if plan.output.has_monitor and not sys.stderr.isatty():
+        raise UsageError(
+            "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
+        )
+    outcome.begin(plan)
     network = find_network(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
     if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
         _print_topology(plan, line)
-        return run_job(plan, network, verbosity=line.verbosity)
+        return run_job(plan, network, verbosity=line.verbosity, outcome=outcome)
     from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
     with ExitStack() as stack:
@@ -126,7 +142,7 @@ def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> i
             forget_key(plan, network)
             raise
         _print_topology(leased.shown_plan, line)
-        return run_job(plan, leased.network, verbosity=line.verbosity, leased=leased)
+        return run_job(plan, leased.network, verbosity=line.verbosity, leased=leased, outcome=outcome)
 
 
 def _print_topology(plan: LaunchPlan, line: CommandLine) -> None:
@@ -204,15 +220,6 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     if line.is_dry_run and script not in ("", "-") and not os.path.exists(os.path.join(working_directory, script)):
         screen.log(f"warning: there is no file {script} in {working_directory}, which {words[0]} shall run")
     return words
-
-
-def _check_input(plan: LaunchPlan) -> None:
-    """Check that no instance waits for a program on a standard input that only instance 0 has."""
-    if plan.num_instances > 1 and script_of(plan.program) == "-":
-        raise UsageError(
-            f"{os.path.basename(plan.program[0])} reads its program from the standard input, which only "
-            "instance 0 of several gets: save the program as a file, and give that"
-        )
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:

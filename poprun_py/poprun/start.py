@@ -4,11 +4,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import HostsError, PlanError, UsageError
+from poprun.errors import HostsError, PlanError, UsageError, error_of_system
 from poprun.job.identity import JobIdentity
 from poprun.job.loop import Attempt
 from poprun.job.record import JobEnd, exit_code, first_failure, has_left
@@ -70,12 +71,69 @@ def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
         preflight.forget_key(plan, network.key, names_of_this_machine(plan.hosts) & set(plan.hosts))
 
 
+@dataclass(slots=True)
+class JobOutcome:
+    """What has become of a job until now, and the file for its report."""
+
+    file: str | None = None  # None where no report is to be written, or it has been
+    job_id: str = field(default_factory=lambda: wished_job_id(os.environ) or os.urandom(6).hex())
+    plan: LaunchPlan | None = None  # None until it is made
+    leased: "LeasedPlan | None" = None
+    ends: list[JobEnd] = field(default_factory=list)
+
+    def begin(self, plan: LaunchPlan) -> None:
+        """Keep the plan of the job, and check that its report can be written, if there is to be one."""
+        self.plan, self.file = plan, None
+        if plan.ending.report_file is None:
+            return
+        from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report
+
+        file = os.path.join(plan.working_directory, plan.ending.report_file)
+        try:
+            check_target(file)
+        except OSError as error:
+            raise UsageError(f"--report {plan.ending.report_file} cannot be written: {error.strerror}") from None
+        self.file = file
+
+    def write(self, error: str) -> None:
+        """Write the report, once; ``error`` says why poprun gave up."""
+        if self.file is None:
+            return
+        from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
+        from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
+
+        file, self.file = self.file, None
+        leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
+        job = job_to_dict(self.plan, self.job_id, self.ends, error=error, leases=leases, given=given)
+        try:
+            write_whole(file, render_job(job))
+        except OSError as problem:
+            screen.log(f"warning: --report {file} cannot be written: {problem.strerror}")
+
+
+@contextmanager
+def reported(outcome: JobOutcome) -> Iterator[None]:
+    """Write the report of a job at the end of the block, also when poprun gives up in it."""
+    error = ""
+    try:
+        yield
+    except (OSError, MemoryError) as problem:
+        error = str(error_of_system(problem))
+        raise
+    except Exception as problem:
+        error = str(problem)
+        raise
+    finally:
+        outcome.write(error)
+
+
 def run_job(
     plan: LaunchPlan,
     network: "JobNetwork | None" = None,
     *,
     verbosity: int = 0,
     leased: "LeasedPlan | None" = None,
+    outcome: JobOutcome | None = None,
 ) -> int:
     """Start the job, again after a failure as often as the plan says, and return poprun's exit code at its end.
 
@@ -90,12 +148,13 @@ def run_job(
     leases = () if leased is None else leased.leases
     for lease in leases if verbosity else ():
         screen.log(f"holds {lease}")
-    report_file = _checked_report_file(plan)
+    outcome = outcome or JobOutcome()
+    outcome.leased = leased
     become_subreaper()
     raise_open_files(plan.num_instances)
     environ = {**os.environ, **_library_variables(plan)}
-    first = JobIdentity(
-        job_id=wished_job_id(environ) or os.urandom(6).hex(),
+    identity: JobIdentity | None = JobIdentity(
+        job_id=outcome.job_id,
         restart_count=0,
         began_at_seconds=time.monotonic(),
         network=network,
@@ -103,22 +162,13 @@ def run_job(
         given=None if leased is None else leased.given,
         open_files=users_open_files(),
     )
-    identity: JobIdentity | None = first
-    ends: list[JobEnd] = []
-    error = ""
-    with ReceivedSignals() as signals:
-        try:
-            while identity is not None:
-                ends.append(_run_attempt(plan, environ, identity, signals, verbosity))
-                identity = _next_attempt(plan, identity, ends[-1], signals, leased)
-            _log_summary(ends, plan)
-            return exit_code(ends[-1])
-        except Exception as problem:
-            error = str(problem)
-            raise
-        finally:
-            if report_file is not None:
-                _write_report(report_file, plan, first, ends, error)
+    ends = outcome.ends
+    with ReceivedSignals() as signals, reported(outcome):
+        while identity is not None:
+            ends.append(_run_attempt(plan, environ, identity, signals, verbosity))
+            identity = _next_attempt(plan, identity, ends[-1], signals, leased)
+        _log_summary(ends, plan)
+        return exit_code(ends[-1])
 
 
 def _run_attempt(
@@ -223,30 +273,3 @@ def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
         screen.log(line)
     if exit_code(ends[-1]) == 0 and (line := render_warning(ends[-1], plan)):
         screen.log(line)
-
-
-def _checked_report_file(plan: LaunchPlan) -> str | None:
-    """The absolute path of the report, which can be written, or None if there is to be none."""
-    if plan.ending.report_file is None:
-        return None
-    from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report
-
-    file = os.path.join(plan.working_directory, plan.ending.report_file)
-    try:
-        check_target(file)
-    except OSError as error:
-        raise UsageError(f"--report {plan.ending.report_file} cannot be written: {error.strerror}") from None
-    return file
-
-
-def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequence[JobEnd], error: str) -> None:
-    from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
-    from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
-
-    text = render_job(
-        job_to_dict(plan, identity.job_id, ends, error=error, leases=identity.leases, given=identity.given)
-    )
-    try:
-        write_whole(file, text)
-    except OSError as problem:
-        screen.log(f"warning: --report {file} cannot be written: {problem.strerror}")

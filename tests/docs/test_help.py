@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from poprun import errors
 from tests.running import Poprun
 
 SHORT_PAGE = Path(__file__).with_name("short_help.txt")
@@ -47,3 +48,13 @@ def test_the_guide_shows_the_table_of_popruns(poprun: Poprun) -> None:
     table = poprun("-n", "2", "--num-replicas", "4", "--dry-run", "--topology-format", "text").succeeded().out
 
     assert f"```\n{table}```" in (DOCS / "poprun.md").read_text(encoding="utf-8")
+
+
+def test_every_exit_code_of_an_error_is_in_the_table() -> None:
+    """With its meaning, in the page of options."""
+    table = (DOCS / "poprun-options.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
+    documented = {
+        int(number) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for number in row.split(",")
+    }
+
+    assert {kind.exit_code for kind in vars(errors).values() if hasattr(kind, "exit_code")} <= documented

@@ -36,6 +36,28 @@ def test_a_job_and_its_restart_are_in_the_report(launcher: Poprun, tmp_path: Pat
     assert first["ended_at"] <= second["started_at"]
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "error", "has_plan"),
+    [
+        (["sh", "-c", 'ulimit -n 12; exec "$@"', "sh"], 70, "too many open files: poprun needs", False),
+        (["sh", "-c", 'ulimit -n 16; exec "$@"', "sh"], 70, "too many open files: 2 instances need", True),
+        (["env", "POPRUN_POOL=/proc/pool", "POPRUN_IPUS_PER_HOST=4"], 74, "pool /proc/pool cannot be made", True),
+        (["env", "POPRUN_NUM_REPLICAS=3"], 2, "--num-replicas 3 does not divide", False),
+    ],
+)
+def test_what_poprun_gives_up_for_is_in_the_report(
+    poprun: Poprun, tmp_path: Path, words: list[str], code: int, error: str, *, has_plan: bool
+) -> None:
+    """Wherever that is: before there is a plan, and between the plan and the start."""
+    command = poprun.command("--launcher", "local", "--report", "report.json", "-n", "2", "true")
+    finished = run([*words, *command], cwd=tmp_path)
+    job = json.loads((tmp_path / "report.json").read_text())
+
+    assert finished.code == code
+    assert (job["exit_code"], job["attempts"], job["plan"] is not None) == (None, [], has_plan)
+    assert job["error"].startswith(error)
+
+
 @pytest.mark.parametrize("file", ["missing/report.json", ".", "/dev/null"])
 def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(
     poprun: Poprun, tmp_path: Path, file: str

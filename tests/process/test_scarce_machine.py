@@ -122,6 +122,20 @@ def test_what_the_system_must_have(without: list[str], change: str, said: str) -
         assert len(finished.err.splitlines()) == 1
 
 
+def test_a_pool_on_a_read_only_file_system(without: list[str], tmp_path: Path) -> None:
+    """It is not called another user's, whether it is there or would be made."""
+    script = (
+        'mount -t tmpfs none "$1" && mkdir -m 1777 "$1/pool" && mount -o remount,ro "$1" && shift && exec "$@"'
+    )
+    for pool in ("pool", "new"):
+        words = ("--pool", str(tmp_path / pool), "--ipus-per-host", "4", "-n", "2", "true")
+        finished = run([*without, script, "sh", str(tmp_path), *Poprun().command(*words)])
+
+        assert finished.code == 74
+        assert "read-only file system" in own_errors(finished)[0].lower()
+        assert "POPRUN_POOL" in own_errors(finished)[0]
+
+
 def test_the_monitor_without_proc(without: list[str]) -> None:
     """There jobs are found: one line that says so."""
     top = Path(sys.executable).with_name("poprun-top")

@@ -1,10 +1,11 @@
 """What is said of a program that could not say itself why it ended."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
-from poprun.job.report.findings import find_shortage, hint, in_bytes
+from poprun.job.report.findings import Findings, find_shortage, hint, in_bytes
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, InstanceStatus, MemoryCurve
 from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
@@ -45,6 +46,14 @@ def limited(**limits: int) -> Evidence:
 def test_what_a_launcher_ran_out_of(line: str, said: str) -> None:
     """Each runtime has words of its own for it."""
     assert find_shortage(["before", line, "after"]).partition(":")[0] == said
+
+
+@pytest.mark.parametrize(("instance", "said"), [(0, ""), (1, "a debugger reads the input, which only instance 0")])
+def test_a_debugger_without_an_input(instance: int, said: str) -> None:
+    """Where instance 0 quits its own there is nothing to say."""
+    findings = Findings(words={instance: LastWords(summary="bdb.BdbQuit")})
+
+    assert findings.reason_of(replace(ended(1), index=instance))[:49] == said
 
 
 @pytest.mark.parametrize(

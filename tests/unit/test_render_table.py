@@ -164,11 +164,16 @@ def test_the_largest_plans_fit_a_screen(topology_format: str, hosts: str) -> Non
 
 
 def test_a_narrow_terminal_does_not_take_the_cells_apart() -> None:
-    """Below the width of the headings the table stays as it is, and the terminal wraps its rows."""
-    narrow, least = (render_plan(planned(), TopologyFormat.TABLE, details=None, width=width) for width in (20, 60))
+    """Virtual IPUs make room; below the width of the others rows stay whole, and the terminal wraps them."""
+    plan = planned(num_instances=2, num_replicas=4)
+    least, narrow, wide = (render_plan(plan, TopologyFormat.TABLE, details=None, width=w) for w in (20, 40, 60))
+    rows = narrow.splitlines()[2:6]
 
-    assert narrow == least
-    assert "stands for" in narrow
+    assert least == narrow
+    assert ("   virtual IPUs" in narrow, "   virtual IPUs" in wide) == (False, True)
+    assert rows[1].split() == ["host", "instance", "replicas", "for"]
+    assert "localhost  0         0-1" in narrow
+    assert max(map(len, rows)) <= 40
 
 
 def test_a_terminal_obeys_nothing_in_a_plan() -> None:

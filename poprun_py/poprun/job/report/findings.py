@@ -60,7 +60,10 @@ class Findings:
             )
         if self.other_python and failed.exit_code == 1:
             return self.other_python
-        return hint(failed, self.words_of(failed.index), self.evidence)
+        words = self.words_of(failed.index)
+        if words.summary.startswith(_NO_DEBUGGER) and failed.index:
+            return "a debugger reads the input, which only instance 0 has: debug there only, or with poprun -n 1"
+        return hint(failed, words, self.evidence)
 
 
 def find_shortage(launcher_output: Sequence[str]) -> str:
@@ -85,8 +88,6 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
         return "probably built for another CPU: this one lacks an instruction"
     if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         return "sent by somebody other than poprun, such as a batch system"
-    if words.summary.startswith(_NO_DEBUGGER) and failed.index:
-        return "a debugger reads the input, which only instance 0 has: debug there only, or with poprun -n 1"
     if _REFUSED.search(" ".join((words.summary, *words.lines))):
         return _refused(failed, limits)
     if evidence.num_killed_in_group:

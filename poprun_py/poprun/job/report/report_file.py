@@ -22,7 +22,7 @@ _MILLISECONDS: Final = 1000
 
 
 def job_to_dict(
-    plan: LaunchPlan,
+    plan: LaunchPlan | None,
     job_id: str,
     ends: Sequence[JobEnd],
     *,
@@ -32,7 +32,8 @@ def job_to_dict(
 ) -> dict[str, object]:
     """The job as values that JSON knows: its attempts in order, or the ``error`` for which poprun itself gave up.
 
-    ``given`` are the devices and cores that leases gave it on this machine; None for those that its plan names.
+    ``plan`` is None where poprun gave up before it had one. ``given`` are the devices and cores that leases gave
+    the job on this machine; None for those that its plan names.
     """
     return {
         "version": VERSION,
@@ -40,9 +41,9 @@ def job_to_dict(
         "job_id": job_id,
         "exit_code": exit_code(ends[-1]) if ends and not error else None,
         "error": error,
-        "plan": plan_to_dict(plan),
+        "plan": None if plan is None else plan_to_dict(plan),
         "leases": [_lease_to_dict(lease) for lease in leases],
-        "attempts": [_attempt_to_dict(plan, given, end) for end in ends],
+        "attempts": [] if plan is None else [_attempt_to_dict(plan, given, end) for end in ends],
     }
 
 
