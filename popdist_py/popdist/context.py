@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from popdist.contract import JOINED, VERSION, Contract, read_share_tensors
+from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
 from popdist.groups import HEADER_BYTES, Group, PreemptionNotice
-from popdist.host_memory.forks import call_at_exit, never_destroy_in_children
+from popdist.host_memory.forks import call_at_exit, find_marked_ancestor, mark_process, never_destroy_in_children
 from popdist.process_group.registration import register
 from popdist.progress import progress_page
-from popdist.stack_signal import is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,11 +61,15 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """The job of this process. Its store lives as long as the process: others may still be joining it."""
+    """The job of this process. Its store lives as long as the process: others may still be joining it.
+
+    ``mark`` is the descriptor by which the processes that this one starts see that it has joined.
+    """
 
     job: Job | None = None
     store: "Store | None" = None
     num_inits: int = 0
+    mark: int | None = None
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
 
 
@@ -178,15 +181,16 @@ def init(
     found = environment()
     _refuse_second_process(found.contract)
     _state.job = _join_job(found, asked)
-    if found.contract.num_instances > 1:
-        os.environ[JOINED] = f"{os.getpid()} {_name_of_instance(found.contract)}"
+    _state.mark = None if found.contract.num_instances == 1 else mark_process(_name_of_instance(found.contract))
     call_at_exit(_leave_at_exit)
 
 
 def _refuse_second_process(contract: Contract) -> None:
-    """Refuse to join in a process that was started by the one which is the instance, and which still lives."""
-    pid, _, instance = os.environ.get(JOINED, "").partition(" ")
-    if instance == _name_of_instance(contract) and pid != str(os.getpid()) and is_alive(int(pid)):
+    """Refuse to join in a process that was started, perhaps by way of others, by the one which is the instance."""
+    if contract.num_instances == 1:
+        return
+    pid = find_marked_ancestor(_name_of_instance(contract))
+    if pid is not None:
         raise BackendError(
             f"init() in process {os.getpid()}, which process {pid} has started, and that one has joined the job "
             f"as instance {contract.instance_index}: a process that is spawned, such as a worker of a DataLoader, "
@@ -351,7 +355,8 @@ def finalize() -> None:
     """
     job, _state.job = _state.job, None
     if job is not None:
-        os.environ.pop(JOINED, None)
+        if _state.mark is not None:
+            os.close(_state.mark)
         if job.default_group is not None:
             job.default_group.destroy()
         job.group.backend.close()

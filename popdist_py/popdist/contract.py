@@ -53,9 +53,6 @@ STORE_DESCRIPTOR: Final = "POPDIST_STORE_DESCRIPTOR"
 PROGRESS_DESCRIPTOR: Final = "POPDIST_PROGRESS_DESCRIPTOR"
 RESTART_COUNT: Final = "POPDIST_RESTART_COUNT"
 
-JOINED: Final = "POPDIST_JOINED"
-"""Written by ``popdist.init()`` for the processes that a program starts: which process is the instance."""
-
 RANK: Final = "RANK"
 WORLD_SIZE: Final = "WORLD_SIZE"
 LOCAL_RANK: Final = "LOCAL_RANK"

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import SupportsFloat, SupportsIndex
 
@@ -135,6 +135,12 @@ def _as_whole(value: object) -> int | None:
         return index(value)
     except TypeError:
         return None
+
+
+def name_first(names: Sequence[str], most: int = 3) -> str:
+    """The first ``most`` names in words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:

@@ -65,6 +65,9 @@ def law_a_pass_outside_that_writes_a_buffer_is_an_error_on_all() -> None:
         checkpoint.save(folder, other=other)
         model.load_state_dict(state)
         checkpoint.save(folder, model=model)
+        if is_last():
+            model(samples(5)[0])
+        checkpoint.load_latest(folder, model=model)
         popdist.barrier()
     step(model)
 

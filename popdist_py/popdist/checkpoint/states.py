@@ -8,12 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from popdist.checkpoint.encoding import TensorForm
-from popdist.errors import CheckpointError
+from popdist.errors import CheckpointError, name_first
 from popdist.sharded.sharded_optimizer import ShardedOptimizer
 from popdist.training.replicated_model import ReplicatedModel
-
-MOST_NAMES = 8
-"""How many names a message lists before it counts the rest."""
 
 
 @runtime_checkable
@@ -50,7 +47,7 @@ def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where:
     """Refuse states of other modules and optimizers than these, before anything is changed."""
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
-            faults = _differing_keys(states[name], thing.state_dict())
+            faults = _differing_keys(states[name], thing.state_dict(keep_vars=True))
         elif isinstance(thing, Optimizer):
             faults = _differing_groups(states[name], thing)
         else:
@@ -96,16 +93,11 @@ def _differing_keys(saved: Mapping[str, object], own: Mapping[str, object]) -> l
         ("it does not have", [key for key in own if key not in saved]),
         ("different are", [f"{key} ({then} there, {now} here)" for key, then, now in forms if then != now]),
     ]
-    return [f"{fault} {_list(names)}" for fault, names in faults if names]
+    return [f"{fault} {name_first(names, 8)}" for fault, names in faults if names]
 
 
 def _form(value: object) -> str:
     return str(TensorForm.of(value)) if isinstance(value, Tensor) else "no tensor"
-
-
-def _list(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
@@ -128,5 +120,5 @@ def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> li
     )
     if not theirs or not own:
         return []
-    kind = type(optimizer).__name__
-    return [f"its settings are {_list(theirs)} there, and {kind} has {_list(own)}: make the one that was saved"]
+    kind, then, now = type(optimizer).__name__, name_first(theirs, 8), name_first(own, 8)
+    return [f"its settings are {then} there, and {kind} has {now}: make the one that was saved"]

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from popdist import torch_private
-from popdist.errors import PopdistWarning, WeightsError, name_instances
+from popdist.errors import PopdistWarning, WeightsError, name_first, name_instances
 from popdist.groups import MAX_NUMBERS, Group
 from popdist.training.step import modules_in, reduced_modules
 from popdist.weights import sums_of
@@ -123,9 +123,6 @@ def _word(sums: Sequence[int]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-_MOST_NAMES = 3
-
-
 class OtherParameters:
     """The parameters of other wrapped models, as they were when the step of a model began."""
 
@@ -183,9 +180,8 @@ class UntrackedBuffers:
             if not _is_equal(getattr(module, name, None), before)
         ]
         if names:
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             warnings.warn(
-                f"{', '.join(names[:_MOST_NAMES])}{more} changed in a loop over micro batches, and nothing wraps "
+                f"{name_first(names)} changed in a loop over micro batches, and nothing wraps "
                 "the module: so the buffer differs between instances, and depends on how the replicas are dealt "
                 "to them. Wrap it, ReplicatedModel(module), or put it into one ModuleDict with the model; or call "
                 "module.eval() where it shall not change",

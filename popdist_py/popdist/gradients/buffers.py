@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from popdist.errors import WeightsError
+from popdist.errors import WeightsError, name_first
 from popdist.gradients.flat_buffers import FlatTensors, RepeatedSum, add_flat, flatten, unflatten, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
@@ -484,25 +484,17 @@ def _has_same_bits(left: Tensor, right: Tensor) -> bool:
 
 def _outside_fault(names: list[str], module: nn.Module) -> str:
     return (
-        f"{_listed(names)} of {type(module).__name__} was written by a forward pass in training mode outside of "
-        "all micro batches, on what one instance has: so it would differ between instances, or depend on how the "
-        "replicas are dealt to them. Call model.eval() before such a pass, or make it within a loop over micro "
-        "batches; popdist.update_bn(loader, model) makes the statistics of BatchNorm anew. To go on, load "
+        f"{name_first(names)} of {type(module).__name__} was written by a forward pass in training mode outside "
+        "of all micro batches, on what one instance has: so it would differ between instances, or depend on how "
+        "the replicas are dealt to them. Call model.eval() before such a pass, or make it within a loop over "
+        "micro batches; popdist.update_bn(loader, model) makes the statistics of BatchNorm anew. To go on, load "
         "the buffers as they were: model.load_state_dict(...)"
     )
 
 
 def _uncounted_fault(names: list[str]) -> str:
     return (
-        f"{_listed(names)} was written through .data, which torch does not count, after the first steps: so it "
+        f"{name_first(names)} was written through .data, which torch does not count, after the first steps: so it "
         f"was not noticed, and differs between replicas. Write large buffers (above {LARGE} numbers) in place "
         "under torch.no_grad(), and not through .data"
     )
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-_MOST_NAMES: Final = 3

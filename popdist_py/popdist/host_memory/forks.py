@@ -1,14 +1,16 @@
-"""What a forked child inherits from its parent and must neither use nor end.
+"""What a forked child inherits from its parent and must neither use nor end, and marks that children see.
 
 Only the parent has the threads that the end of a connection would wait for, and the barriers are the parent's.
 """
 
 import atexit
 import ctypes
+import hashlib
 import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 _connections: Final["weakref.WeakSet[Any]"] = weakref.WeakSet()
@@ -33,6 +35,37 @@ def call_at_exit(handler: Callable[[], None]) -> None:
     atexit.register(handler)
     if handler not in _exit_handlers:
         _exit_handlers.append(handler)
+
+
+def mark_process(name: str) -> int | None:
+    """Mark this process with ``name`` until the descriptor that is returned is closed; None where it cannot be."""
+    try:
+        return os.memfd_create(_file_of(name), os.MFD_CLOEXEC)
+    except OSError:
+        return None
+
+
+def find_marked_ancestor(name: str) -> int | None:
+    """The nearest process marked with ``name`` among the one that has started this one and those before it."""
+    wanted = Path(f"/memfd:{_file_of(name)} (deleted)")
+    pid = os.getppid()
+    with suppress(OSError):  # it has ended, or belongs to another user
+        while pid > 1:
+            if wanted in map(_target_of, Path(f"/proc/{pid}/fd").iterdir()):
+                return pid
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            pid = int(stat.rpartition(b")")[2].split()[1])
+    return None
+
+
+def _target_of(link: Path) -> Path | None:
+    with suppress(OSError):  # closed in the meantime
+        return link.readlink()
+    return None
+
+
+def _file_of(name: str) -> str:
+    return f"popdist-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def _part_from_parent() -> None:

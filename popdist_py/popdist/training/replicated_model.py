@@ -387,9 +387,11 @@ class ReplicatedModel(nn.Module):
         """The module's own state dict: it loads into the bare module and the other way round.
 
         Raises:
-            WeightsError: While the buffers hold what a pass in training mode outside of the loop wrote.
+            WeightsError: While the buffers hold what a pass in training mode outside of the loop wrote, unless
+                ``keep_vars`` asks for the model's own tensors.
         """
-        check_buffers(self.module)
+        if not kwargs.get("keep_vars"):
+            check_buffers(self.module)
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
