@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from popdist.contract import NUM_THREADS
 from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
 from poprun.errors import PlanError, PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
@@ -272,9 +273,13 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
     if line.emitted is not None:
         from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
 
-        return emit_job(
-            plan, line.emitted, Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
+        surroundings = Surroundings(
+            image=line.image,
+            python=sys.executable,
+            options=_options_again(line),
+            user_num_threads=os.environ.get(NUM_THREADS, ""),
         )
+        return emit_job(plan, line.emitted, surroundings)
     from poprun.render import render_plan  # noqa: PLC0415 - most jobs are not shown
 
     return render_plan(

@@ -4,6 +4,7 @@ Holds poprun.job.agents, poprun.job.key_proofs, poprun.job.output.streams and po
 """
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
             say(address, piece)
         say(address, b"x" * (MAX_MESSAGE_BYTES + 10) + b"\n")
         fuzz()
+        say(address, b"".join(b"nonsense %d\n" % number for number in range(10)))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
             silent.connect(abstract_address(address))
             _, err = process.communicate("", timeout=DEADLINE_SECONDS)
@@ -78,6 +80,30 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
     assert "refused: a control message is no JSON" in err
     assert "refused: the event hello of 0 at a time that is not its" in err
     assert err.count("refused") == 10
+
+
+KNOCK = """
+import os, socket, sys
+os.setuid(30_000)
+for _ in range(5):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect("\\0" + sys.argv[1])
+        assert stranger.recv(1) == b""
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_knocks_of_another_user_are_one_line(poprun: Poprun) -> None:
+    """However often: nobody fills the terminal of another user."""
+    with poprun.started(
+        "--launcher=local", "-n1", sys.executable, "-c", "input(print('here', flush=True))"
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        run([sys.executable, "-c", KNOCK, control_socket(process.pid)]).succeeded()
+        _, err = process.communicate("x\n", timeout=DEADLINE_SECONDS)
+
+    assert err.count("refused: a process of another user knocked at the control socket") == 1
 
 
 OVER_TCP = """

@@ -3,6 +3,7 @@
 Holds poprun.emit and poprun.emit.kubernetes.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,18 @@ def test_popdist_finds_its_place_in_a_pod(plan: LaunchPlan, data: st.DataObject)
         assert contract.num_threads == plan.threads_per_replica
     assert found.contract.num_local_instances == 1
     assert found.contract.master is not None
+
+
+@pytest.mark.parametrize("kind", [EmitKind.MPIJOB, EmitKind.JOBSET])
+def test_the_threads_that_the_user_has_set_go_into_pods(kind: EmitKind) -> None:
+    """A pod does not inherit what poprun does not set; what is no number says nothing of a pod."""
+    plan = replace(CPU_PLAN, threads_per_replica=None)
+    with_threads, without = (
+        emit_job(plan, kind, Surroundings(image=IMAGE, user_num_threads=text)) for text in ("3", "many")
+    )
+
+    assert "OMP_NUM_THREADS" not in without
+    assert re.search(r"OMP_NUM_THREADS(=3|\s+(- |value: )'3')", with_threads)
 
 
 def test_an_mpi_of_another_kind() -> None:

@@ -89,6 +89,7 @@ def test_parse_hosts(text: str, hosts: tuple[str, ...]) -> None:
         ("a b", "no host name"),
         ("n1:4,n2:4", "'n1:4': name the host alone, n1: poprun deals equally many instances to each"),
         ("n1 slots=4", "'n1 slots=4': name the host alone, n1"),
+        ("n1,root@n2", "'root@n2': name the host alone, n2; write 'Host n2' and below it 'User root' into"),
         ("n;reboot", "no host name"),
         ("n[0-65536]", "names 65,537 hosts: at most 65,536"),
         ("n[0-99999999999999999999999]", "at most 65,536"),
@@ -153,6 +154,8 @@ def test_each_line_names_hosts(tmp_path: Path) -> None:
     file.write_text("# ours\nhead\n\nnode[0-1]  # two\n tail \n")
 
     assert read_host_file(str(file)) == ("head", "node0", "node1", "tail")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_host_file(str(file))[0] == "head"
     line = read_command_line(["--hostfile", str(file), "train"], {})
     assert line.request((), "/").hosts == ("head", "node0", "node1", "tail")
 
@@ -164,12 +167,13 @@ def test_each_line_names_hosts(tmp_path: Path) -> None:
         ("a\nb slots=2\n", "hosts:2: --host: 'b slots=2': name the host alone, b: poprun deals equally many"),
         ("a\n\nn[2-1]", "hosts:3: --host 'n[2-1]': the range 2-1 runs backwards"),
         ("a\nb\na\n", "--host names a twice"),
+        ("a\nstraße\n", "hosts: line 2 is not in UTF-8: save the file in that encoding"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, what: str) -> None:
     """Each by the line it stands in."""
     file = tmp_path / "hosts"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
 
     with pytest.raises(PoprunError) as caught:
         read_host_file(str(file))

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.errors import UsageError
@@ -32,12 +32,15 @@ class Surroundings:
     python: str = "python3"  # the interpreter that runs poprun
     # the words of poprun's command line that the plan was made from, without those that are for the print-out
     options: tuple[str, ...] = ()
+    user_num_threads: str = ""  # OMP_NUM_THREADS as the user has set it here
 
 
 def emit_job(plan: LaunchPlan, kind: EmitKind, surroundings: Surroundings) -> str:
     """``plan`` as a job of ``kind``, as text; a UsageError says what is missing, or what the kind cannot say."""
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
+    if plan.threads_per_replica is None and re.fullmatch("[1-9][0-9]*", surroundings.user_num_threads):
+        plan = replace(plan, threads_per_replica=int(surroundings.user_num_threads))
     name = job_name(plan)
     if kind is EmitKind.SBATCH:
         words = (surroundings.python, "-m", "poprun", *surroundings.options, *plan.program)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _TALK_SECONDS: Final = 5.0
 """How long an agent may take to read a message."""
 
-_MOST_WARNINGS: Final = 10
+_MOST_REASONS: Final = 10
 _OF_SHIMS: Final = ("agent_lost", "runtime_lost")
 
 Event = tuple[int, dict[str, Any]]
@@ -66,7 +66,7 @@ class AgentLinks:
         self._num_instances = num_instances
         self._selector = selector
         self._warn = warn
-        self._num_warnings = 0
+        self._refusals: set[str] = set()
         self._instance_of: dict[Link, int] = {}
         self._agents: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
@@ -160,8 +160,9 @@ class AgentLinks:
         self._selector.register(link, selectors.EVENT_READ, lambda: self._receive(link))
 
     def _refuse(self, reason: str) -> None:
-        self._num_warnings += 1
-        if self._num_warnings <= _MOST_WARNINGS:
+        """Warn of what was refused, once for each reason, so that nobody fills the terminal of another user."""
+        if reason not in self._refusals and len(self._refusals) < _MOST_REASONS:
+            self._refusals.add(reason)
             self._warn(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:

@@ -37,7 +37,11 @@ def read_text(file: str) -> str:
         data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(_too_long(MAX_BYTES))
-    return data.decode()
+    try:
+        return data.decode("utf-8-sig")  # some editors write a mark first
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {number} is not in UTF-8: save the file in that encoding") from None
 
 
 def _too_long(most: int) -> str:

@@ -24,6 +24,7 @@ _PART: Final = r"\[([^\[\]]*)\]|([^\[\]]+)"
 _RANGE: Final = r"([0-9]{1,253})(?:-([0-9]{1,253}))?"
 _NAME: Final = r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*"
 _ADDRESS: Final = r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]"
+_WITH_USER: Final = r"([^@\s]+)@([^@\s]+)"
 _WITH_SLOTS: Final = r"([^:\s]+)(?::[0-9]+|\s+(?:max[_-])?slots\s*=.*)"
 _NUMBERED: Final = r"(.*?)([0-9]+)([^0-9]*)"
 
@@ -94,6 +95,11 @@ def check_hosts(hosts: Sequence[str]) -> None:
             raise PlanError(
                 f"--host: {host!r}: name the host alone, {slots[1]}: poprun deals equally many instances to each, "
                 "and --num-instances says how many run in all"
+            )
+        if login := re.fullmatch(_WITH_USER, host):
+            raise PlanError(
+                f"--host: {host!r}: name the host alone, {login[2]}; write 'Host {login[2]}' and below it "
+                f"'User {login[1]}' into ~/.ssh/config, or into the file of --ssh-config"
             )
         if not re.fullmatch(_NAME, host) or len(host) > MAX_NAME_LENGTH:
             raise PlanError(
