@@ -17,7 +17,7 @@ from torch import Tensor
 
 from popdist.context import current_group, device, shares_tensors
 from popdist.errors import CollectiveError, name_instances
-from popdist.groups import Exchange
+from popdist.groups import Exchange, Group
 from popdist.host_memory import shared_storages
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -255,15 +255,29 @@ def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JS
     if num_bytes == _REFUSED:
         found = f": {type(value).__name__}, {fault}" if is_root else ""
         raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{found}")
-    message = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if is_root
-        else torch.empty(num_bytes, dtype=torch.uint8)
-    )
-    if "cpu" not in group.backend.device_types:
-        message = message.to(device())
+    return json.loads(send_bytes(group, data, num_bytes, root))
+
+
+def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
+    """The ``data`` of instance ``root``, on every instance, all of which know their length."""
+    message = _message_of(group, data if group.backend.instance_index == root else b"", num_bytes)
     group.backend.broadcast(message, root)
-    return json.loads(message.cpu().numpy().tobytes())
+    return message.cpu().numpy().tobytes()
+
+
+def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
+    """Every instance's ``data``, which may differ in length; all instances call this, with the same ``text``."""
+    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
+    rows = group.backend.all_gather(_message_of(group, data, max(lengths))).cpu()
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
+    """A tensor with room for ``num_bytes``, which begins with ``data``, on a device whose tensors can be sent."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    if data:
+        message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return message if "cpu" in group.backend.device_types else message.to(device())
 
 
 def _encode(value: object) -> tuple[bytes, str | None]:

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from popdist.collectives import gather_bytes
 from popdist.context import current_group
 from popdist.errors import CollectiveError, WeightsError, name_instances
 from popdist.groups import Group
@@ -66,16 +67,6 @@ def broadcast_tensors(group: Group, root: int, tensors: Iterable[Tensor]) -> Non
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for same_kind in kinds.values():
         _broadcast_together(group, root, same_kind)
-
-
-def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
-    """Every instance's ``data``, which may differ in length; all instances call this, with the same ``text``."""
-    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
-    sent = torch.zeros(max(lengths), dtype=torch.uint8)
-    if data:
-        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = zip(group.backend.all_gather(sent), lengths, strict=True)
-    return [row[:length].numpy().tobytes() for row, length in rows]
 
 
 def checksum(weights: Weights) -> str:

@@ -4,13 +4,13 @@ The random states of replicas are gathered from all instances. All instances get
 checkpoint, or none does.
 """
 
-import base64
 import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +29,10 @@ from popdist.checkpoint.states import (
     replica_states_of,
     stateful_of,
 )
+from popdist.collectives import gather_bytes, send_bytes
 from popdist.errors import CheckpointError, CollectiveError, PopdistWarning, name_instances, whole_number
 from popdist.gradients.buffers import check_buffers
 from popdist.groups import Group
-from popdist.weights import bytes_of, gather_bytes
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:
@@ -116,33 +116,13 @@ def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
 def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[Any, Any]:
     """Gather the random states of all replicas from the instances that own them."""
     with together(group, f"checkpoint.save, {name}"):
-        mine = _pack(thing.state_dict(), name)
+        mine = BytesIO()
+        torch.save(thing.state_dict(), mine)
     return {
         replica: state
-        for packed in gather_bytes(group, f"checkpoint.save, {name} of all", mine)
-        for replica, state in _unpack(packed).items()
+        for data in gather_bytes(group, f"checkpoint.save, {name} of all", mine.getvalue())
+        for replica, state in torch.load(BytesIO(data), weights_only=True).items()
     }
-
-
-def _pack(state: object, name: str) -> bytes:
-    """A state as bytes of JSON, its tensors included."""
-    tensors: dict[str, Tensor] = {}
-    encoded = encode(state, name, tensors)
-    inline = {}
-    for key, tensor in tensors.items():
-        inline[key] = [TensorForm.of(tensor).to_json(), base64.b64encode(bytes_of(tensor)).decode()]
-    return json.dumps([encoded, inline]).encode()
-
-
-def _unpack(packed: bytes) -> Any:  # noqa: ANN401 - whatever the object's state is
-    """Make the state from what :func:`_pack` gave."""
-    encoded, inline = json.loads(packed)
-    tensors = {}
-    for key, (form, text) in inline.items():
-        empty = TensorForm.from_json(form).empty()
-        data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        tensors[key] = data.view(empty.dtype).view(empty.shape)
-    return decode(encoded, tensors)
 
 
 def _choose_step(path: Path, step: int | None) -> int:
@@ -366,14 +346,14 @@ def together(group: Group, text: str) -> Iterator[None]:
     lengths = [length for (length,) in group.start(text, [len(message)]).wait()]
     failed = [instance for instance, length in enumerate(lengths) if length]
     if failed:
-        told = _broadcast(group, message, lengths[failed[0]], failed[0])
+        told = send_bytes(group, message, lengths[failed[0]], failed[0])
         raise failure or CheckpointError(f"{name_instances(failed)} failed: {told.decode(errors='replace')}")
 
 
 def broadcast_bytes(group: Group, text: str, data: bytes) -> bytes:
     """The writer's ``data``, on every instance."""
     (length,) = group.start(text, [len(data)]).wait()[WRITER]
-    return _broadcast(group, data, length, WRITER)
+    return send_bytes(group, data, length, WRITER)
 
 
 def broadcast_tensors(group: Group, text: str, tensors: Iterable[Tensor]) -> None:
@@ -382,13 +362,3 @@ def broadcast_tensors(group: Group, text: str, tensors: Iterable[Tensor]) -> Non
     for tensor in tensors:
         in_memory_order = tensor.as_strided((tensor.numel(),), (1,))
         group.backend.broadcast(in_memory_order, WRITER)
-
-
-def _broadcast(group: Group, data: bytes, length: int, root: int) -> bytes:
-    buffer = _as_tensor(data) if group.backend.instance_index == root else torch.empty(length, dtype=torch.uint8)
-    group.backend.broadcast(buffer, root)
-    return buffer.numpy().tobytes()
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

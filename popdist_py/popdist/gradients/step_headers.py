@@ -20,10 +20,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from popdist.collectives import gather_bytes
 from popdist.errors import CollectiveError, WeightsError, name_instances
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.groups import Group, as_floats
-from popdist.weights import bytes_of, gather_bytes
+from popdist.weights import bytes_of
 
 R = TypeVar("R")
 

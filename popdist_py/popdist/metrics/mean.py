@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from popdist import groups
+from popdist.collectives import gather_bytes
 from popdist.context import current_group
 from popdist.errors import CollectiveError, name_instances
 
@@ -23,18 +23,13 @@ Numbers: TypeAlias = "float | Tensor | Iterable[float | Tensor]"
 _UNIT_EXPONENT: Final = 1074
 """A unit of the exact sums is 2 to the power of minus this."""
 
-_WORD_BITS: Final = 64
-
-_REFUSED: Final = -1
-"""The number that an instance sends in place of its message's length when it has no sums."""
-
 
 class _ExactSum:
     """The exact sum of floats and integers."""
 
-    def __init__(self, num_units: int = 0, infinite: float = 0.0) -> None:
-        self.num_units = num_units
-        self.infinite = infinite
+    def __init__(self) -> None:
+        self.num_units = 0
+        self.infinite = 0.0
 
     def add(self, numbers: Sequence[float]) -> None:
         """Add ``numbers``, which are floats and integers."""
@@ -47,28 +42,14 @@ class _ExactSum:
             else:
                 self.infinite += number
 
-    def to_words(self) -> list[int]:
-        """The sum as signed 64-bit integers: three, and as many as its bits need."""
-        (infinite,) = groups.as_words([self.infinite])
-        num_zero_words = 0
-        if self.num_units:
-            num_zero_words = ((self.num_units & -self.num_units).bit_length() - 1) // _WORD_BITS
-        significant = self.num_units >> num_zero_words * _WORD_BITS
-        num_words = significant.bit_length() // _WORD_BITS + 1
-        data = significant.to_bytes(num_words * _WORD_BITS // 8, "little", signed=True)
-        words = [
-            int.from_bytes(data[start : start + 8], "little", signed=True) for start in range(0, len(data), 8)
-        ]
-        return [infinite, num_zero_words, num_words, *words]
+    def __str__(self) -> str:
+        """The sum in two words, without rounding, for :meth:`add_words`."""
+        return f"{self.num_units:x} {self.infinite}"
 
-    @classmethod
-    def from_words(cls, words: list[int]) -> "_ExactSum":
-        """Read a sum that :meth:`to_words` wrote, and remove it from the front of ``words``."""
-        infinite, num_zero_words, num_words = words[:3]
-        data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[3 : 3 + num_words])
-        del words[: 3 + num_words]
-        num_units = int.from_bytes(data, "little", signed=True) << num_zero_words * _WORD_BITS
-        return cls(num_units, groups.as_floats([infinite])[0])
+    def add_words(self, num_units: str, infinite: str) -> None:
+        """Add the sum of another instance."""
+        self.num_units += int(num_units, 16)
+        self.infinite += float(infinite)
 
 
 def weighted_mean(total: Numbers, count: Numbers) -> float:
@@ -101,7 +82,7 @@ def weighted_mean(total: Numbers, count: Numbers) -> float:
         mean.add(total, count)
     except CollectiveError as error:
         fault = str(error).removeprefix("Mean.add")
-        _gather(None, "weighted_mean()", f"weighted_mean{fault}")
+        _gather("", "weighted_mean()", f"weighted_mean{fault}")
         raise
     return mean._over_all("weighted_mean()")  # noqa: SLF001 - of this module
 
@@ -166,11 +147,10 @@ class Mean:
     def _over_all(self, text: str) -> float:
         """Exchange the sums in the call ``text``, and return the mean over all instances."""
         total, count = _ExactSum(), _ExactSum()
-        for words in _gather([*self._total.to_words(), *self._count.to_words()], text):
-            for known in (total, count):
-                received = _ExactSum.from_words(words)
-                known.num_units += received.num_units
-                known.infinite += received.infinite
+        for sums in _gather(f"{self._total} {self._count}", text):
+            words = sums.split()
+            total.add_words(*words[:2])
+            count.add_words(*words[2:])
         if not count.num_units:
             raise CollectiveError(f"{text}: the counts of all instances add up to 0, so there is no mean")
         if total.infinite:  # NaN is, too
@@ -204,21 +184,13 @@ def _shown(numbers: object) -> str:
     return text if len(text) <= 60 else f"a {type(numbers).__name__}"  # noqa: PLR2004 - most of a line
 
 
-def _gather(message: list[int] | None, text: str, fault: str | None = None) -> list[list[int]]:
-    """Exchange the messages of all instances, in one header or as many as the longest one needs."""
+def _gather(sums: str, text: str, fault: str | None = None) -> list[str]:
+    """The sums of all instances, or an error if one brings none, which is ``fault`` on that one."""
     group = current_group()
-    own = message or []
-    received: list[list[int]] = [[] for _ in group.instances]
-    num_sent, longest = 0, 1
-    while num_sent < longest:
-        piece = own[num_sent : num_sent + groups.MAX_NUMBERS - 1]
-        sent = group.start(text, [_REFUSED if message is None else len(own), *piece]).wait()
-        lengths = [numbers[0] for numbers in sent]
-        refused = [instance for instance, it in zip(group.instances, lengths, strict=True) if it == _REFUSED]
-        if refused:
-            reason = f"{text}: {name_instances(refused)} brought no numbers (see the error there)"
-            raise CollectiveError(fault or reason)
-        for known, numbers in zip(received, sent, strict=True):
-            known.extend(numbers[1:])
-        num_sent, longest = num_sent + groups.MAX_NUMBERS - 1, max(lengths)
+    received = [data.decode() for data in gather_bytes(group, text, sums.encode())]
+    refused = [instance for instance, it in zip(group.instances, received, strict=True) if not it]
+    if refused:
+        raise CollectiveError(
+            fault or f"{text}: {name_instances(refused)} brought no numbers (see the error there)"
+        )
     return received

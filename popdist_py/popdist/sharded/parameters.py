@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from popdist.collectives import gather_bytes
 from popdist.errors import OptimizerError, name_instances
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.gradients.shards import Ranges, deal_elements, flat_like, flat_view, may_be_cut
 from popdist.groups import Group
-from popdist.weights import gather_bytes
 
 Named: TypeAlias = tuple[str, Parameter]
 """A name and its parameter of the model."""

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from popdist.collectives import gather_bytes
 from popdist.errors import BatchError, MicroBatchError, PopdistError, whole_number
 from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
-from popdist.weights import gather_bytes
 
 Kind = Literal["forward", "backward", "end", "left"]
 
