@@ -1,8 +1,4 @@
-"""`AsynchronousDataAccessor`: batches read by a worker of torch's DataLoader, before the program asks for them.
-
-The worker reads one epoch after the other. Program and worker share the number of the epoch that is wanted, with
-which the program leaves an epoch before its end.
-"""
+"""`AsynchronousDataAccessor`: batches read by a worker of torch's DataLoader, before the program asks for them."""
 
 import multiprocessing
 import os
@@ -16,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch.multiprocessing
 import torch.utils.data
@@ -42,56 +39,30 @@ _START_METHODS: Final = {
     SharingStrategy.ForkServer: "forkserver",
 }
 _POLL_SECONDS: Final = 0.005
-_NEVER: Final = 1 << 62
-"""The wanted epoch once the program wants no more."""
-
-
-class _DataBuffers(NamedTuple):
-    """Places for batches, which program and worker share."""
-
-    indices_mem: Tensor  # 1 for each batch that lies ready, else 0; ``int32``, one for each place
-    wanted: Tensor  # the epoch that the program wants; -1 before its first one
-
-
-class _Message(NamedTuple):
-    """What was read: a batch, or the end of an epoch."""
-
-    epoch: int  # which one, from 0
-    is_end: bool
-    batch: Any = None
+_END: Final = object()
+"""In place of a batch, after the last one of an epoch."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Epochs(IterableDataset[_Message]):
-    """Everything that ``source`` gives, epoch after epoch, for as long as the program wants it."""
+class _Batches(IterableDataset[Any]):
+    """The batches of ``source``; each iterator is an epoch."""
 
     source: Any  # a dataset, or a loader
-    buffers: _DataBuffers  # shared with the program
-    load_indefinitely: bool  # whether to begin an epoch before it is wanted
-    early_preload: bool  # whether to read more than one batch before the first epoch is wanted
+    # both in memory that the program shares
+    indices_mem: Tensor  # 1 for each batch that lies ready, else 0; ``int32``, one for each place
+    is_wanted: Tensor  # 1 from the program's first epoch on
+    early_preload: bool  # whether to read more than one batch before
     rebatched_size: int | None  # samples of a batch; None leaves batches as they are
     drop_last: bool  # leave out a last rebatched one that is smaller
 
-    def __iter__(self) -> Iterator[_Message]:
-        indices_mem, wanted = self.buffers
-        num_read = 0
-        for epoch in count():
-            if wanted == _NEVER or not (self.load_indefinitely or epoch == 0 or self._wait_for(epoch)):
-                return
-            for batch in self._read():
-                if wanted > epoch:
-                    break
-                indices_mem[num_read % len(indices_mem)] = 1
-                num_read += 1
-                yield _Message(epoch, is_end=False, batch=batch)
-                if not self.early_preload and not self._wait_for(0):
-                    return
-            yield _Message(epoch, is_end=True)
-            if num_read == 0 and not self._wait_for(epoch + 1):
-                return
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self._read()):
+            self.indices_mem[number % len(self.indices_mem)] = 1
+            yield batch
+            while not (self.early_preload or self.is_wanted):
+                time.sleep(_POLL_SECONDS)
 
     def _read(self) -> Iterator[Any]:
-        """The batches of one epoch."""
         source = self.source
         batches: Iterator[Any]
         if isinstance(source, torch.utils.data.DataLoader):
@@ -104,41 +75,26 @@ class _Epochs(IterableDataset[_Message]):
             return batches
         return rebatched(batches, self.rebatched_size, drop_last=self.drop_last)
 
-    def _wait_for(self, epoch: int) -> bool:
-        """Wait until the program wants ``epoch``; False where it wants no more."""
-        while self.buffers.wanted < epoch:
-            time.sleep(_POLL_SECONDS)
-        return bool(self.buffers.wanted != _NEVER)
 
-
-@dataclass(frozen=True)
-class _Reader:
-    """The process that reads, by the names that PopTorch's programs know."""
-
-    _data_buffers: _DataBuffers
-    _process: Any  # None where the loader's own processes were there before
-
-
-def _loader_of(
-    epochs: _Epochs, buffer_size: int, strategy: SharingStrategy
-) -> torch.utils.data.DataLoader[_Message]:
-    """A loader of torch whose one worker reads ``epochs``, ``buffer_size`` batches ahead."""
+def _loader_of(batches: _Batches, buffer_size: int, strategy: SharingStrategy) -> torch.utils.data.DataLoader[Any]:
+    """A loader of torch whose one worker reads ``batches``, ``buffer_size`` of them ahead."""
     context = multiprocessing.get_context(_START_METHODS[strategy])
     if strategy is SharingStrategy.ForkServer:
         context.set_forkserver_preload(["__main__", __name__])  # which is read once for all loaders
     return torch.utils.data.DataLoader(
-        epochs,
+        batches,
         batch_size=None,
         num_workers=1,
         collate_fn=_unchanged,
         prefetch_factor=buffer_size,
+        persistent_workers=True,
         multiprocessing_context=context,
         worker_init_fn=partial(_begin_worker, strategy=strategy, parsers=picklable_parsers()),
     )
 
 
-def _unchanged(message: Any) -> Any:  # noqa: ANN401 - a message, which torch knows as a list of samples
-    return message
+def _unchanged(batch: Any) -> Any:  # noqa: ANN401 - as the dataset has it, which torch would make tensors of
+    return batch
 
 
 def _begin_worker(_number: int, *, strategy: SharingStrategy, parsers: dict[type, ICustomArgParser]) -> None:
@@ -200,33 +156,32 @@ class AsynchronousDataAccessor:
         if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
             raise Error(f"AsynchronousDataAccessor takes a dataset or a loader, and was given {dataset!r}")
         self._dataset = dataset
-        self._epoch = 0
-        buffers = _DataBuffers(
-            torch.zeros(buffer_size, dtype=torch.int32).share_memory_(),
-            torch.full((1,), -1, dtype=torch.int64).share_memory_(),
-        )
-        self._buffers = buffers
-        weakref.finalize(self, buffers.wanted.fill_, _NEVER)  # a worker that waits ends at once
-        epochs = _Epochs(
+        self._load_indefinitely = load_indefinitely
+        self._indices_mem = torch.zeros(buffer_size, dtype=torch.int32).share_memory_()
+        self._is_wanted = torch.zeros(1, dtype=torch.int32).share_memory_()
+        weakref.finalize(self, self._is_wanted.fill_, 1)  # a worker that waits ends at once
+        batches = _Batches(
             source=dataset,
-            buffers=buffers,
-            load_indefinitely=load_indefinitely,
+            indices_mem=self._indices_mem,
+            is_wanted=self._is_wanted,
             early_preload=early_preload,
             rebatched_size=rebatched_size,
             drop_last=drop_last,
         )
-        before = {*multiprocessing.active_children()}
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
-        self._messages: Iterator[_Message] | None = iter(
-            epochs if has_workers else _loader_of(epochs, buffer_size, sharing_strategy)
-        )
+        self._epochs: Iterable[Any] | None
+        self._epochs = batches if has_workers else _loader_of(batches, buffer_size, sharing_strategy)
+        self._epoch = 0
+        before = {*multiprocessing.active_children()}
+        self._begin_epoch()
         started = [process for process in multiprocessing.active_children() if process not in before]
         for process in started:
             logger.debug("AsynchronousDataAccessor worker process: %s", process.pid)
-        self._worker = _Reader(buffers, started[0] if started else None)
-        self._num_received = 0
+        self._worker = SimpleNamespace(  # by the names that PopTorch's programs know
+            _data_buffers=SimpleNamespace(indices_mem=self._indices_mem), _process=next(iter(started), None)
+        )
         try:
-            self._first: _Message | None = self._receive()
+            self._ready.append(self._receive())
         except Error as error:
             sys.stderr.write(f"{error}\n")
             self.terminate()
@@ -234,12 +189,19 @@ class AsynchronousDataAccessor:
                 "AsynchronousDataAccessor worker thread failed to start: the reason is printed above"
             ) from None
 
-    def _receive(self) -> _Message:
-        """Wait for the next message."""
-        if self._messages is None:
+    def _begin_epoch(self) -> None:
+        """Have the next epoch read; what is left of the one before is dropped."""
+        self._indices_mem.zero_()
+        self._ready: list[Any] = []
+        self._batches = iter(()) if self._epochs is None else iter(self._epochs)
+        self._is_new = True
+
+    def _receive(self) -> Any:  # noqa: ANN401 - as the dataset has it
+        """Wait for the next batch."""
+        if self._epochs is None:
             raise Error("the process that reads ahead has ended: terminate() was called")
         try:
-            return next(self._messages)
+            return next(self._batches, _END)
         except Exception as error:  # noqa: BLE001 - whatever a dataset raises
             reason = str(error)
             traceback.clear_frames(error.__traceback__)  # which hold what ends the process when it is gone
@@ -249,28 +211,31 @@ class AsynchronousDataAccessor:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        self._buffers.wanted.clamp_(min=epoch)
-        return self._batches(epoch)
+        self._epoch += 1
+        if not self._is_new:  # the last one was left early, or is not followed by another unasked
+            self._begin_epoch()
+        self._is_new = False
+        self._is_wanted.fill_(1)
+        return self._batches_of(self._epoch)
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
-        while True:
-            if self._epoch != epoch + 1:
+    def _batches_of(self, epoch: int) -> Iterator[Any]:
+        for number in count():
+            if self._epoch != epoch:
                 raise Error("another iterator of this loader was made, which reads its batches now")
-            message, self._first = self._first or self._receive(), None
-            if not message.is_end:
-                self._buffers.indices_mem[self._num_received % len(self._buffers.indices_mem)] = 0
-                self._num_received += 1
-            if message.epoch == epoch:
-                if message.is_end:
-                    return
-                yield message.batch
-            del message  # and with it what holds the batch's memory
+            batch = self._ready.pop() if self._ready else self._receive()
+            if batch is _END:
+                break
+            self._indices_mem[number % len(self._indices_mem)] = 0
+            yield batch
+            del batch  # and with it what holds its memory
+        if self._load_indefinitely:
+            self._begin_epoch()
 
     def terminate(self) -> None:
         """End the process. Iterators raise an ``Error`` from now on."""
-        self._buffers.wanted.fill_(_NEVER)
-        self._messages = self._first = None
+        self._is_wanted.fill_(1)
+        self._epochs = None
+        self._begin_epoch()
 
 
 def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[Any]:

@@ -44,6 +44,7 @@ class WeightCasts(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.has_cast = False  # whether there was a need
+        self.normalized: list[Tensor] = []  # those of normalizing operations, which update running statistics
 
     def __torch_function__(
         self,
@@ -58,26 +59,8 @@ class WeightCasts(TorchFunctionMode):
             if kind.is_floating_point and args[1].dtype.is_floating_point:
                 self.has_cast = True
                 args = (args[0], *(part.to(kind) if isinstance(part, Tensor) else part for part in args[1:]))
-        return func(*args, **kwargs or {})
-
-
-class _SeenNorms(TorchFunctionMode):
-    """Within it the tensors of operations are noticed that update running statistics by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch has it
-        del types
-        if func in _WITH_STATISTICS:
-            self.tensors += tensors_of(args)
+        elif func in _WITH_STATISTICS:
+            self.normalized += tensors_of(args)
         return func(*args, **kwargs or {})
 
 
@@ -91,10 +74,9 @@ class TracedForward:
         self._device = device
         self._place: LossPlace | None = None  # of the loss in the result; else each forward is watched for it
         args, kwargs = with_tensors(first, Tensor.clone)
-        casts, norms, search = WeightCasts(), _SeenNorms(), LossSearch()
+        casts, search = WeightCasts(), LossSearch()
         with _explained(), _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
             modes.enter_context(casts)
-            modes.enter_context(norms)
             if is_training:
                 modes.enter_context(search)
             if "torch._dynamo" in sys.modules:  # nothing can be seen of what torch.compile has compiled
@@ -103,7 +85,9 @@ class TracedForward:
         if is_training:
             self._place = LossPlace.of(tensors, search.final())
         self._has_casts = casts.has_cast
-        self.statistics = _statistics(module, norms.tensors)  # buffers that normalizing operations update, by name
+        self.statistics = _statistics(
+            module, casts.normalized
+        )  # buffers that normalizing operations update, by name
         self.num_outputs = len(tensors)
 
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
