@@ -285,6 +285,55 @@ def law_instances_bring_batches_of_the_same_step() -> None:
     check_recovered(model)
 
 
+def law_batches_of_two_loaders_are_paired() -> None:
+    """As the first has samples. Where the second alone has none, and in zip(), it is an error."""
+    num_replicas, model = popdist.num_replicas(), popdist.ReplicatedModel(Net())
+    x, y = samples(3 * num_replicas - 1)
+    ragged = popdist.data_loader(list(zip(x, y, strict=True)), 1, accumulation=2)
+    full = popdist.data_loader(torch.arange(4.0 * num_replicas), 1, accumulation=2)
+    first = 0
+    for a, b in zip(ragged, full, strict=True):
+        found = []
+        for (part, labels), numbers in model.micro_batches((a, b)):
+            cross_entropy(model(part), labels).backward()
+            found.append(numbers.tolist())
+            assert len(list(zip(found, b, strict=False))) == len(found)
+        pairs = zip(a.micro_batches, b.micro_batches, strict=True)
+        assert found == [of_b.content.tolist() for of_a, of_b in pairs if of_a.num_samples]
+        check_gradient(model, (x[first : a.stop], y[first : a.stop]))
+        first = a.stop
+        model.zero_grad()
+    single = next(iter(popdist.data_loader(torch.arange(4.0 * num_replicas), 1)))
+    a, b = next(iter(ragged)), next(iter(full))
+    with refused(
+        popdist.BatchError if is_last() else popdist.MicroBatchError,
+        "batch 1 of this loop .* drop_last=True" if is_last() else "could not split the batch",
+    ):
+        for _, (part, labels) in model.micro_batches((b, a)):
+            cross_entropy(model(part), labels).backward()
+    with refused(popdist.BatchError, r"model\.micro_batches\(\(a, b\)\)"):
+        for (part, labels), _ in zip(model.micro_batches(a), b, strict=False):
+            cross_entropy(model(part), labels).backward()
+    with refused(popdist.BatchError if is_last() else popdist.MicroBatchError, "accumulation|could not split"):
+        for (part, labels), _ in model.micro_batches((a, single if is_last() else b)):
+            cross_entropy(model(part), labels).backward()
+    check_recovered(model)
+
+
+def law_a_scaler_steps_where_the_first_step_has_no_samples() -> None:
+    """torch makes the scale where the first loss is scaled: the others have none to scale."""
+    model = popdist.ReplicatedModel(Net())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        for part, labels in model.micro_batches(share(samples(1))):
+            scaler.scale(cross_entropy(model(part), labels)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 1024.0
+    optimizer.zero_grad()
+    check_recovered(model)
+
+
 def law_what_does_not_fit_is_an_error_on_every_instance() -> None:
     """A negative weight, a missing micro batch: its own error where it is, MicroBatchError elsewhere."""
     model = popdist.ReplicatedModel(Net())

@@ -53,7 +53,7 @@ from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters
 from popdist.gradients.step_headers import NOT_DEALT, BeginHeader, ModelChecks, StepChecks
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
-from popdist.training.micro_batches import Nest, children_of, is_list_of_strings
+from popdist.training.micro_batches import Nest, batches_of_loaders, children_of, is_list_of_strings
 from popdist.training.model_steps import ModelSteps
 from popdist.training.step import (
     joint_modules,
@@ -169,7 +169,7 @@ class CheckedStep(UncheckedStep):
         self.checksum = 0 if sums is None else sums.word
         if context.environment().contract.num_instances > 1 and batch is not None:
             self.num_loader_passes = num_passes
-            self.digest = 0 if hasattr(batch, "micro_batches") else digest_of(batch)
+            self.digest = 0 if batches_of_loaders(batch) else digest_of(batch)
 
     def watch_others(self, parameters: OtherParameters) -> None:
         """Look for writes of other models' parameters, too."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
@@ -28,6 +28,10 @@ class MicroBatch:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.replica, self.step, self.num_samples, self.content))
+
+
+running_loops: Final[dict[object, tuple["Batch", ...]]] = {}
+"""For each model in the middle of a loop over micro batches, the batches of the loop that are a loader's."""
 
 
 class Share(NamedTuple):
@@ -94,7 +98,16 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        return (micro.content for micro in self.micro_batches if micro.num_samples)
+        for micro in self.micro_batches:
+            if micro.num_samples:
+                if running_loops and not any(self is it for batches in running_loops.values() for it in batches):
+                    raise BatchError(
+                        "a batch of popdist.data_loader was iterated over within a loop over the micro batches of "
+                        "another one, as by zip(model.micro_batches(a), b): where a replica has no samples of one "
+                        "of them, the pairs would be others than on other instances. Write `for (x, y), z in "
+                        "model.micro_batches((a, b)):`, or make a list of the batch before the loop"
+                    )
+                yield micro.content
 
     def __getitem__(self, key: object) -> NoReturn:
         raise BatchError(_taken_apart(f"asked for [{key!r}]"))

@@ -3,7 +3,8 @@
 A nest is what a loader yields: tensors in tuples, named tuples, lists, mappings and dataclasses, as deep as you
 like. It is cut along dim 0. A list of strings, which torch's default collate leaves so, is cut like a tensor;
 anything else in it (a number, None, an object) goes to every micro batch as it is. A batch of popdist's own loader
-brings its micro batches with it, and any other batch is cut by a function of the program's own.
+brings its micro batches with it, and several of them are paired. Any other batch is cut by a function of the
+program's own.
 
 A micro batch weighs the samples that it holds, unless the program says what it weighs: the tokens of a sequence
 model, for example.
@@ -18,6 +19,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from popdist.data.batch import Batch
 from popdist.errors import MOST_PARTS, BatchError, as_float, whole_number
 from popdist.layout import micro_batch_rows
 
@@ -221,11 +223,10 @@ def split_batch(
         contents = _apply(split, batch)
         _expect(len(contents), "split gave {} micro batches", num_replicas, accumulation)
         sizes = [_size(content, is_weighed=weights is not None) for content in contents]
-    elif hasattr(batch, "micro_batches"):
-        contents = [micro.content for micro in batch.micro_batches]
-        sizes = [micro.num_samples for micro in batch.micro_batches]
-        if accumulation == 1:
-            accumulation = max(1, len(contents) // num_replicas)
+    elif dealt := batches_of_loaders(batch):
+        sizes = [micro.num_samples for micro in dealt[0].micro_batches]
+        contents = [micro.content for micro in batch.micro_batches] if dealt[0] is batch else _paired(dealt)
+        accumulation = accumulation_of(batch, num_replicas, accumulation)
         _expect(len(contents), "the batch has {} micro batches", num_replicas, accumulation)
     else:
         contents, sizes = _cut(batch, num_replicas, accumulation)
@@ -239,6 +240,38 @@ def split_batch(
         if content is None and weight:
             raise BatchError(f"micro batch {index} weighs {weight}, but it has no samples")
     return accumulation, contents, weights
+
+
+def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
+    """The batch of a loader, or those that a tuple or list is made of; none if it is anything else."""
+    batches = tuple(batch) if type(batch) in (tuple, list) else (batch,)
+    return batches if all(hasattr(it, "micro_batches") for it in batches) else ()
+
+
+def accumulation_of(batch: Nest, num_replicas: int, accumulation: int) -> int:
+    """The micro batches of each local replica: 1 also stands for the number that a loader's batch has."""
+    dealt = batches_of_loaders(batch)
+    return max(1, len(dealt[0].micro_batches) // num_replicas) if dealt and accumulation == 1 else accumulation
+
+
+def _paired(batches: Sequence[Batch]) -> list[Nest]:
+    """The contents of each micro batch, one of each of ``batches``; the first says which are empty."""
+    numbers = [len(batch.micro_batches) for batch in batches]
+    if len(set(numbers)) > 1:
+        raise BatchError(
+            f"the batches of one loop have {' and '.join(map(str, numbers))} micro batches: make their loaders "
+            "with the same accumulation"
+        )
+    contents = []
+    for index, micros in enumerate(zip(*(batch.micro_batches for batch in batches), strict=True)):
+        missing = [number for number, micro in enumerate(micros) if not micro.num_samples]
+        if missing and micros[0].num_samples:
+            raise BatchError(
+                f"batch {missing[0]} of this loop has no samples for micro batch {index}, and batch 0 has: make "
+                "the loaders with drop_last=True, whose steps are all full, and end the epoch with the shorter one"
+            )
+        contents.append(tuple(micro.content for micro in micros))
+    return contents
 
 
 def _check_weights(weights: object) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from popdist import context
-from popdist.data.batch import Batch
+from popdist.data.batch import Batch, running_loops
 from popdist.data.randomness import RandomScope, ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, check_flags
 from popdist.gradients.buffers import ReplicaBuffers, check_buffers, label_of_copy
@@ -27,7 +27,15 @@ from popdist.gradients.step_headers import (
 )
 from popdist.layout import ReplicaLayout
 from popdist.torch_private import compile_scripts_at_once
-from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
+from popdist.training.micro_batches import (
+    Nest,
+    Split,
+    accumulation_of,
+    batches_of_loaders,
+    check_weight,
+    split_batch,
+    to_device,
+)
 from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.replica_turns import ReplicaTurns
@@ -244,6 +252,8 @@ class ModelSteps:
             if self._norm_groups is not None:
                 self._norm_groups.check_batch(contents, counts)
         except BatchError:
+            if split is None:
+                accumulation = accumulation_of(batch, self.layout.num_local_replicas, accumulation)
             self._refuse(accumulation, CANNOT_SPLIT, add=add)
             raise
         if self.step is not None:
@@ -257,8 +267,9 @@ class ModelSteps:
         step = self._begin(accumulation, batch)
         try:
             position = BatchPosition()
-            if isinstance(batch, Batch) and self.layout.num_instances > 1:
-                position = BatchPosition(epoch=batch.epoch, stop=batch.stop)
+            running_loops[self] = dealt = batches_of_loaders(batch)
+            if dealt and isinstance(dealt[0], Batch) and self.layout.num_instances > 1:
+                position = BatchPosition(epoch=dealt[0].epoch, stop=dealt[0].stop)
             step.begin(max(counts), reduction, position, add=add)
             if reduction == "sum" and weights is None:
                 counts = [float(content is not None) for content in contents]
@@ -325,6 +336,7 @@ class ModelSteps:
 
     def _end(self, *, is_complete: bool = False) -> None:
         step, self.step, self.automatic.step = self.step, None, None
+        running_loops.pop(self, None)
         if self.automatic.is_computing:
             self.automatic.end_computing()
         self._state.end()

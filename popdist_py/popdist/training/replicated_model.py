@@ -174,7 +174,8 @@ class ReplicatedModel(nn.Module):
         Args:
             batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
                 dim 0 of each: micro batch size x accumulation x local replicas, or fewer. Or the batch of
-                ``popdist.data_loader``, or what ``split`` splits.
+                ``popdist.data_loader``, or what ``split`` splits. Or a tuple of several loaders' batches, for
+                ``for (x, y), z in model.micro_batches((a, b))``: the samples of the first count.
             accumulation: Micro batches of each replica in this step, the same on all instances; a loader's batch
                 brings its own.
             reduction: ``"sum"`` leaves out the division by the sum of the weights, and weighs each micro batch 1
