@@ -321,7 +321,7 @@ def law_batches_of_two_loaders_are_paired() -> None:
 
 
 def law_a_scaler_steps_where_the_first_step_has_no_samples() -> None:
-    """torch makes the scale where the first loss is scaled: the others have none to scale."""
+    """Torch makes the scale where the first loss is scaled: the others have none to scale."""
     model = popdist.ReplicatedModel(Net())
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     for _ in range(2):

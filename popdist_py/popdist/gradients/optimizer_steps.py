@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -77,6 +79,25 @@ def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:  # noqa: AN
 def is_reduced(gradient: Tensor) -> bool:
     """Whether popdist has made ``gradient``, the same on all instances."""
     return bool(getattr(gradient, "_popdist_reduced", False))
+
+
+@cache
+def make_missing_scales() -> None:
+    """From now on a GradScaler has its scale when it steps, where this instance has scaled no loss before.
+
+    torch makes it when the first loss is scaled, and an instance whose first step has no samples has none.
+    """
+    for name in ("unscale_", "step"):
+        setattr(GradScaler, name, _with_scale(getattr(GradScaler, name)))
+
+
+def _with_scale(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
+        scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters_of(optimizer)[0].device))
+        return method(scaler, optimizer, *args, **kwargs)
+
+    return call
 
 
 class TrainingLoop:

@@ -15,6 +15,7 @@ from popdist.errors import BatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient
 from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
+from popdist.gradients.optimizer_steps import make_missing_scales
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.progress import progress_page
@@ -47,6 +48,7 @@ class Step:
         self._sum = total
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
         self._position = 0  # the micro batch that is next
+        self._has_run = False  # whether one of them had samples
         self._not_finite: NotFinite | None = None
         self._current: FlatGradient | None = None
         self._open: dict[int, _ReplicaSum] = {}
@@ -82,7 +84,7 @@ class Step:
 
     def add(self, weight: float) -> None:
         """Add the gradients that the backward passes of the next micro batch left in ``.grad``."""
-        scale = self._sum.weight_scale()
+        scale, self._has_run = self._sum.weight_scale(), True
         if self._checks_finite and weight and self._not_finite is None:
             parameter = self._gradients.not_finite()
             self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
@@ -108,6 +110,8 @@ class Step:
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.weight_scale()
+        if not self._has_run:
+            make_missing_scales()
         self._skip_to(self._num_micro_batches)
         fault = self._buffers.fault or self.checks.fault()
         self._sum.finish(reduction, self._not_finite, fault, add=add)
