@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from popdist.weights import sums_of
 
 R = TypeVar("R")
 
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+"""Where buffers are, and in which dtype they are added: those of one kind are added together."""
 
 LARGE: Final = 1 << 16
 """Numbers above which a buffer to which torch has counted no write is compared in checked steps only."""
@@ -87,10 +89,6 @@ class ModelBuffer:
     def assign(self, value: Tensor) -> None:
         """Write a ``value`` into the buffer that is not ``start``."""
         self.set(value)
-        self.mark_written()
-
-    def mark_written(self) -> None:
-        """Note that the buffer no longer holds ``start``."""
         self.version = _NEVER
 
 
@@ -382,29 +380,23 @@ class ReplicaBuffers(ModelBuffers):
     @torch.no_grad()
     def combine(self, group: Group, layout: ReplicaLayout, own: int, others: Iterable[str]) -> None:
         """Give the changed buffers, the same on all instances, what all replicas made of them."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        kinds: dict[Kind, list[str]] = {}
         for key in [name for i, name in enumerate(self.buffers) if own >> i & 1] + sorted(others):
             start = self._tracked[key].start
             kinds.setdefault((start.device, _dtype_of_sum(start.dtype)), []).append(key)
         first = layout.replicas_of(group.backend.instance_index).start
         tree: TreeSum[FlatTensors] = TreeSum(layout.num_replicas, add_flat, start=first)
         for replica, made in enumerate(self._made, first):
-            tree.push([self._brought(*kind, keys, made, replica) for kind, keys in kinds.items()])
+            tree.push([self._brought(kind, keys, made, replica) for kind, keys in kinds.items()])
         for keys, total in zip(kinds.values(), self._sum.finish(group, layout, tree.nodes), strict=True):
             flat = total[:-1] / total[-1] if total.is_floating_point() else total[:-1]
             values = unflatten(flat, [self._tracked[key].start for key in keys])
             for key, value in zip(keys, values, strict=True):
                 self._tracked[key].assign(value)
 
-    def _brought(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        keys: Sequence[str],
-        made: Mapping[str, Tensor] | None,
-        replica: int,
-    ) -> Tensor:
+    def _brought(self, kind: Kind, keys: Sequence[str], made: Mapping[str, Tensor] | None, replica: int) -> Tensor:
         """What a replica brings to the sum: its values and a 1 to be counted; zeros where it does not count."""
+        device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((made or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
         counts = made is not None if dtype.is_floating_point else replica == 0
@@ -426,12 +418,8 @@ class ReplicaBuffers(ModelBuffers):
 
     def written_outside(self) -> list[str]:
         """The buffers that still hold what a pass in training mode outside of all micro batches wrote."""
-        found = []
-        for name, value in self._outside.items():
-            now = self.buffers[name].now()
-            if now is not None and now.device == value.device and _has_same_bits(now, value):
-                found.append(name)
-        return found
+        now = {name: self.buffers[name].now() for name in self._outside}
+        return [name for name, value in self._outside.items() if _has_same_bits(now[name], value)]
 
 
 _num_copies: Final[Counter[str]] = Counter()
@@ -477,9 +465,11 @@ def _all_models() -> Iterator[ReplicaBuffers]:
             yield model
 
 
-def _has_same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether they are equal, where NaN equals NaN."""
-    return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124 - NaN
+def _has_same_bits(left: Tensor | None, right: Tensor) -> bool:
+    """Whether they are equal, on one device, where NaN equals NaN."""
+    if left is None or left.shape != right.shape or left.device != right.device:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124 - NaN
 
 
 def _outside_fault(names: list[str], module: nn.Module) -> str:
