@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT
 from tests.docs.scripts_in_turn import agree, run_in_turn, trained
 from tests.running import Poprun
@@ -30,6 +31,14 @@ else:
 EXAMPLES = ROOT / "examples"
 
 FIRST = "import sys\nfrom tests.docs.scripts_in_turn import main\n\nmain(sys.argv[1:])\n"
+
+
+def test_distributed_data_parallel_runs_unmodified(forked_world: ForkedWorlds) -> None:
+    """A script with torch's own process group trains with a job's variables alone, and its ranks agree."""
+    (first, *_), (second, *_) = forked_world.script(EXAMPLES / "plain_ddp.py", num_instances=2)
+
+    assert first.startswith("rank 0 of 2: ")
+    assert second == first.replace("rank 0", "rank 1")
 
 
 @pytest.mark.parametrize("launcher", ["openmpi"], indirect=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.forked_calls import ForkedWorlds
 from tests.running import Poprun
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -40,14 +39,6 @@ def test_the_variables_of_open_mpi_are_there(local: Poprun, num_instances: int) 
         f"rank {rank} of {num_instances}, local rank {rank}: items {list(range(10))[rank::num_instances]}"
         for rank in range(num_instances)
     ]
-
-
-def test_distributed_data_parallel_runs_unmodified(forked_world: ForkedWorlds) -> None:
-    """A script with torch's own process group trains with a job's variables alone, and its ranks agree."""
-    (first, *_), (second, *_) = forked_world.script(EXAMPLES / "plain_ddp.py", num_instances=2)
-
-    assert first.startswith("rank 0 of 2: ")
-    assert second == first.replace("rank 0", "rank 1")
 
 
 @pytest.mark.parametrize("options", [("-n", "2"), ("-n", "1")])
