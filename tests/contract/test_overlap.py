@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -99,6 +100,9 @@ def test_programs_end(tmp_path: Path) -> None:
     told = {path.name: path.read_text(encoding="utf-8") for path in sorted(tmp_path.iterdir())}
 
     assert json.loads(finished.out) == [[int(end == "raise")] * 2 for end in overlap_losses.ENDS], told
-    first, second = (told[f"raise-{index}"].splitlines()[-1] for index in range(2))
+    # in a fork, extensions may have their own last words
+    first, second = (
+        re.findall(r"^[\w.]+Error: .*", told[f"raise-{index}"], re.MULTILINE)[-1] for index in range(2)
+    )
     assert first.startswith("popdist.errors.MicroBatchError: instance 1 left the micro_batches loop")
     assert second == "ValueError: no more"

@@ -4,14 +4,17 @@ Holds poprun.doctor.facts.
 """
 
 import json
+import re
+import tomllib
 from dataclasses import asdict, replace
 
 import pytest
 
-from poprun.doctor.diagnosis import State, can_run, diagnose, render_findings
+from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, render_findings
 from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
 from poprun.probe.limits import MemoryLimits
 from poprun.text.screen import ReportFormat
+from tests.docs.markdown import ROOT
 from tests.planning import LAPTOP, MPICH, with_gpus
 
 GIB = 2**30
@@ -114,6 +117,34 @@ def test_what_no_job_can_do_without(facts: InstallationFacts, failing: set[str])
     assert {finding.subject for finding in fails} == failing
     assert all(finding.remedy for finding in fails)
     assert can_run(findings) == (not failing)
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("2.15.1", "2.15.1, for the CPU"),
+        ("2.16.0.dev1", "2.16.0.dev1, for the CPU; poprun was tested with versions up to 2.15"),
+        ("3.0", "3.0, for the CPU; poprun was tested with versions up to 2.15"),
+        ("nightly", "nightly, for the CPU"),
+    ],
+)
+def test_a_torch_that_is_newer_than_the_tested_ones(version: str, found: str) -> None:
+    """One line says so, and nothing is to be done about it."""
+    libraries = replace(HEALTHY.libraries, versions={**VERSIONS, "torch": version})
+    (finding,) = (it for it in diagnose(replace(HEALTHY, libraries=libraries)) if it.subject == "torch")
+
+    assert (finding.found, finding.remedy) == (found, "")
+    assert (finding.state is State.WARNING) == ("tested" in found)
+
+
+def test_the_tested_versions_of_torch_stand_in_a_table() -> None:
+    """From the oldest that the project allows to the newest that is taken for tested."""
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("| torch |")[2]
+    tested = [tuple(map(int, found)) for found in re.findall(r"^\| (\d+)\.(\d+)\.\d+\b", table, re.MULTILINE)]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert tested[-1] == NEWEST_TORCH
+    assert f"torch>={tested[0][0]}.{tested[0][1]}" in project["dependencies"]
 
 
 def test_json() -> None:

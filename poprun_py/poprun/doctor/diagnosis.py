@@ -1,6 +1,7 @@
 """What the facts mean: what poprun would use here, what is missing, and what to do about it. Pure."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -18,6 +19,9 @@ from poprun.text.screen import ReportFormat
 
 FORM_VERSION: Final = 1
 """Of the form of the JSON."""
+
+NEWEST_TORCH: Final = (2, 15)
+"""The newest torch with which the tests were run (scripts/test-torch)."""
 
 MIN_SHARED_BYTES: Final = 2**30
 """Of /dev/shm; containers often have 64 MiB, and one batch of images takes more."""
@@ -111,7 +115,12 @@ def _libraries(facts: InstallationFacts) -> Iterator[Finding]:
         yield Finding("torch", State.FAILS, f"{torch}, which lacks gloo", f"{pip} torch, as its project builds it")
     else:
         build = f"for CUDA {libraries.cuda}" if libraries.cuda else "for the CPU"
-        yield Finding("torch", State.OK, f"{torch}, {build}")
+        if _is_untested(torch):
+            newest = ".".join(map(str, NEWEST_TORCH))
+            found = f"{torch}, {build}; poprun was tested with versions up to {newest}"
+            yield Finding("torch", State.WARNING, found)
+        else:
+            yield Finding("torch", State.OK, f"{torch}, {build}")
     version = libraries.versions.get("popdist")
     if version != VERSION:
         problem = libraries.problems.get("popdist", "not found")
@@ -129,6 +138,11 @@ def _libraries(facts: InstallationFacts) -> Iterator[Finding]:
             "install a C compiler and Python's headers (Debian: apt install gcc libc6-dev python3-dev), then "
             f"{pip} --force-reinstall --no-cache-dir --no-deps poprun",
         )
+
+
+def _is_untested(torch: str) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TORCH
 
 
 def _mpi(facts: InstallationFacts) -> Iterator[Finding]:
