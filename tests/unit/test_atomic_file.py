@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from poprun.devices.pool.place import opened_place
-from poprun.errors import PoolError
+from poprun.devices.server.server_client import make_token
+from poprun.errors import PoolError, ServerError
 from poprun.text.atomic_file import check_target, write_whole
 
 
@@ -67,7 +68,7 @@ def test_no_folder_of_the_way_is_another_users_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
-def test_no_pool_lies_below_another_users_link(tmp_path: Path) -> None:
+def test_no_pool_and_no_token_lie_below_another_users_link(tmp_path: Path) -> None:
     """Nothing is made where it leads."""
     (tmp_path / "target").mkdir()
     (tmp_path / "other").symlink_to("target")
@@ -78,4 +79,6 @@ def test_no_pool_lies_below_another_users_link(tmp_path: Path) -> None:
         opened_place(str(tmp_path / "other" / "pool"), makes=True),
     ):
         pass
+    with pytest.raises(ServerError, match="is a symbolic link of another user"):
+        make_token(str(tmp_path / "other" / "new" / "token"))
     assert list((tmp_path / "target").iterdir()) == []

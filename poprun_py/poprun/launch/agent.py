@@ -266,8 +266,8 @@ class Agent:
         self._send()
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
+        self._leave_lease()
         if self._is_orphan and self._is_remote:
-            self._give_up_lease()
             self._end_runtime()
         self._continue_parents()
 
@@ -405,11 +405,12 @@ class Agent:
 
         return fetch_lease(self._lease_address)
 
-    def _give_up_lease(self) -> None:
+    def _leave_lease(self) -> None:
+        """Have the keeper of the lease end where poprun is out of reach, else see that it can hear poprun."""
         if self._lease_address:
-            from poprun.launch.fetched_lease import give_up_lease  # noqa: PLC0415 - as above
+            from poprun.launch.fetched_lease import give_up_lease, wake_holder  # noqa: PLC0415 - as above
 
-            give_up_lease(self._lease_address)
+            (give_up_lease if self._is_orphan else wake_holder)(self._lease_address)
 
     def _fail(self, event: Message) -> None:
         """Report why the program cannot be started, and end."""

@@ -7,10 +7,11 @@ interpreter.
 
 import errno
 import os
+import signal
 import socket
 from contextlib import suppress
 
-from poprun.messages.control import abstract_address, peer_user, receive_descriptors
+from poprun.messages.control import abstract_address, peer_process, peer_user, receive_descriptors
 
 FETCH = b"?"
 """What an agent says to be given the lease."""
@@ -40,13 +41,21 @@ def give_up_lease(address: str) -> None:
         connection.sendall(GIVE_UP)
 
 
+def wake_holder(address: str) -> None:
+    """Continue the process that keeps the lease, if somebody has stopped it: poprun orders its end now."""
+    with suppress(OSError), _connected(address):
+        return
+
+
 def _connected(address: str) -> socket.socket:
+    """A connection to the process that keeps the lease, which is continued if somebody has stopped it."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(TALK_SECONDS)
         connection.connect(abstract_address(address))
         if peer_user(connection) != os.getuid():
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        os.kill(peer_process(connection), signal.SIGCONT)
     except OSError:
         connection.close()
         raise

@@ -132,12 +132,11 @@ def _checked(identity: list[int], kind: str | None, version: str) -> _Answer:
 
 def _keep(cache_file: str, file: str, answer: _Answer) -> None:
     """Write an answer beside those that others have kept; of too many the oldest go."""
-    from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - each launcher is asked once
+    from poprun.text.atomic_file import opened_parent, write_whole  # noqa: PLC0415 - each launcher is asked once
 
     kept = {path: row for path, row in _read(cache_file).items() if path != file}
     rows = [*kept.items(), (file, answer)][-_MOST_KEPT:]
-    with suppress(OSError):
-        os.makedirs(os.path.dirname(cache_file), mode=0o700, exist_ok=True)
+    with suppress(OSError), opened_parent(cache_file, makes=True):
         write_whole(cache_file, json.dumps(dict(rows)))
 
 

@@ -4,7 +4,6 @@ import os
 import secrets
 import socket
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
@@ -25,6 +24,7 @@ from poprun.devices.server.server_messages import (
 from poprun.errors import PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.process.process_tree import user_name
+from poprun.text.atomic_file import opened_parent
 from poprun.text.fields import write_record
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret
@@ -33,6 +33,7 @@ _TOKEN_BYTES: Final = 32
 _LEAST_LETTERS: Final = 32
 _MOST_LETTERS: Final = 512
 _OTHERS: Final = 0o077
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def token_file(environ: Mapping[str, str]) -> str:
@@ -71,17 +72,17 @@ def make_token(file: str) -> bool:
     """Make a token in ``file``, which nobody else may read, unless there is one; whether one was made."""
     if os.path.lexists(file):
         return False
-    folder = os.path.dirname(file)
+    unfinished = f".vipu-token-{secrets.token_hex(_TOKEN_BYTES)}"
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(prefix=".vipu-token-", dir=folder)
-        try:
-            with open(descriptor, "w", encoding="ascii") as opened:
-                opened.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
-            with suppress(FileExistsError):
-                os.link(unfinished, file)
-        finally:
-            os.unlink(unfinished)
+        with opened_parent(file, makes=True) as (folder, name):
+            descriptor = os.open(unfinished, _NEW, 0o600, dir_fd=folder)
+            try:
+                with open(descriptor, "w", encoding="ascii") as opened:
+                    opened.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
+                with suppress(FileExistsError):
+                    os.link(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                os.unlink(unfinished, dir_fd=folder)
     except OSError as error:
         raise ServerError(f"token {file} cannot be made: {error.strerror}") from None
     return True
