@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from popdist.contract import NUM_THREADS
 from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
-from poprun.errors import PlanError, PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import check_fitness, idle_options
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
@@ -231,11 +231,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     source = _name_of(file)
     if line.verbosity:
         screen.log(f"reading the plan from {source}")
-    try:
-        text = read_text(file)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"--plan {file}: {getattr(error, 'strerror', None) or error}") from None
-    plan = read_plan(text, source)
+    plan = read_plan(read_text(file, "--plan"), source)
     if not line.program:
         return plan
     if plan.program:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -34,6 +34,8 @@ from poprun.errors import PartitionError, PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.plan.request import DEFAULT_PORT, VipuSettings
 from poprun.text.screen import print_out, run_click, visible
+
+AnyPool = LocalPool | RemotePool
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _TIMEOUT_SECONDS: Final = VipuSettings().server_timeout_seconds
@@ -102,52 +104,57 @@ def _with_output(command: Callable[..., None]) -> Callable[..., None]:
     return option(command)
 
 
-@vipu.group("list", cls=_Nouns)
-def list_group() -> None:
-    """Show all partitions, IPUs, allocations or clusters."""
+def _verb(name: str, help_text: str) -> click.Group:
+    """A group of commands of `vipu`, one for each noun."""
+    group = _Nouns(name, help=help_text)
+    vipu.add_command(group)
+    return group
 
 
-@list_group.command("partitions")
-@_with_output
-def list_partitions(output: str) -> None:
-    """Show the partitions, and who uses them."""
-    columns = ("partition", "size", "ilds", "state", "ipus", "used_by", "waiting")
-    _show(partition_rows(_pool().state()), output, columns)
+_LIST: Final = _verb("list", "Show all partitions, IPUs, allocations or clusters.")
+_GET: Final = _verb("get", "Show one partition.")
+_CREATE: Final = _verb("create", "Make a partition.")
+_RESET: Final = _verb("reset", "Choose the IPUs of a partition anew.")
+_REMOVE: Final = _verb("remove", "Remove a partition.")
 
 
-@list_group.command("ipus")
-@_with_output
-def list_ipus(output: str) -> None:
-    """Show the virtual IPUs, and who uses them."""
-    pool = _pool()
-    columns = ("ipu", "name", "machine", "ild", "partition", "used_by")
-    _show(ipu_rows(pool.cluster(), pool.state()), output, columns)
+def _add_listing(noun: str, help_text: str, rows: Callable[[AnyPool], list[Row]], columns: str) -> None:
+    """Add a command that lists what the pool has; ``columns`` are those of its table, all of which JSON has."""
+
+    def show(output: str) -> None:
+        found = rows(_pool())
+        print_out(render_json(found) if output == "json" else render_rows(found, columns.split()))
+
+    _LIST.command(noun, help=help_text)(_with_output(show))
 
 
-@list_group.command("allocations")
-@_with_output
-def list_allocations(output: str) -> None:
-    """Show the parts of the cluster that partitions can be made in."""
-    pool = _pool()
-    columns = ("allocation", "cluster", "ipus", "free", "partitions")
-    _show(allocation_rows(pool.cluster(), pool.state()), output, columns)
+_add_listing(
+    "partitions",
+    "Show the partitions, and who uses them.",
+    lambda pool: partition_rows(pool.state()),
+    "partition size ilds state ipus used_by waiting",
+)
+_add_listing(
+    "ipus",
+    "Show the virtual IPUs, and who uses them.",
+    lambda pool: ipu_rows(pool.cluster(), pool.state()),
+    "ipu name machine ild partition used_by",
+)
+_add_listing(
+    "allocations",
+    "Show the parts of the cluster that partitions can be made in.",
+    lambda pool: allocation_rows(pool.cluster(), pool.state()),
+    "allocation cluster ipus free partitions",
+)
+_add_listing(
+    "clusters",
+    "Show the cluster of this machine.",
+    lambda pool: cluster_rows(pool.cluster(), pool.state()),
+    "cluster kind ipus free ilds ild_size hosts",
+)
 
 
-@list_group.command("clusters")
-@_with_output
-def list_clusters(output: str) -> None:
-    """Show the cluster of this machine."""
-    pool = _pool()
-    columns = ("cluster", "kind", "ipus", "free", "ilds", "ild_size", "hosts")
-    _show(cluster_rows(pool.cluster(), pool.state()), output, columns)
-
-
-@vipu.group(cls=_Nouns)
-def get() -> None:
-    """Show one partition."""
-
-
-@get.command("partition")
+@_GET.command("partition")
 @click.argument("name")
 @_with_output
 def get_partition(name: str, output: str) -> None:
@@ -164,12 +171,7 @@ def get_partition(name: str, output: str) -> None:
             print_out(f"{key.replace('_', ' '):<12} {'-' if value == '' else visible(str(value))}\n")
 
 
-@vipu.group(cls=_Nouns)
-def create() -> None:
-    """Make a partition."""
-
-
-@create.command("partition")
+@_CREATE.command("partition")
 @click.argument("name")
 @click.option("-s", "--size", type=int, required=True, help="How many IPUs: a power of two.")
 @click.option("-a", "--allocation", help="The part of the cluster to take them from. [default: all of it]")
@@ -180,12 +182,7 @@ def create_partition(name: str, size: int, allocation: str | None, cluster: str 
     print_out(f"create partition ({name}): success: {fold_names(made.ipus)}\n")
 
 
-@vipu.group(cls=_Nouns)
-def reset() -> None:
-    """Choose the IPUs of a partition anew."""
-
-
-@reset.command("partition")
+@_RESET.command("partition")
 @click.argument("name")
 def reset_partition(name: str) -> None:
     """Choose the IPUs of the partition NAME anew, as when one of them has gone."""
@@ -193,12 +190,7 @@ def reset_partition(name: str) -> None:
     print_out(f"reset partition ({name}): success: {fold_names(made.ipus)}\n")
 
 
-@vipu.group(cls=_Nouns)
-def remove() -> None:
-    """Remove a partition."""
-
-
-@remove.command("partition")
+@_REMOVE.command("partition")
 @click.argument("name")
 def remove_partition(name: str) -> None:
     """Remove the partition NAME, unless a job runs in it."""
@@ -206,13 +198,9 @@ def remove_partition(name: str) -> None:
     print_out(f"remove partition ({name}): success\n")
 
 
-def _pool() -> LocalPool | RemotePool:
-    pool: Callable[[], LocalPool | RemotePool] = click.get_current_context().obj
+def _pool() -> AnyPool:
+    pool: Callable[[], AnyPool] = click.get_current_context().obj
     return pool()
-
-
-def _show(rows: Sequence[Row], output: str, columns: Sequence[str]) -> None:
-    print_out(render_json(rows) if output == "json" else render_rows(rows, columns))
 
 
 _REMEMBER_SECONDS: Final = 5.0

@@ -76,7 +76,7 @@ GPUs       warning  2, free: 0; torch sees 0
                     → install a torch that is built for the CUDA of this machine's driver
 cores      ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2.5
 memory     ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 GiB for each process
-/dev/shm   warning  0.1 GiB free, where data loaders leave their batches
+/dev/shm   warning  64.0 MiB free, where data loaders leave their batches
                     → start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm
 loopback   fails    the loopback address 127.0.0.1 cannot be reached
                     → ip link set lo up

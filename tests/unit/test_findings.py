@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.job.report.findings import Findings, find_shortage, hint, in_bytes
+from poprun.job.report.findings import Findings, find_shortage, hint
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, InstanceStatus, MemoryCurve
 from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
@@ -133,9 +133,3 @@ def test_an_allocation_that_was_refused_is_explained() -> None:
 def test_a_crash_that_told_where_needs_no_hint() -> None:
     """Python's own report of a crash is there."""
     assert hint(ended(-11), LastWords(summary="Fatal Python error: Segmentation fault"), COUNTED) == ""
-
-
-@pytest.mark.parametrize(("number", "told"), [(0, "0 bytes"), (1536, "1.5 KiB"), (2**50, "1024.0 TiB")])
-def test_bytes_are_told_in_units(number: int, told: str) -> None:
-    """With one digit after the point."""
-    assert in_bytes(number) == told

@@ -36,13 +36,13 @@ def in_mappings(depth: int) -> str:
 
 def test_what_is_longer_than_any_such_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not read to its end, which may never come; the longest that may be is read."""
-    with pytest.raises(ValueError, match="longer than 4 MB"):
-        read_text("/dev/zero")
+    with pytest.raises(UsageError, match=r"^--plan /dev/zero: longer than 4 MB"):
+        read_text("/dev/zero", "--plan")
     (tmp_path / "long").write_text("é" * (MAX_BYTES // 2))
-    assert len(read_text(str(tmp_path / "long"))) == MAX_BYTES // 2
+    assert len(read_text(str(tmp_path / "long"), "")) == MAX_BYTES // 2
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" " * (MAX_BYTES + 1))))
-    with pytest.raises(ValueError, match="longer than 4 MB"):
-        read_text("-")
+    with pytest.raises(UsageError, match="longer than 4 MB"):
+        read_text("-", "")
     with pytest.raises(UsageError, match=r"--hostfile /dev/zero: longer than 4 MB"):
         read_host_file("/dev/zero")
 
@@ -67,7 +67,7 @@ def test_a_pipe_is_read(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"host: a\n")
     os.close(writer)
-    assert read_text(f"/dev/fd/{reader}") == "host: a\n"
+    assert read_text(f"/dev/fd/{reader}", "") == "host: a\n"
     os.close(reader)
 
 

@@ -17,8 +17,9 @@ from poprun.job.record import Record
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 from poprun.messages.json_lines import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
-from poprun.monitor.job_table import Rate, describe_bytes, describe_seconds, fit, rates, render
+from poprun.monitor.job_table import Rate, describe_seconds, fit, rates, render
 from poprun.monitor.top import LiveDrawing
+from poprun.text.ranges import describe_bytes
 from tests.planning import planned
 
 RUNNING = InstanceView(

@@ -27,11 +27,7 @@ _SEQUENCE: Final = "tag:yaml.org,2002:seq"
 
 def import_config(path: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
     """Read the file of options at ``path``; an error names the line."""
-    try:
-        text = read_text(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--import-config {path}: {getattr(error, 'strerror', None) or error}") from None
-    return read_config(text, path, options)
+    return read_config(read_text(path, "--import-config"), path, options)
 
 
 def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:

@@ -14,7 +14,7 @@ from popdist.contract import VERSION
 from poprun.doctor.facts import InstallationFacts
 from poprun.plan.program_environment import HASH_SEED
 from poprun.render.table import terminal_text
-from poprun.text.ranges import fold_hosts, fold_numbers
+from poprun.text.ranges import describe_bytes, fold_hosts, fold_numbers
 from poprun.text.screen import ReportFormat
 
 FORM_VERSION: Final = 1
@@ -26,7 +26,6 @@ NEWEST_TORCH: Final = (2, 15)
 MIN_SHARED_BYTES: Final = 2**30
 """Of /dev/shm; containers often have 64 MiB, and one batch of images takes more."""
 
-_GIB: Final = 2**30
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted
 
 
@@ -180,11 +179,11 @@ def _cores(facts: InstallationFacts) -> Iterator[Finding]:
 
 def _memory(facts: InstallationFacts) -> Iterator[Finding]:
     memory = facts.memory
-    parts = [_size(memory.machine_bytes)] if memory.machine_bytes else []
+    parts = [describe_bytes(memory.machine_bytes)] if memory.machine_bytes else []
     if memory.group_bytes is not None and memory.group_bytes < (memory.machine_bytes or memory.group_bytes + 1):
-        parts.append(f"the control group grants {_size(memory.group_bytes)}")
+        parts.append(f"the control group grants {describe_bytes(memory.group_bytes)}")
     if memory.address_space_bytes is not None:
-        parts.append(f"ulimit -v {_size(memory.address_space_bytes)} for each process")
+        parts.append(f"ulimit -v {describe_bytes(memory.address_space_bytes)} for each process")
     if parts:
         yield Finding("memory", State.OK, "; ".join(parts))
 
@@ -195,11 +194,11 @@ def _shared_memory(facts: InstallationFacts) -> Iterator[Finding]:
         remedy = "mount -t tmpfs tmpfs /dev/shm, or start the container with --shm-size 8g"
         yield Finding(_SHARED_MEMORY, State.FAILS, "it is not there, or cannot be written", remedy)
     elif free < MIN_SHARED_BYTES:
-        found = f"{_size(free)} free, where data loaders leave their batches"
+        found = f"{describe_bytes(free)} free, where data loaders leave their batches"
         remedy = "start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm"
         yield Finding(_SHARED_MEMORY, State.WARNING, found, remedy)
     else:
-        yield Finding(_SHARED_MEMORY, State.OK, f"{_size(free)} free")
+        yield Finding(_SHARED_MEMORY, State.OK, f"{describe_bytes(free)} free")
 
 
 def _loopback(facts: InstallationFacts) -> Iterator[Finding]:
@@ -227,7 +226,3 @@ def _other_hosts(facts: InstallationFacts) -> Iterator[Finding]:
         yield Finding("Slurm", State.OK, f"{facts.slurm}{job}")
     else:
         yield Finding("Slurm", State.ABSENT, "none")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"

@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from poprun.messages.view import InstanceView, JobView
+from poprun.text.ranges import describe_bytes
 from poprun.text.screen import visible
 
 _LINES_AROUND: Final = 7
 _SECONDS_PER_MINUTE: Final = 60
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_UNIT_STEP: Final = 1024
 _INSTANCE: Final = "instance"
 _HOST: Final = "host"
 _STATE: Final = "state"
@@ -198,13 +197,3 @@ def describe_seconds(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), _SECONDS_PER_MINUTE)
     hours, minutes = divmod(minutes, _SECONDS_PER_MINUTE)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def describe_bytes(num_bytes: int) -> str:
-    """A size with three digits and its unit: ``11.8 GiB``."""
-    size = float(num_bytes)
-    for unit in _UNITS:
-        if size < _UNIT_STEP or unit == _UNITS[-1]:
-            break
-        size /= _UNIT_STEP
-    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"  # noqa: PLR2004 - three digits

@@ -10,9 +10,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
+
+from poprun.errors import UsageError
 
 if TYPE_CHECKING:
     import yaml
@@ -23,25 +25,24 @@ MAX_DEPTH: Final = 32
 STDIN: Final = "-"
 
 
-def read_text(file: str) -> str:
+def read_text(file: str, asked: str) -> str:
     """The text of ``file``, or of the standard input for ``-``, in UTF-8.
 
-    An OSError if it cannot be read, a ValueError if it is longer than 4 MB, or not in UTF-8.
+    A UsageError, which begins with what ``asked`` for it, if it cannot be read, is too long, or not in UTF-8.
     """
-    if file != STDIN:
-        with open(file, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    elif sys.stdin is None:
-        raise OSError("the standard input is closed")
-    else:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(_too_long(MAX_BYTES))
+    data = b""
     try:
-        return data.decode("utf-8-sig")  # some editors write a mark first
+        with open(file, "rb") if file != STDIN else nullcontext(sys.stdin.buffer) as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) <= MAX_BYTES:
+            return data.decode("utf-8-sig")  # some editors write a mark first
+        why: object = _too_long(MAX_BYTES)
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {number} is not in UTF-8: save the file in that encoding") from None
+        why = f"line {number} is not in UTF-8: save the file in that encoding"
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+    raise UsageError(f"{asked} {file}: {why}")
 
 
 def _too_long(most: int) -> str:

@@ -14,6 +14,9 @@ from poprun.errors import PlanError, UsageError
 
 MAX_NUMBERS: Final = 65_536
 
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNIT_STEP: Final = 1024
+
 _RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*")
 
 MAX_HOSTS: Final = 65_536
@@ -36,17 +39,20 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def describe_bytes(num_bytes: int) -> str:
+    """A size with three digits and its unit: ``11.8 GiB``."""
+    size, units = float(num_bytes), list(_UNITS)
+    while size >= _UNIT_STEP and units[1:]:
+        size /= _UNIT_STEP
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if size >= 100 or num_bytes == size else f"{size:.1f} {units[0]}"  # noqa: PLR2004
+
+
 def fold_numbers(numbers: Iterable[int]) -> str:
     """Write ascending ``numbers`` as ranges: (0, 1, 2, 3, 6) → ``0-3,6``; no numbers → the empty text."""
     if isinstance(numbers, range) and numbers.step == 1:
-        return _piece(numbers[0], numbers[-1]) if numbers else ""
-    pieces: list[tuple[int, int]] = []
-    for number in numbers:
-        if pieces and number == pieces[-1][1] + 1:
-            pieces[-1] = (pieces[-1][0], number)
-        else:
-            pieces.append((number, number))
-    return ",".join(_piece(first, last) for first, last in pieces)
+        return _piece(str(numbers[0]), str(numbers[-1])) if numbers else ""
+    return _fold_digits(list(map(str, numbers)))
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
@@ -69,8 +75,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(number for first, last in ranges for number in range(first, last + 1))
 
 
-def _piece(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def _piece(first: str, last: str) -> str:
+    return first if first == last else f"{first}-{last}"
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -139,10 +145,10 @@ def _fold_run(run: list[_Cut]) -> str:
     if len(run) == 1 or not run[0][1]:
         return ",".join(map("".join, run))
     before, _, behind = run[0]
-    return f"{before}[{_fold_numbers([number for _, number, _ in run])}]{behind}"
+    return f"{before}[{_fold_digits([number for _, number, _ in run])}]{behind}"
 
 
-def _fold_numbers(numbers: Sequence[str]) -> str:
+def _fold_digits(numbers: Sequence[str]) -> str:
     """Write numbers as ranges, such as 08, 09, 10 as 08-10; each number keeps its digits."""
     ranges: list[tuple[str, str]] = []
     for number in numbers:
@@ -150,7 +156,7 @@ def _fold_numbers(numbers: Sequence[str]) -> str:
             ranges[-1] = (ranges[-1][0], number)
         else:
             ranges.append((number, number))
-    return ",".join(first if first == last else f"{first}-{last}" for first, last in ranges)
+    return ",".join(_piece(first, last) for first, last in ranges)
 
 
 def _successor(first: str, last: str) -> str:
@@ -213,12 +219,8 @@ def read_host_file(path: str) -> tuple[str, ...]:
     """The hosts in a file, one or more on each line, in their order; a wrong line is named by its number."""
     from poprun.text.input_files import read_text  # noqa: PLC0415 - most jobs have no hostfile
 
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None
     hosts: list[str] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path, "--hostfile").splitlines(), start=1):
         text = line.partition("#")[0].strip()
         try:
             hosts.extend(parse_hosts(text) if text else ())

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from poprun.errors import PartitionError, PlanError
+from poprun.errors import PartitionError, PlanError, UsageError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.pods import named_pod, on_machine, read_pod
 from poprun.plan.topology import Gpu
@@ -36,10 +36,9 @@ def pod_of(text: str) -> Cluster:
     if found is not None:
         return found
     try:
-        description = read_text(text)
-    except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise PlanError(f"pod {text}: {problem}: give a name such as POD16, or a YAML file") from None
+        description = read_text(text, "pod")
+    except UsageError as error:
+        raise PlanError(f"{error}: give a name such as POD16, or a YAML file") from None
     return read_pod(description, text)
 
 

@@ -12,6 +12,7 @@ from poprun.errors import describe_error
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
 from poprun.probe.limits import Evidence, MemoryLimits
+from poprun.text.ranges import describe_bytes
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
 _SHORTAGES: Final = {
@@ -26,8 +27,6 @@ _NO_DEBUGGER: Final = "bdb.BdbQuit"
 
 _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
-_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_UNIT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
 
 def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
     limits, peak_bytes = evidence.limits, failed.memory.peak_bytes
-    held = f"; it held up to {in_bytes(peak_bytes)}" if peak_bytes else ""
+    held = f"; it held up to {describe_bytes(peak_bytes)}" if peak_bytes else ""
     if evidence.num_killed_in_group:
         return f"probably out of memory: {_killed_in_group(evidence)}{held}"
     if evidence.num_killed_on_machine:
@@ -107,7 +106,7 @@ def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
         return f"probably out of memory: the kernel killed {killed} for want of memory{held}"
     most = min(limit for limit in (limits.group_bytes, limits.machine_bytes, 2**64) if limit is not None)
     if peak_bytes > _NEARLY * most:
-        return f"probably out of memory: it held up to {in_bytes(peak_bytes)} of {in_bytes(most)}"
+        return f"probably out of memory: it held up to {describe_bytes(peak_bytes)} of {describe_bytes(most)}"
     if limits.cpu_seconds is not None:
         return f"perhaps its processor time was over{_after_limit(limits.cpu_seconds)}{held}"
     if evidence.num_killed_on_machine is None and evidence.num_killed_in_group is None:
@@ -117,7 +116,7 @@ def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
 
 def _killed_in_group(evidence: Evidence) -> str:
     limit = evidence.limits.group_bytes
-    which = "" if limit is None else f", which may use {in_bytes(limit)}"
+    which = "" if limit is None else f", which may use {describe_bytes(limit)}"
     return f"the kernel killed {_processes(evidence.num_killed_in_group or 0)} of this control group{which}"
 
 
@@ -125,15 +124,16 @@ def _bus_error(limits: MemoryLimits) -> str:
     size, free = limits.shared_bytes, limits.shared_free_bytes
     if size is None or free is None:
         return "perhaps a file that it had mapped became shorter"
+    shared = f"/dev/shm, which has {describe_bytes(size)}"  # noqa: S108 - where it is mounted
     if free < (1 - _NEARLY) * size:
-        return f"probably no space left in /dev/shm, which has {in_bytes(size)}"
-    return f"perhaps /dev/shm, which has {in_bytes(size)}, was full, or a file that it had mapped became shorter"
+        return f"probably no space left in {shared}"
+    return f"perhaps {shared}, was full, or a file that it had mapped became shorter"
 
 
 def _refused(failed: InstanceStatus, limits: MemoryLimits) -> str:
-    held = f", and held up to {in_bytes(failed.memory.peak_bytes)}" if failed.memory.peak_bytes else ""
+    held = f", and held up to {describe_bytes(failed.memory.peak_bytes)}" if failed.memory.peak_bytes else ""
     if limits.address_space_bytes is not None:
-        return f"out of memory: ulimit -v lets a process have {in_bytes(limits.address_space_bytes)}{held}"
+        return f"out of memory: ulimit -v lets a process have {describe_bytes(limits.address_space_bytes)}{held}"
     return f"out of memory: it asked for more than there is{held}"
 
 
@@ -143,12 +143,3 @@ def _after_limit(seconds: int | None) -> str:
 
 def _processes(number: int) -> str:
     return "a process" if number == 1 else f"{number} processes"
-
-
-def in_bytes(number: int) -> str:
-    """A number of bytes for people: ``11.8 GiB``."""
-    scaled, unit = float(number), 0
-    while scaled >= _UNIT and unit < len(_UNITS) - 1:
-        scaled /= _UNIT
-        unit += 1
-    return f"{scaled:.1f} {_UNITS[unit]}" if unit else f"{number} bytes"
