@@ -11,7 +11,7 @@ A process that owns the block ``[start, stop)`` can add up whole subtrees of it 
 Pure, and generic over what is added: numbers, tensors, lists of tensors.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -115,19 +115,10 @@ class TreeSum(Generic[T]):
 
     def push(self, value: T) -> None:
         """Take the item at :attr:`position`; raises ValueError if all ``n`` items have come already."""
-        self._push(0, self._position, value)
+        self.push_sum(0, self._position, value)
 
-    def push_node(self, node: Node, value: T) -> None:
-        """Take the finished sum of a whole subtree, whose first item must be the one at :attr:`position`.
-
-        Raises ValueError if the subtree starts elsewhere, or all ``n`` items have come already.
-        """
-        level, index = node
-        if index << level != self._position:
-            raise ValueError(f"expected the item at position {self._position} of {self._n}, got {node}")
-        self._push(level, index, value)
-
-    def _push(self, level: int, index: int, value: T) -> None:
+    def push_sum(self, level: int, index: int, value: T) -> None:
+        """Take the sum of a whole subtree, a node, whose first item is the one at :attr:`position`."""
         if self._position >= self._n:
             raise ValueError(f"expected no item at position {self._position} of {self._n}")
         self._position = min((index + 1) << level, self._n)
@@ -142,18 +133,6 @@ class TreeSum(Generic[T]):
         self._held.append(((level, index), value))
 
 
-def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:
-    """The sum of ``items`` in tree order; a single item comes back as it is.
-
-    Raises ValueError if there is none.
-    """
-    values = list(items)
-    total = TreeSum(len(values), add)
-    for value in values:
-        total.push(value)
-    return total.total
-
-
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
     """The sum of all ``n`` items from sums that cover each of them once, such as every process's aligned nodes.
 
@@ -161,7 +140,9 @@ def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
     """
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):
-        total.push_node(node, nodes[node])
+        if node.index << node.level != total.position:
+            raise ValueError(f"expected the item at position {total.position} of {n}, got {node}")
+        total.push_sum(*node, nodes[node])
     if total.position != n:
         raise ValueError(f"the sum of the item at position {total.position} of {n} is missing")
     return total.total

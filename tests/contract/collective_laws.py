@@ -28,7 +28,7 @@ from popdist.errors import BackendError
 from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_group import HostGroup
 from popdist.transport.torch_backend import MemoryOfSubsets
-from popdist.tree import tree_sum
+from tests.tree_sums import tree_sum
 
 TIMEOUT_SECONDS = 300.0
 

@@ -20,7 +20,7 @@ from popdist.errors import BackendError, CollectiveError
 from popdist.host_memory import barriers, host_group, segments
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup, ShortMessages
-from popdist.tree import tree_sum
+from tests.tree_sums import tree_sum
 
 TIMEOUT_SECONDS: Final = 300.0
 

@@ -12,9 +12,9 @@ from torch import distributed as dist
 
 from popdist import extension
 from popdist.errors import CollectiveError
-from popdist.tree import tree_sum
 from tests.contract.host_memory_laws import connected
 from tests.running import DEADLINE_SECONDS
+from tests.tree_sums import tree_sum
 
 SMALL_STACK_BYTES = 1 << 18
 

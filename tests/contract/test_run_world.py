@@ -1,6 +1,6 @@
 """run_world calls a function in a real job and tells how it ended.
 
-Holds popdist.testing.__main__, popdist.testing.function_reference, popdist.testing and popdist.testing.world.
+Holds popdist.testing.__main__, popdist.testing and popdist.testing.world.
 """
 
 import os

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.host_memory.addition import LINE_BYTES, additions, blocks, share
-from popdist.tree import tree_sum
+from tests.tree_sums import tree_sum
 
 
 @given(st.integers(1, 70))

@@ -20,7 +20,8 @@ import popdist
 from popdist.optim import LAMB, LARS, pieces
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.pieces import Piece
-from popdist.tree import Node, aligned_nodes, finish, tree_sum
+from popdist.tree import Node, aligned_nodes, finish
+from tests.tree_sums import tree_sum
 
 NUM_STEPS = 100
 

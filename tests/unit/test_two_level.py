@@ -20,8 +20,9 @@ from torch import Tensor
 from popdist.host_memory.addition import Combiner, Op
 from popdist.transport import two_level
 from popdist.transport.two_level import PostedSum, TwoLevelReduction, WaitingPeers, in_turns
-from popdist.tree import Node, TreeSum, aligned_nodes, tree_sum
+from popdist.tree import Node, TreeSum, aligned_nodes
 from tests.running import DEADLINE_SECONDS
+from tests.tree_sums import tree_sum
 
 LENGTHS = (0, 1, 7, 64, 150)
 """Numbers of a row: with the limits that the tests set, one message, several shares, and several chunks."""

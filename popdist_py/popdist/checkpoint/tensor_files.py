@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -70,9 +70,6 @@ class _Reader(FileSystemReader):
 
 class _IndexUnpickler(pickle.Unpickler):
     """An unpickler that refuses all types except those of an index."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:  # noqa: ANN401 - pickle's own signature
         """Find a type of an index, or a dtype; an error for anything else."""

@@ -96,18 +96,9 @@ def _strategies(
 
 
 def _as_json(strategy: PackingStrategy) -> dict[str, Any]:
-    return {
-        "strategy": strategy.algorithm,
-        "max_length": strategy.max_length,
-        "max_sequences_per_pack": strategy.max_sequences_per_pack,
-        "num_sequences": strategy.num_sequences,
-        "num_packs": strategy.num_packs,
-        "efficiency": strategy.efficiency,
-        "packing_factor": strategy.packing_factor,
-        "padding_tokens": strategy.padding_tokens,
-        "lower_bound": strategy.lower_bound,
-        "gap": strategy.gap,
-    }
+    names = "max_length max_sequences_per_pack num_sequences num_packs efficiency packing_factor padding_tokens"
+    shown = {name: getattr(strategy, name) for name in [*names.split(), "lower_bound", "gap"]}
+    return {"strategy": strategy.algorithm, **shown}
 
 
 if __name__ == "__main__":

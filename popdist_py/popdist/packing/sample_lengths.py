@@ -234,23 +234,19 @@ def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
     loader = DataLoader(counted, batch_size=_COUNTING_BATCH, num_workers=num_workers, collate_fn=list)
     lengths = np.empty(len(loader.dataset), np.int64)  # type: ignore[arg-type] # it has a length
     done = 0
-    for numbers in _shown(loader, len(lengths)):
+    for numbers in _shown(loader):
         lengths[done : done + len(numbers)] = numbers
         done += len(numbers)
     return lengths
 
 
-def _shown(loader: "DataLoader[int]", num_samples: int) -> Iterator[list[int]]:
+def _shown(loader: "DataLoader[int]") -> Iterator[list[int]]:
     """Iterate over the loader's batches with a progress bar, on a terminal of the main instance."""
     is_shown = sys.stderr.isatty() and (not context.is_initialized() or is_main())
     if not is_shown:
         yield from loader
         return
     from rich.console import Console  # noqa: PLC0415 - only a terminal needs it
-    from rich.progress import Progress  # noqa: PLC0415 - as above
+    from rich.progress import track  # noqa: PLC0415 - as above
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("lengths of samples", total=num_samples)
-        for numbers in loader:
-            yield numbers
-            progress.advance(bar, len(numbers))
+    yield from track(loader, "lengths of samples", console=Console(stderr=True), transient=True)

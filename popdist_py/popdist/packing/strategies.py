@@ -10,7 +10,7 @@ Cross-contamination" (https://arxiv.org/abs/2107.02027), which measured the firs
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -102,21 +102,10 @@ class PackingStrategy:
         return table([self])
 
 
-_COLUMNS: Final = (
-    "strategy",
-    "most a pack",
-    "packs",
-    "efficiency",
-    "packing factor",
-    "padding tokens",
-    "bound",
-    "gap",
-)
-
-
-def table(strategies: Iterable[PackingStrategy]) -> str:
-    """Strategies as rows of text, one line each, under a line of headings."""
-    rows = [_COLUMNS, *(_cells(strategy) for strategy in strategies)]
+def table(strategies: Sequence[PackingStrategy]) -> str:
+    """Strategies, at least one, as rows of text, one line each, under a line of headings."""
+    cells = [_cells(strategy) for strategy in strategies]
+    rows = [list(cells[0]), *(list(row.values()) for row in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(pairs))
@@ -125,17 +114,18 @@ def table(strategies: Iterable[PackingStrategy]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _cells(strategy: PackingStrategy) -> tuple[str, ...]:
-    return (
-        strategy.algorithm,
-        str(strategy.max_sequences_per_pack or "any"),
-        f"{strategy.num_packs:,}",
-        f"{strategy.efficiency:.3%}",
-        f"{strategy.packing_factor:.4f}",
-        f"{strategy.padding_tokens:,}",
-        f"{strategy.lower_bound:,}",
-        f"{strategy.gap:.4%}",
-    )
+def _cells(strategy: PackingStrategy) -> dict[str, str]:
+    """The row of a strategy, by heading."""
+    return {
+        "strategy": strategy.algorithm,
+        "most a pack": str(strategy.max_sequences_per_pack or "any"),
+        "packs": f"{strategy.num_packs:,}",
+        "efficiency": f"{strategy.efficiency:.3%}",
+        "packing factor": f"{strategy.packing_factor:.4f}",
+        "padding tokens": f"{strategy.padding_tokens:,}",
+        "bound": f"{strategy.lower_bound:,}",
+        "gap": f"{strategy.gap:.4%}",
+    }
 
 
 def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy:

@@ -8,11 +8,13 @@ ends. The rows follow from the stream alone, so that every process that reads it
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from popdist.errors import DatasetError, check_callable, whole_number
 from popdist.packing.collation import TOKENS
 from popdist.packing.sample_lengths import TooLong
+from popdist.packing.strategies import check_limit
 
 Entry = tuple[int, int, Any]
 """Length, negative number in the stream (the oldest of equal length comes first), and sample."""
@@ -33,25 +35,16 @@ class StreamRow(list[Any]):
         return StreamRow, (list(self), self.num_tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStream:
     """The rows of a stream; made by :func:`pack_stream`."""
 
-    def __init__(
-        self,
-        stream: Iterable[Any],
-        max_length: int,
-        *,
-        buffer: int,
-        length_of: Callable[[Any], int],
-        max_sequences_per_pack: int | None,
-        too_long: TooLong,
-    ) -> None:
-        self.stream = stream
-        self.max_length = max_length
-        self._buffer = buffer
-        self._length_of = length_of
-        self._limit = max_sequences_per_pack or max_length
-        self._too_long = too_long
+    stream: Iterable[Any]
+    max_length: int
+    buffer: int
+    length_of: Callable[[Any], int]
+    max_sequences_per_pack: int
+    too_long: TooLong
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the stream, if that has ``set_epoch``."""
@@ -63,7 +56,7 @@ class PackedStream:
         samples = self._measured()
         has_ended = False
         while True:
-            while not has_ended and len(entries) < self._buffer:
+            while not has_ended and len(entries) < self.buffer:
                 entry = next(samples, None)
                 if entry is None:
                     has_ended = True
@@ -77,7 +70,7 @@ class PackedStream:
         """Remove the samples of the next row from ``entries``, and return them."""
         length, _, sample = entries.pop()
         row, room = [sample], self.max_length - length
-        while room and len(row) < self._limit:
+        while room and len(row) < self.max_sequences_per_pack:
             place = bisect_right(entries, (room, 0), key=_key)
             if not place:
                 break
@@ -89,7 +82,7 @@ class PackedStream:
     def _measured(self) -> Iterator[Entry]:
         """Yield the samples with their lengths, without those that are too long."""
         for number, sample in enumerate(self.stream):
-            length = self._length_of(sample)
+            length = self.length_of(sample)
             if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
                 raise DatasetError(
                     f"sample {number} of the stream has length {length!r}: a sequence has at least one token; "
@@ -97,7 +90,7 @@ class PackedStream:
                 )
             if length <= self.max_length:
                 yield int(length), -number, sample
-            elif self._too_long != "drop":
+            elif self.too_long != "drop":
                 raise DatasetError(
                     f"sample {number} of the stream has {length} tokens, more than max_length={self.max_length}: "
                     "cut it in the stream, or choose too_long='drop'"
@@ -135,16 +128,15 @@ def pack_stream(
     check_callable(DatasetError, length_of=length_of)
     whole_number("max_length", max_length, DatasetError)
     whole_number("buffer", buffer, DatasetError)
-    if max_sequences_per_pack is not None:
-        whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)
+    check_limit(max_sequences_per_pack)
     if too_long not in ("error", "drop"):
         raise DatasetError(f"too_long={too_long!r} must be 'error' or 'drop': cut long samples in the stream")
     return PackedStream(
-        stream,
-        max_length,
+        stream=stream,
+        max_length=max_length,
         buffer=buffer,
         length_of=length_of or _num_tokens,
-        max_sequences_per_pack=max_sequences_per_pack,
+        max_sequences_per_pack=max_sequences_per_pack or max_length,
         too_long=too_long,
     )
 

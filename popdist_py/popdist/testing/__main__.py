@@ -6,29 +6,24 @@ import traceback
 from pathlib import Path
 
 from popdist.context import instance_index
-from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outcome, outcome_path
+from popdist.testing.world import JOB_FILE, outcome_path
 
 
 def main(directory: Path) -> int:
     """Make this instance's call, and return the exit code."""
     failure = None
     try:
-        reference, arguments = _load(directory / JOB_FILE)
+        reference, arguments = pickle.loads((directory / JOB_FILE).read_bytes())  # noqa: S301 - written by run_world, read only by us
         fn = reference.load()
-        data = pickle.dumps(Outcome(value=fn(*pickle.loads(arguments))))  # noqa: S301 - written by run_world, read only by us
+        data = pickle.dumps((fn(*pickle.loads(arguments)), None))  # noqa: S301 - as above
     except BaseException:  # noqa: BLE001 - whatever ends the call is its outcome
         failure = traceback.format_exc()
-        data = pickle.dumps(Outcome(failure=failure))
+        data = pickle.dumps((None, failure))
         sys.stderr.write(failure)
     path = outcome_path(directory, instance_index())
     path.with_suffix(".part").write_bytes(data)
     path.with_suffix(".part").replace(path)
     return 0 if failure is None else 1
-
-
-def _load(path: Path) -> tuple[FunctionReference, bytes]:
-    reference, arguments = pickle.loads(path.read_bytes())  # noqa: S301 - written by run_world in a directory of its own
-    return reference, arguments
 
 
 if __name__ == "__main__":

@@ -1,16 +1,26 @@
-"""Small real jobs for tests: processes that poprun starts, no simulation."""
+"""Small real jobs for tests: processes that poprun starts, no simulation.
 
+pickle knows functions by their module's name alone. That is not enough for a script (its module is ``__main__``)
+and for test modules, which pytest loads from their files. So a call names the module's file, too, which is loaded
+where the name does not lead to it.
+"""
+
+import inspect
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from popdist.errors import WorldError, name_instances
-from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outcome, outcome_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +30,66 @@ STOP_SECONDS: Final = 15.0
 
 TAIL_CHARACTERS: Final = 4000
 """How much of a failed world's output its error repeats."""
+
+JOB_FILE: Final = "job.pickle"
+"""Name of the file with the call."""
+
+MAIN_ALIAS: Final = "__mp_main__"
+"""The name of the program's ``__main__`` in the instances; the same as multiprocessing's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionReference:
+    """A module-level function, as another process finds it."""
+
+    module: str
+    path: str
+    qualname: str
+
+    @classmethod
+    def of(cls, fn: Callable[..., object]) -> Self:
+        """Make the reference to ``fn``; an error if another process could not find it."""
+        qualname = getattr(fn, "__qualname__", repr(fn))
+        if not inspect.isfunction(fn) or "<" in qualname:
+            raise WorldError(
+                f"{qualname} cannot run in other processes: give a function that a module defines by name"
+            )
+        path = inspect.getsourcefile(fn)
+        if path is None or not Path(path).is_file():
+            raise WorldError(f"{qualname} cannot run in other processes: its module is not in a file")
+        sys.modules.setdefault(MAIN_ALIAS, sys.modules["__main__"])
+        return cls(module=fn.__module__, path=str(Path(path).resolve()), qualname=qualname)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function in this process."""
+        fn: Callable[..., Any] = attrgetter(self.qualname)(_load_module(self.module, Path(self.path)))
+        return fn
+
+
+def _load_module(name: str, path: Path) -> ModuleType:
+    if name == "__main__":
+        module = sys.modules["__main__"] = _load_file(MAIN_ALIAS, path)
+        return module
+    try:
+        module = import_module(name)
+    except ImportError:
+        return _load_file(name, path)
+    found = getattr(module, "__file__", None)
+    return module if found is not None and Path(found).resolve() == path else _load_file(name, path)
+
+
+def _load_file(name: str, path: Path) -> ModuleType:
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorldError(f"{path} cannot be loaded as a Python module")
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcome_path(directory: Path, instance: int) -> Path:
+    """The path where an instance writes what its call returned, and the traceback if it failed."""
+    return directory / f"outcome-{instance}.pickle"
 
 
 def run_world(
@@ -58,7 +128,7 @@ def run_world(
         command = [sys.executable, "-m", "poprun", "--launcher", "local", *counts, *program]
         code, output = _run(command, directory / "output", timeout_seconds)
         sys.stdout.write(output)
-        return [outcome.value for outcome in _outcomes(directory, num_instances, code, output)]  # type: ignore[misc] # the instance's fn is ours
+        return _values(directory, num_instances, code, output)
 
 
 def _run(command: list[str], output_path: Path, timeout_seconds: float) -> tuple[int | None, str]:
@@ -91,17 +161,17 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _outcomes(directory: Path, num_instances: int, code: int | None, output: str) -> list[Outcome]:
-    """The outcome of every instance; an error with the failure that was written first."""
+def _values(directory: Path, num_instances: int, code: int | None, output: str) -> list[Any]:
+    """What the call returned on every instance; an error with the failure that was written first."""
     paths = {instance: outcome_path(directory, instance) for instance in range(num_instances)}
     written = {instance: path.stat().st_mtime_ns for instance, path in paths.items() if path.exists()}
-    outcomes: dict[int, Outcome] = {}
+    values: dict[int, Any] = {}
     for instance in sorted(written, key=written.__getitem__):
-        outcomes[instance] = pickle.loads(paths[instance].read_bytes())  # noqa: S301 - written by our own processes in a directory of our own
-        if (failure := outcomes[instance].failure) is not None:
+        values[instance], failure = pickle.loads(paths[instance].read_bytes())  # noqa: S301 - written by our own processes in a directory of our own
+        if failure is not None:
             raise WorldError(f"instance {instance} of {num_instances} raised:\n{failure}")
-    if missing := set(paths) - set(outcomes):
+    if missing := set(paths) - set(values):
         ended = "the time was up" if code is None else f"poprun ended with code {code}"
         tail = output[-TAIL_CHARACTERS:]
         raise WorldError(f"{name_instances(missing)} of {num_instances} brought no result; {ended}:\n{tail}")
-    return [outcomes[instance] for instance in range(num_instances)]
+    return [values[instance] for instance in range(num_instances)]
