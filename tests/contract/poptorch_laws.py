@@ -1,12 +1,16 @@
 """What poptorch trains on four replicas: the same for every split into instances."""
 
+import tempfile
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import popdist
 import poptorch
+from poptorch.executor.saved_models import read
 
+MEAN = "body.1.running_mean"
 NUM_ITERATIONS, NUM_ACCUMULATIONS, NUM_REPLICAS, SIZE = 2, 2, 4, 3
 
 
@@ -31,7 +35,10 @@ def _own_part(samples: Tensor) -> Tensor:
 
 
 def train(shards: bool) -> tuple[str, list[Tensor], dict[str, Tensor]]:  # noqa: FBT001 - a world has no names for arguments
-    """Three calls: the weights' checksum, each replica's losses, and the state of the optimizer by name."""
+    """Three calls: the weights' checksum, each replica's losses and statistics, and the optimizer's state by name.
+
+    Before the last one instance 0 alone changes weights and statistics, which all upload.
+    """
     popdist.init()
     torch.manual_seed(5)
     model = Net()
@@ -47,9 +54,19 @@ def train(shards: bool) -> tuple[str, list[Tensor], dict[str, Tensor]]:  # noqa:
     made = torch.Generator().manual_seed(1)
     num_samples = NUM_ITERATIONS * NUM_ACCUMULATIONS * NUM_REPLICAS * SIZE
     losses = []
-    for _ in range(3):
+    for number in range(3):
+        if number == 2:
+            if popdist.is_main():
+                with torch.no_grad():
+                    model.get_parameter("body.4.weight").mul_(2)
+                    model.get_buffer(MEAN).fill_(5)
+            training.copyWeightsToDevice()
         x, y = torch.randn(num_samples, 5, generator=made), torch.randint(0, 2, (num_samples,), generator=made)
         losses.append(training(_own_part(x), _own_part(y))[1])
     parts = torch.cat(losses).view(-1, popdist.num_local_replicas()).unbind(1)
-    own = [part.clone() for part in parts]
+    with tempfile.NamedTemporaryFile() as file:
+        training.save(file.name, export_model=False)
+        replicas = read(file.name).replica_buffers
+    means = [each.get(MEAN, model.get_buffer(MEAN)) for each in replicas]
+    own = [torch.cat(pair) for pair in zip(parts, means, strict=True)]
     return popdist.checksum(model), own, dict(optimizer.state_dict()["ipu_state"] or {})

@@ -7,7 +7,13 @@ step of the job, so that the loaders of any split read the same samples in the s
 import argparse
 import json
 import logging
+import os
 from pathlib import Path
+
+if "POPDIST_NUM_TOTAL_REPLICAS" in os.environ:
+    import popart  # type: ignore[import-not-found] # before poptorch, which poprun makes possible
+
+    assert popart.TileSet.IO
 
 import torch
 from torch import Tensor, nn

@@ -30,11 +30,6 @@ class _Place:
     tensor: Tensor
     is_persistent: bool
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether the attribute still holds the tensor."""
-        return getattr(self.part, self.key, None) is self.tensor
-
     def put_back(self) -> str:
         """Let the attribute hold the tensor again, and return in words what had become of it."""
         kind = "Parameter" if isinstance(self.tensor, nn.Parameter) else "Buffer"
@@ -164,7 +159,7 @@ class ModuleTensors:
 
     def _accept_changes(self) -> None:
         """Use the buffers that the program has put in the place of others, and what another model has trained."""
-        if not all(place.is_kept for place in self._buffer_places):  # as after module.half()
+        if any(getattr(it.part, it.key, None) is not it.tensor for it in self._buffer_places):  # as after half()
             self._find_tensors()
         if not self._is_training and self._num_trainings_seen != counts.trainings:
             self._num_trainings_seen = counts.trainings
@@ -183,7 +178,7 @@ class ModuleTensors:
         """Give the module its tensors again, and return in words what forward had put in their places."""
         if self._others or self._first:
             self._put_buffers(self._own)
-        faults = [place.put_back() for place in self._places if not place.is_kept]
+        faults = [it.put_back() for it in self._places if getattr(it.part, it.key, None) is not it.tensor]
         for name, value in host_values.items():
             self._tensor(name).data = value
         if host_values:
