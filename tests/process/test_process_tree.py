@@ -31,11 +31,11 @@ def test_a_descendant_in_another_session_is_found() -> None:
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         grandchild = int(parent.stdout.readline())
-        tree = descendants(os.getpid())
+        family = [key for key in descendants(os.getpid()) if key.pid in (parent.pid, grandchild)]
 
-        assert [key.pid for key in tree if key.pid in (parent.pid, grandchild)] == [parent.pid, grandchild]
+        assert [key.pid for key in family] == [parent.pid, grandchild]
         assert [key.pid for key in descendants(parent.pid)] == [grandchild]
-        send(reversed(tree), signal.SIGKILL)
+        send(reversed(family), signal.SIGKILL)
 
     assert parent.returncode == -signal.SIGKILL
 
