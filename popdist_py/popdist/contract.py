@@ -43,7 +43,7 @@ REQUIRED: Final = (
 """A program is under poprun when any of these is set; then all of them must be, but see ``SHAPE``."""
 
 SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
-"""What is the same in all instances: where these alone are set, another launcher tells the ranks."""
+"""Those that are the same in all instances: where these alone are set, another launcher gives the ranks."""
 
 EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
 JOB_ID: Final = "POPDIST_JOB_ID"

@@ -158,7 +158,7 @@ class Backend(Protocol):
 
     @property
     def host_group(self) -> "HostGroup | None":
-        """The memory that the instances of the whole job share; None where they do not, and for a part of it."""
+        """The memory that all instances of the job share; None where there is none, and for a part of the job."""
 
     @property
     def local_collectives(self) -> "HostCollectives | None":

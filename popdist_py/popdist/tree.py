@@ -103,7 +103,7 @@ class TreeSum(Generic[T]):
 
     @property
     def total(self) -> T:
-        """The sum of all items; they must have come, and there is at least one."""
+        """The sum of all items, at least one, which must all have been pushed."""
         ((_, value),) = self._held
         return value
 

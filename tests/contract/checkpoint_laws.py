@@ -106,7 +106,7 @@ def law_a_file_in_place_of_the_folder_is_an_error_everywhere(folder: Path) -> No
     if popdist.is_main():
         folder.touch()
     popdist.barrier()
-    with refused(popdist.CheckpointError, "is no folder to save checkpoints in"):
+    with refused(popdist.CheckpointError, "is no folder of checkpoints"):
         save(folder, epoch=0)
     with refused(popdist.CheckpointError, "is no folder of checkpoints"):
         load_latest(folder, epoch=0)
@@ -194,5 +194,5 @@ def law_a_name_that_is_no_text_is_told_to_all(folder: Path) -> None:
         folder.mkdir()
         file.touch()
     popdist.barrier()
-    with refused(popdist.CheckpointError, "is no folder to save checkpoints in"):
+    with refused(popdist.CheckpointError, "is no folder of checkpoints"):
         save(file, value=1)

@@ -354,7 +354,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"\xff")
     file.touch()
 
-    with pytest.raises(popdist.CheckpointError, match="is no folder to save checkpoints in"):
+    with pytest.raises(popdist.CheckpointError, match="is no folder of checkpoints"):
         save(file, epoch=0)
 
 

@@ -151,7 +151,7 @@ def _steps(path: Path) -> list[int]:
     try:
         return checkpoint_folder.steps_in(path)
     except OSError as error:
-        raise CheckpointError(f"{path} is no folder to save checkpoints in: {error}") from error
+        raise CheckpointError(f"{path} is no folder of checkpoints: {error}") from error
 
 
 def _write(path: Path, keep: int, described: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -248,10 +248,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
 
 def _read_last(path: Path, names: Iterable[str]) -> tuple[Manifest | None, dict[str, Tensor]]:
     """The last checkpoint that is whole, with the tensors that ``names`` need."""
-    try:
-        steps = checkpoint_folder.steps_in(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} is no folder of checkpoints: {error}") from error
+    steps = _steps(path)
     for step in reversed(steps):
         directory = checkpoint_folder.directory_of(path, step)
         try:
@@ -268,7 +265,7 @@ def _read_last(path: Path, names: Iterable[str]) -> tuple[Manifest | None, dict[
 
 
 def _needed(found: Manifest, names: Iterable[str]) -> list[str]:
-    """Names of the tensors in the states ``names`` and in all values, in one order."""
+    """The names, sorted, of the tensors that the states ``names`` and all values hold."""
     parts = [found.states[name] for name in names if name in found.states]
     return sorted(tensors_of([*parts, *found.values.values()]))
 

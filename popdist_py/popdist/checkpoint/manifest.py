@@ -48,7 +48,7 @@ def current_conditions() -> Conditions:
 
 
 def differences(before: Conditions, now: Conditions) -> list[str]:
-    """A text for each condition that has changed; those that only one side has are not compared."""
+    """A text for each condition that has changed; one that only one of the two has is left out."""
     return [
         f"{name}: {before[name]} then, {now[name]} now"
         for name in now

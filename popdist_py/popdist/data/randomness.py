@@ -126,7 +126,7 @@ class ReplicaRandomness:
         return RandomScope(self._states, replica, device.index)
 
     def state_dict(self) -> dict[str, dict[str, object]]:
-        """The states of this instance's replicas: job-wide number, as text → tensors and numbers.
+        """The random states of this instance's replicas, each under its job-wide number as text.
 
         The states of the whole job are the union over its instances.
         """

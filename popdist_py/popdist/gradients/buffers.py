@@ -353,7 +353,7 @@ class ReplicaBuffers(ModelBuffers):
         return found
 
     def set_apart(self, keys: Iterable[str]) -> None:
-        """From now on leave these buffers alone, unless they change again."""
+        """Leave these buffers out of the next steps, until they change again."""
         for key in keys:
             model, name = self._model_of(key)
             model.apart[name] = None

@@ -332,7 +332,7 @@ def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) ->
 
 
 def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
-    """Make the first of ``own``, this instance's partial sums, the sum over those of all instances."""
+    """Overwrite the first of ``own``, the partial sums of this instance, with the sum over all instances."""
     sum_over_hosts(group, layout, own[0].device).all_reduce(own, sum_of(own[0].dtype))
 
 

@@ -182,11 +182,11 @@ class GradientMemory:
         return self._weights[1]
 
     def add_micro_batches(self, left: FlatGradient, right: FlatGradient) -> FlatGradient:
-        """Add the micro batch ``right``, whose room is free then, to ``left``."""
+        """Add a micro batch's gradient, ``right``, to ``left``; the memory of ``right`` is free afterwards."""
         return self._wide.add(left, right)
 
     def add_replicas(self, left: FlatGradient, right: FlatGradient) -> FlatGradient:
-        """Add the replica ``right``, whose room is free then, to ``left``."""
+        """Add a replica's gradient, ``right``, to ``left``; the memory of ``right`` is free afterwards."""
         return self._narrow.add(left, right)
 
 

@@ -465,7 +465,7 @@ class OverlappedSum:
         return self._weight_scale is not None
 
     def _protected(self, send: Callable[[], None]) -> None:
-        """Call ``send``; if it is interrupted, nobody knows what was sent, so no instance sends early any more."""
+        """Call ``send``; after an interruption nobody knows what was sent, so no instance sends early any more."""
         try:
             send()
         except BaseException:

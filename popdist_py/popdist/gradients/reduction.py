@@ -189,7 +189,7 @@ class GradientSum:
         return self._early is not None
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Send what the gradient of ``parameter``, which was just accumulated, completes."""
+        """Send the parts of the sum that are complete now that the gradient of ``parameter`` was accumulated."""
         if self._early is not None:
             self._early.add_gradient(parameter)
 

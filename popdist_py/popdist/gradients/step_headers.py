@@ -37,7 +37,7 @@ REFUSALS: Final = {
     CANNOT_SPLIT: "could not split the batch into micro batches (see the error there)",
     IN_ANOTHER_LOOP: "began this loop in the middle of another one over the same model (see the error there)",
 }
-"""Sent in place of the heaviest weight by an instance that cannot make the step, and what each means."""
+"""What an instance that cannot make the step sends in place of the heaviest weight, with the meaning of each."""
 
 STATES: Final = ("mean", "sum", "abandoned", "not finite", "fault")
 """What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
@@ -142,7 +142,7 @@ class StepChecks:
         """Begin to watch what the loop over micro batches writes."""
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Stop to watch; warn of what was found, if the loop came to its end."""
+        """Watch no more, and warn of what was found if the loop came to its end."""
 
 
 NO_CHECKS: Final = StepChecks()

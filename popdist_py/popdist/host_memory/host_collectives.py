@@ -421,7 +421,7 @@ class HostCollectives:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Parts of one length as one tensor, where they lie in a row."""
+    """Parts of one length as one tensor, without a copy; None if they do not follow each other in memory."""
     first = parts[0]
     storage = first.untyped_storage().data_ptr()
     for number, part in enumerate(parts):

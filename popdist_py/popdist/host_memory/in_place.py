@@ -141,7 +141,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """What this rank posts; 0 for nothing."""
+        """A number for the other ranks that says where ``tensor`` lies in shared memory; 0 if it does not."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()

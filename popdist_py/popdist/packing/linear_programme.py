@@ -42,7 +42,7 @@ SMALL_PACK: Final = 3
 """Packs of up to so many sequences are few enough to list; :func:`nnlshp` uses no larger ones."""
 
 _MOST_LISTED: Final = 100_000
-"""Columns that a programme starts with at most."""
+"""A programme starts with at most so many columns."""
 
 _PRICE_UNIT: Final = 2**40
 """Prices times this are rounded to whole numbers for the proof."""

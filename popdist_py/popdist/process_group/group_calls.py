@@ -110,7 +110,7 @@ class GroupCalls:
         return self._gather_parts([output], [tensor], opts, lambda: _parts_like(output, tensor))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Take every rank's tensors, one after the other in the output of each."""
+        """Gather each input of all ranks into the output of the same place, rank after rank."""
         return self._gather_parts(outputs, inputs, opts, lambda: gathered_parts(outputs, inputs))
 
     def _gather_parts(

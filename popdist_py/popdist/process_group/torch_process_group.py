@@ -66,7 +66,7 @@ Work = Any  # dist.Work, of which torch's stubs do not say that its groups retur
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
-    """gloo, which torch takes for the whole group: where it sets the group's timeout, and where it makes tensors.
+    """gloo, by which torch reaches the whole group when it sets a timeout or asks for memory for tensors.
 
     ``pool`` is memory for the tensors that the group makes for its collectives; None where it makes none.
     """
@@ -274,7 +274,7 @@ _RETURN_TENSORS: Final = (
     *("allreduce_", "broadcast_", "allgather_", "_allgather_base_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "alltoall_"),
 )
-"""Operators that return their first tensors, too."""
+"""The operators that return their first argument, the tensors, beside the work."""
 
 _OPERATORS: Final = {
     "allreduce_": _Operator("allreduce", AllreduceOptions, "data group reduce_op sparse async_op timeout"),

@@ -1,4 +1,4 @@
-"""Whether a program has trained by itself in a job of several processes, as what it has imported shows at its end.
+"""Whether a program of a job of several processes has trained alone: its imports show it at its end.
 
 The start-up hook asks (``startup/sitecustomize.py``), in whatever Python the program runs, so this is written for
 Python 3.8 and imports nothing. It looks only at modules that are there: who imported none has not trained. Pure.

@@ -105,7 +105,7 @@ class ModelSteps:
         joint_modules[self] = self._state.reference
 
     def _prepare(self) -> None:
-        """Make what a copy makes anew."""
+        """Make all that a copy of this object makes for itself and does not take from the first one."""
         watch_optimizers()
         if self.layout.num_replicas > 1:
             compile_scripts_at_once()

@@ -210,7 +210,7 @@ class MemoryOfSubsets:
         return _collectives_of(part) if part is not None and have_all else None
 
     def _exchange(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
-        """The number of each of ``instances``, in a message that no header begins like."""
+        """Exchange a number with ``instances``, in a message that begins as no header does."""
         message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
         received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
         found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
