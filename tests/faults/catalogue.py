@@ -354,12 +354,14 @@ FAULTS: Final = (
         "    sys.exit(7)\nhang()",
         codes=frozenset({7}),
         named=1,
+        under=frozenset({"local", "mpich"}),
         obeys=False,
     ),
     Fault(
         name="the launcher is killed, an agent is stopped (SIGSTOP)",
         program=_ENDLESS,
         codes=frozenset({-signal.SIGKILL}),
+        under=frozenset({"local", "openmpi"}),
         steps=(
             Step(when=Moment.READY, target=Target.AGENT, signum=signal.SIGSTOP),
             Step(when=Moment.READY, target=Target.LAUNCHER, signum=signal.SIGKILL),

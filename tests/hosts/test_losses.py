@@ -52,7 +52,9 @@ def test_what_is_frozen_on_another_host_ends_with_the_job(own_network: Network, 
     """Its shim and its agent are stopped (SIGSTOP): they hear of Ctrl-C as soon as the MPI runtime ends there."""
     poprun = HostPoprun(python=Path(sys.executable), name="mpich")
     words = write_program(tmp_path, "ready()\nhang()")
-    with poprun.started(own_network, "--host=n1,n2", "-n2", "--stop-timeout=1", sys.executable, *words) as process:
+    with poprun.started(
+        own_network, "--host=n1,n2", "-n2", "--stop-timeout=0.2", sys.executable, *words
+    ) as process:
         wait_until(lambda: has_met(tmp_path, 2))
         for one in bare_interpreters(own_network.hosts["n2"].init.pid):
             one.suspend()

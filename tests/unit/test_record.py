@@ -130,14 +130,17 @@ def test_who_has_reported_and_where_the_stores_listen() -> None:
     assert record.endpoints == [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]
 
 
-def test_who_says_nothing_is_frozen_but_not_in_a_pause_of_poprun_itself() -> None:
-    """Looks come each second; a longer step is one in which poprun was stopped, too."""
+def test_who_says_nothing_is_frozen_but_not_in_a_pause_of_poprun_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks come each second; a longer step is one in which poprun was stopped, too, and no hang either."""
     record = recorded([*HELLOS, *STARTED])
+    pauses: list[float] = []
+    monkeypatch.setattr(record.hang_watch, "begin_anew", pauses.append)
     record.enter(Phase.RUNNING, 100.0)
     seconds = [100.0 + second for second in range(int(FROZEN_SECONDS))]
     frozen = [record.frozen_instances(now) for now in (*seconds, 9000.0)]
     record.add_event(1, {"event": "stats", "progress": ""}, 9000.0)
 
+    assert pauses == [9000.0]
     assert not any(frozen[:-1])
     assert frozen[-1] == [0, 1]
     assert record.frozen_instances(9001.0) == [0]

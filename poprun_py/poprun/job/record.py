@@ -163,6 +163,9 @@ CAUSE_SECONDS: Final = 1.0
 _LONGEST_STEP_SECONDS: Final = 2.0
 """More than lies between two looks of a poprun that runs: in the rest of a longer step it was stopped."""
 
+_PAUSE_SECONDS: Final = 5.0
+"""A step that is longer was a pause of the whole job, in which nobody hung."""
+
 _LOOK_SECONDS: Final = 0.5
 
 _IDLE_SHARE: Final = 0.05
@@ -283,7 +286,10 @@ class Record:
 
     def frozen_instances(self, now_seconds: float) -> list[int]:
         """The instances that should run, and whose agents have not been heard of for ``FROZEN_SECONDS``."""
-        self._awake_seconds += min(now_seconds - self._looked_at_seconds, _LONGEST_STEP_SECONDS)
+        step_seconds = now_seconds - self._looked_at_seconds
+        if step_seconds > _PAUSE_SECONDS:
+            self.hang_watch.begin_anew(now_seconds)
+        self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
         self._looked_at_seconds = now_seconds
         if self.phase is not Phase.RUNNING:
             return []
