@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poprun.devices.pool.contents import file_data, read_lease, read_partition
+from poprun.devices.pool.contents import read_row, row_data
 from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.listing import ipu_rows, partition_rows, render_json, render_rows
 from poprun.devices.pool.listing import partition_row as listed
@@ -61,9 +61,9 @@ def test_rows_are_read_as_they_were_written(
     values = {**asdict(PARTITION), "name": name, "ipus": tuple(ipus), "user": f"{user}@{name}"}
     partition = Partition(**{**values, "created_at_epoch_seconds": seconds})
 
-    assert read_lease(file_data(lease), 5) == lease
-    assert read_partition(file_data(partition), 5) == partition
-    assert read_lease(file_data(LEASE), 2**31).holder.user == str(2**31)
+    assert read_row(Lease, row_data(lease), 5) == lease
+    assert read_row(Partition, row_data(partition), 5) == partition
+    assert read_row(Lease, row_data(LEASE), 2**31).holder.user == str(2**31)
 
 
 def leaves(values: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
@@ -74,7 +74,7 @@ def leaves(values: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
             yield from leaves(value, *path, key)
 
 
-ROWS = {"lease": json.loads(file_data(LEASE)), "partition": json.loads(file_data(PARTITION))}
+ROWS = {"lease": json.loads(row_data(LEASE)), "partition": json.loads(row_data(PARTITION))}
 COLUMNS = [(kind, path) for kind, row in ROWS.items() for path in leaves(row)]
 
 
@@ -124,12 +124,12 @@ def show_all(state: PoolState) -> None:
 @pytest.mark.parametrize("name", [None, "colour"])
 def test_a_column_that_is_missing_or_unknown(kind: str, path: tuple[str, ...], name: str | None) -> None:
     """As in a row of another version."""
+    kinds: dict[str, Any] = {"lease": Lease, "partition": Partition}
     row = copy.deepcopy(ROWS[kind])
     inner = within(row, path)
     value = inner.pop(path[-1])
     if name is not None:
         inner |= {path[-1]: value, name: 1}
-    read = read_lease if kind == "lease" else read_partition
 
     with pytest.raises(PlanError, match="missing" if name is None else "colour is no key of a row"):
-        read(json.dumps(row).encode(), os.getuid())
+        read_row(kinds[kind], json.dumps(row).encode(), os.getuid())

@@ -10,16 +10,14 @@ from typing import Final
 
 from poprun.devices.pool.clusters import check_names
 from poprun.devices.pool.contents import (
+    LOCK,
     Contents,
-    StoredLease,
-    StoredPartition,
+    Stored,
     clear,
     end_lease,
-    make_lock,
     read_contents,
     remove_partition,
-    write_lease,
-    write_partition,
+    write,
 )
 from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
@@ -73,12 +71,12 @@ class Pool:
                 num_ipus=request.num_ipus,
                 queue=request.queue,
             )
-            descriptor = make_lock(folder, key) if holder.key is None else None
+            descriptor = folder.make_lock(LOCK, key) if holder.key is None else None
             try:
-                stored = StoredLease(key=key, uid=os.geteuid(), lease=lease)
+                stored = Stored(key=key, uid=os.geteuid(), row=lease)
                 ipus = _grant(folder, contents, stored, request)
                 if not ipus:
-                    write_lease(folder, key, lease)
+                    write(folder, stored)
             except BaseException:
                 end_lease(folder, key)
                 if descriptor is not None:
@@ -165,16 +163,16 @@ class Pool:
             yield folder, contents
 
 
-def _own(contents: Contents, key: str) -> StoredLease:
+def _own(contents: Contents, key: str) -> Stored[Lease]:
     found = next((stored for stored in contents.leases if stored.key == key), None)
     if found is None or found.uid != os.geteuid():
         raise PoolError("this job's place in the queue of the pool has gone: somebody has removed its file")
     return found
 
 
-def _grant(folder: PoolFolder, contents: Contents, stored: StoredLease, request: PoolRequest) -> tuple[str, ...]:
+def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:
     """Give a lease what it wants; the names of its IPUs, none when it has to wait."""
-    lease, state = stored.lease, contents.state
+    lease, state = stored.row, contents.state
     if any(other.id < lease.id for other in state.waiting(request.queue)):
         return ()
     if request.partition is not None:
@@ -186,12 +184,12 @@ def _grant(folder: PoolFolder, contents: Contents, stored: StoredLease, request:
     if not (state.taken if request.partition is None else held).isdisjoint(ipus):
         raise PoolError(f"pool {folder.path}: {', '.join(ipus)} cannot be held by two jobs")
     if ipus:
-        write_lease(folder, stored.key, replace(lease, ipus=listed))
+        write(folder, replace(stored, row=replace(lease, ipus=listed)))
     return ipus
 
 
 def _grant_partition(
-    folder: PoolFolder, contents: Contents, lease: StoredLease, request: PoolRequest, wanted: PartitionRequest
+    folder: PoolFolder, contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> tuple[str, ...]:
     state = contents.state
     found = state.partition(wanted.name)
@@ -203,16 +201,16 @@ def _grant_partition(
     if not chosen:
         return ()
     if found is None:
-        stored = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.lease.holder.user)
+        stored = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
         if wanted.is_temporary:
-            stored = replace(stored, key=lease.key, partition=replace(stored.partition, is_temporary=True))
+            stored = replace(stored, key=lease.key, row=replace(stored.row, is_temporary=True))
     else:
         stored = _changeable(contents, wanted.name)
     _give_ipus(folder, stored, chosen)
     return tuple(ipu.name for ipu in chosen)
 
 
-def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> StoredPartition:
+def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> Stored[Partition]:
     """A partition of this user, or of a client of this server, that has no IPUs yet."""
     partition = Partition(
         name=name,
@@ -223,14 +221,14 @@ def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None
         user=user or user_name(os.geteuid()),
         created_at_epoch_seconds=time.time(),
     )
-    return StoredPartition(key=secrets.token_hex(16), uid=os.geteuid(), partition=partition)
+    return Stored(key=secrets.token_hex(16), uid=os.geteuid(), row=partition)
 
 
-def _give_ipus(folder: PoolFolder, stored: StoredPartition, ipus: Sequence[VirtualIpu]) -> Partition:
+def _give_ipus(folder: PoolFolder, stored: Stored[Partition], ipus: Sequence[VirtualIpu]) -> Partition:
     """Replace the IPUs of a partition."""
     num_domains = len({ipu.domain for ipu in ipus})
-    partition = replace(stored.partition, ipus=_in_order(ipus), num_domains=num_domains)
-    write_partition(folder, replace(stored, partition=partition))
+    partition = replace(stored.row, ipus=_in_order(ipus), num_domains=num_domains)
+    write(folder, replace(stored, row=partition))
     return partition
 
 
@@ -239,11 +237,11 @@ def _in_order(ipus: Sequence[VirtualIpu]) -> tuple[str, ...]:
     return tuple(ipu.name for ipu in sorted(ipus, key=lambda ipu: (ipu.index, ipu.name)))
 
 
-def _changeable(contents: Contents, name: str) -> StoredPartition:
+def _changeable(contents: Contents, name: str) -> Stored[Partition]:
     """The partition of that name, if this user may change it: his own, or any if he is root."""
     stored = contents.partition(name)
     if stored is None or os.geteuid() not in (0, stored.uid):
-        owner = "" if stored is None else stored.partition.user
+        owner = "" if stored is None else stored.row.user
         raise PartitionError(
             f"partition {name} belongs to {owner}, who can change or remove it, as root can: ask {owner}, or make "
             "one of another name"
