@@ -6,6 +6,7 @@ poprun.devices.pool.requests.
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 
 from poprun.devices.pool import place
 from poprun.devices.pool.holders import lives, this_process
-from poprun.devices.pool.pool import Pool, Ticket
+from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.plan.inventory import VirtualIpu, cpu_cluster
@@ -199,6 +200,18 @@ def test_a_partition_of_another_size(pool: Pool) -> None:
     assert partition.size == 4
     with pytest.raises(PartitionError, match="partition p has 4 IPUs, and the job fits one of 2: change the job"):
         pool.enqueue(this_process("job"), in_partition("p", 2))
+
+
+def test_who_needs_a_larger_partition_waits_for_room(pool: Pool) -> None:
+    """A free partition that is too small is no turn as long as there are not enough IPUs for the larger one."""
+    pool.create_partition("p", CLUSTER, 2)
+    larger = in_partition("p", 4, may_change=True)
+    with holding(pool, wish(5)), holding(pool, larger) as waiting:
+        began = time.monotonic()
+        wait_for_turn(pool, waiting, larger, 0.2)
+
+        assert waiting.ipus == ()
+        assert time.monotonic() - began >= 0.2
 
 
 def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:

@@ -16,8 +16,7 @@ from poprun.devices.pool.requests import IpuRequest, PartitionRequest
 from poprun.devices.server.server_messages import (
     LeaseRequest,
     ServedPool,
-    read_answer,
-    read_question,
+    read_message,
 )
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
@@ -151,7 +150,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
 @given(requests())
 def test_a_request_is_read_as_it_was_sent(request: LeaseRequest) -> None:
     """Through JSON and back."""
-    assert read_question("take-lease", json.loads(json.dumps(write_record(request)))) == request
+    assert read_message(LeaseRequest, json.loads(json.dumps(write_record(request))), "request") == request
 
 
 def test_a_pool_is_read_as_it_was_sent() -> None:
@@ -164,4 +163,4 @@ def test_a_pool_is_read_as_it_was_sent() -> None:
     for cluster in (LAB, gpu_cluster("box", [busy]), cpu_cluster("box", None, 2)):
         sent = served(replace(cluster, allocations={"ann": range(4)}), "lab/4")
         sent = replace(sent, state=replace(sent.state, partitions=(partition,)))
-        assert read_answer(ServedPool, json.loads(json.dumps(write_record(sent)))) == sent
+        assert read_message(ServedPool, json.loads(json.dumps(write_record(sent))), "the answer") == sent

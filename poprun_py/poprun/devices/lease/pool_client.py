@@ -5,7 +5,7 @@ A job takes what it needs from the pool of this machine (`local_lease`), from th
 lease that is held until the job has ended.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from poprun.devices.pool.clusters import check_names, pod_of
 from poprun.devices.pool.place import pool_folder
 from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.records import PoolState, fold_names
-from poprun.devices.pool.requests import PoolRequest, refusal
+from poprun.devices.pool.requests import refusal
 from poprun.errors import IpusTakenError, PoprunError
 from poprun.hosts.routes import JobNetwork
 from poprun.plan.inventory import Cluster
@@ -94,25 +94,12 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
     """What a claim would be given now, in words; an IpusTakenError if it would have to wait."""
     request = claim.request()
-    chosen = _chosen(request, state)
-    if not chosen:
+    names, _ = request.choose_from(state)
+    if not names:
         shares = claim.plan.vipu.shares_devices
         raise IpusTakenError(refusal(request, claim.cluster, state, own=0, shares=shares))
-    ipus = fold_names(claim.lease(chosen).names)
+    ipus = fold_names(claim.lease(names).names)
     if request.partition is None:
         return ipus
     made = "" if state.partition(request.partition.name) is not None else ", made for it"
     return f"partition {request.partition.name}{made}: {ipus}"
-
-
-def _chosen(request: PoolRequest, state: PoolState) -> Sequence[str]:
-    """Names of the IPUs that a job would be given; none where it would have to wait."""
-    wanted = request.partition
-    found = None if wanted is None else state.partition(wanted.name)
-    if wanted is None or found is None:
-        return [ipu.name for ipu in request.choose(state.taken)]
-    if found.lease is not None:
-        return ()
-    if wanted.must_change(found, request.is_known):
-        return [ipu.name for ipu in request.choose(state.taken - set(found.ipus))]
-    return found.ipus

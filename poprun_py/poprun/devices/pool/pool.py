@@ -172,42 +172,29 @@ def _own(contents: Contents, key: str) -> Stored[Lease]:
 
 def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:
     """Give a lease what it wants; the names of its IPUs, none when it has to wait."""
-    lease, state = stored.row, contents.state
-    if any(other.id < lease.id for other in state.waiting(request.queue)):
+    state, wanted = contents.state, request.partition
+    if any(other.id < stored.row.id for other in state.waiting(request.queue)):
         return ()
-    if request.partition is not None:
-        ipus = listed = _grant_partition(folder, contents, stored, request, request.partition)
-    else:
-        chosen = request.choose(state.taken)
-        ipus, listed = tuple(ipu.name for ipu in chosen), _in_order(chosen)
-    held = {name for other in state.leases for name in other.ipus}
-    if not (state.taken if request.partition is None else held).isdisjoint(ipus):
-        raise PoolError(f"pool {folder.path}: {', '.join(ipus)} cannot be held by two jobs")
-    if ipus:
-        write(folder, replace(stored, row=replace(lease, ipus=listed)))
-    return ipus
+    names, chosen = request.choose_from(state)
+    held = state.taken if wanted is None else {name for other in state.leases for name in other.ipus}
+    if not held.isdisjoint(names):
+        raise PoolError(f"pool {folder.path}: {', '.join(names)} cannot be held by two jobs")
+    if chosen and wanted is not None:
+        _give_ipus(folder, _partition_for(contents, stored, request, wanted), chosen)
+    if names:
+        listed = _in_order(chosen) if wanted is None else names
+        write(folder, replace(stored, row=replace(stored.row, ipus=listed)))
+    return names
 
 
-def _grant_partition(
-    folder: PoolFolder, contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
-) -> tuple[str, ...]:
-    state = contents.state
-    found = state.partition(wanted.name)
-    if found is not None and found.lease is not None:
-        return ()
-    if found is not None and not wanted.must_change(found, request.is_known):
-        return found.ipus
-    chosen = request.choose(state.taken - set(() if found is None else found.ipus))
-    if not chosen:
-        return ()
-    if found is None:
-        stored = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
-        if wanted.is_temporary:
-            stored = replace(stored, key=lease.key, row=replace(stored.row, is_temporary=True))
-    else:
-        stored = _changeable(contents, wanted.name)
-    _give_ipus(folder, stored, chosen)
-    return tuple(ipu.name for ipu in chosen)
+def _partition_for(
+    contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
+) -> Stored[Partition]:
+    """The partition that a lease wants, which is this user's to change, or else a new one."""
+    if contents.partition(wanted.name) is not None:
+        return _changeable(contents, wanted.name)
+    made = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
+    return replace(made, key=lease.key, row=replace(made.row, is_temporary=True)) if wanted.is_temporary else made
 
 
 def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> Stored[Partition]:
@@ -281,7 +268,7 @@ def wait_for_turn(pool: Pool, ticket: Ticket, request: PoolRequest, timeout_seco
         while (waited := time.monotonic() - began) < timeout_seconds:
             state = read_contents(folder).state
             before = sum(lease.id < ticket.id for lease in state.waiting(request.queue))
-            if not before and request.can_be_met(state):
+            if not before and request.choose_from(state)[0]:
                 return
             time.sleep(min(_pause(before, waited), timeout_seconds - waited))
 

@@ -83,12 +83,20 @@ class PoolRequest:
         """The queue in which this waits: each partition has one, and IPUs in none have one."""
         return self.queue_name if self.partition is None else self.partition.name
 
-    def can_be_met(self, state: PoolState) -> bool:
-        """Whether what is wanted is free, for somebody at the head of the queue."""
-        found = None if self.partition is None else state.partition(self.partition.name)
-        if found is not None:
-            return found.lease is None
-        return bool(self.choose(state.taken))
+    def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
+        """Names of what somebody at the head of the queue gets now, none while he waits; and IPUs chosen for it.
+
+        No IPUs are chosen for a partition that stays as it is; a PartitionError if it neither fits nor may change.
+        """
+        wanted, kept = self.partition, frozenset[str]()
+        if wanted is not None and (found := state.partition(wanted.name)) is not None:
+            if found.lease is not None:
+                return (), ()
+            if not wanted.must_change(found, self.is_known):
+                return found.ipus, ()
+            kept = frozenset(found.ipus)
+        chosen = self.choose(state.taken - kept)
+        return tuple(ipu.name for ipu in chosen), chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,9 +144,9 @@ class ClientLeases:
         else:
             ticket = _ticket(lease)
         num_before = sum(other.id < ticket.id for other in state.waiting(wanted.queue))
-        if not ticket.ipus and not num_before and wanted.can_be_met(state):
+        if not ticket.ipus and not num_before:
             try:
-                ticket = self._pool.retry(ticket, wanted)
+                ticket = self._pool.retry(ticket, wanted) if wanted.choose_from(state)[0] else ticket
             except PoprunError:
                 self._pool.release(ticket)
                 self._renewals.remove(request.key)

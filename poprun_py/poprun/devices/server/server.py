@@ -33,10 +33,13 @@ from poprun.devices.pool.records import Partition
 from poprun.devices.server.served_leases import POLL_SECONDS, ClientLeases
 from poprun.devices.server.server_connection import PATH, VERSION, VERSION_HEADER, describe_error
 from poprun.devices.server.server_messages import (
+    LeaseKey,
+    LeaseRequest,
     NewPartition,
     Nothing,
+    PartitionName,
     ServedPool,
-    read_question,
+    read_message,
 )
 from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import PoprunError, ServerError
@@ -56,8 +59,8 @@ class RefusalError(Exception):
         self.status = status
 
 
-def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Callable[[Any], object]]:
-    """What the server does for each command, with the question of the client; None is an answer without fields."""
+def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
+    """All commands of clients: what is sent with each, and what the server does; None answers without fields."""
 
     def pool(_: Nothing) -> ServedPool:
         return ServedPool(
@@ -73,13 +76,13 @@ def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Callable
         )
 
     return {
-        "pool": pool,
-        "create-partition": create,
-        "reset-partition": lambda wanted: local.reset_partition(wanted.name),
-        "remove-partition": lambda wanted: local.remove_partition(wanted.name),
-        "take-lease": leases.request,
-        "renew-lease": lambda wanted: leases.renew(wanted.key),
-        "end-lease": lambda wanted: leases.end(wanted.key),
+        "pool": (Nothing, pool),
+        "create-partition": (NewPartition, create),
+        "reset-partition": (PartitionName, lambda wanted: local.reset_partition(wanted.name)),
+        "remove-partition": (PartitionName, lambda wanted: local.remove_partition(wanted.name)),
+        "take-lease": (LeaseRequest, leases.request),
+        "renew-lease": (LeaseKey, lambda wanted: leases.renew(wanted.key)),
+        "end-lease": (LeaseKey, lambda wanted: leases.end(wanted.key)),
     }
 
 
@@ -91,7 +94,8 @@ def make_app(local: LocalPool, leases: ClientLeases, token: str) -> Starlette:
     def carry_out(command: str, values: object) -> dict[str, object]:
         if command not in commands:
             raise RefusalError(404, f"there is no command {command[:40]!r}")
-        return write_record(commands[command](read_question(command, values)) or Nothing())
+        kind, act = commands[command]
+        return write_record(act(read_message(kind, values, "request")) or Nothing())
 
     async def answer(request: Request) -> Response:
         try:

@@ -11,15 +11,15 @@ from typing import Final
 from poprun.devices.pool.records import Partition, PoolState
 from poprun.devices.server.server_connection import ServerAddress, call_server
 from poprun.devices.server.server_messages import (
-    Answer,
     LeaseAnswer,
     LeaseKey,
     LeaseRequest,
+    Message,
     NewPartition,
     Nothing,
     PartitionName,
     ServedPool,
-    read_answer,
+    read_message,
 )
 from poprun.errors import PlanError, ServerError
 from poprun.plan.inventory import Cluster
@@ -131,10 +131,10 @@ class RemotePool:
         """Give back what the lease of that key holds; one that has ended already is no error."""
         self._call("end-lease", LeaseKey(key=key), Nothing)
 
-    def _call(self, command: str, question: object, kind: type[Answer]) -> Answer:
+    def _call(self, command: str, question: object, kind: type[Message]) -> Message:
         answer = call_server(self.server, command, write_record(question))
         try:
-            return read_answer(kind, answer)
+            return read_message(kind, answer, "the answer")
         except PlanError as error:
             raise ServerError(
                 f"the server of virtual IPUs at {self.server} answers what makes no sense: {error}"

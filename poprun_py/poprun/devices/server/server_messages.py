@@ -5,9 +5,8 @@ knows is an error that names it.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 from poprun.devices.pool.records import (
     REMOTE,
@@ -25,7 +24,7 @@ from poprun.devices.pool.requests import IpuCount, IpuRequest
 from poprun.plan.inventory import Cluster
 from poprun.text.fields import read_record
 
-Answer = TypeVar("Answer")
+Message = TypeVar("Message")
 
 _KEY: Final = re.compile("[0-9a-f]{32}")
 
@@ -120,23 +119,6 @@ class ServedPool:
     state: PoolState  # what stands in it
 
 
-QUESTIONS: Final[Mapping[str, type[Any]]] = {
-    "pool": Nothing,
-    "create-partition": NewPartition,
-    "reset-partition": PartitionName,
-    "remove-partition": PartitionName,
-    "take-lease": LeaseRequest,
-    "renew-lease": LeaseKey,
-    "end-lease": LeaseKey,
-}
-"""All that a client may ask for, by name, with what it sends."""
-
-
-def read_question(command: str, values: object) -> Any:  # noqa: ANN401 - a value of the command's own type
-    """What a client sent with a command; a PlanError if it is not what belongs to it."""
-    return read_record(QUESTIONS[command], values, "request", noun="this message")
-
-
-def read_answer(kind: type[Answer], values: object) -> Answer:
-    """What the server answered; a PlanError if it is not of that kind."""
-    return read_record(kind, values, "the answer", noun="this message")
+def read_message(kind: type[Message], values: object, source: str) -> Message:
+    """The message of that kind that was sent by ``source``; a PlanError if it is another, or none."""
+    return read_record(kind, values, source, noun="this message")
