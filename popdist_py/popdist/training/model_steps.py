@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Final, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -67,6 +67,17 @@ def _next_label() -> str | None:
 def call_body(body: Callable[..., R], content: Nest) -> R:
     """Call ``body`` with the items of a tuple or list as arguments, or with anything else as the only one."""
     return body(*content) if isinstance(content, tuple | list) else body(content)
+
+
+class WholeStep(NamedTuple):
+    """What a loop over a whole batch is asked for: the arguments of ``ReplicatedModel.micro_batches``."""
+
+    batch: Nest
+    accumulation: int
+    reduction: MeanOrSum
+    weights: Sequence[float] | None
+    split: Split | None
+    add: bool
 
 
 class ModelSteps:
@@ -147,21 +158,12 @@ class ModelSteps:
         watched = partial(self._checks.watch, forward)
         return self.buffers.run_outside(watched) if is_outside else watched()
 
-    def micro_batches(
-        self,
-        batch: Nest,
-        accumulation: int,
-        *,
-        reduction: MeanOrSum,
-        weights: Sequence[float] | None,
-        split: Split | None,
-        add: bool,
-    ) -> Generator[Nest, None, None]:
+    def micro_batches(self, asked: WholeStep) -> Generator[Nest, None, None]:
         """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
         if self._norm_groups is not None and self.layout.num_local_replicas > 1:
             raise self._norm_error("micro_batches()")
         num_entered = MicroBatchScope.num_entered
-        step, contents, counts = self._begin_loop(batch, accumulation, reduction, weights, split, add)
+        step, contents, counts = self._begin_loop(asked)
         for index, content in enumerate(contents):
             if content is not None:
                 with MicroBatchScope(self, step, index, counts[index]):
@@ -170,43 +172,26 @@ class ModelSteps:
                     else:
                         with self._norm_groups.turn(index):
                             yield to_device(content, self.gradients.device)
-        self._finish(reduction, add=add)
+        self._finish(asked.reduction, add=asked.add)
         MicroBatchScope.mark_interleaved(num_entered)
 
-    def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
-        self,
-        batch: Nest,
-        body: Callable[..., R],
-        accumulation: int,
-        *,
-        reduction: MeanOrSum,
-        weights: Sequence[float] | None,
-        split: Split | None,
-        add: bool,
-    ) -> list[R]:
+    def run_micro_batches(self, asked: WholeStep, body: Callable[..., R]) -> list[R]:
         """A whole step, with ``body`` called for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
         if self._norm_groups is None or self.layout.num_local_replicas == 1:
-            micro_batches = self.micro_batches(
-                batch, accumulation, reduction=reduction, weights=weights, split=split, add=add
-            )
-            with closing(micro_batches):  # which a traceback would keep open
+            with closing(self.micro_batches(asked)) as micro_batches:  # which a traceback would keep open
                 return [contextvars.copy_context().run(call_body, body, content) for content in micro_batches]
-        step, contents, counts = self._begin_loop(batch, accumulation, reduction, weights, split, add)
+        step, contents, counts = self._begin_loop(asked)
         try:
             self.automatic.begin_computing()
-            turns: ReplicaTurns[R] = ReplicaTurns(
-                cast("Step", step),
-                self.randomness,
-                self.buffers,
-                self.gradients,  # of several replicas
-            )
+            several = cast("Step", step)  # and no LoneStep
+            turns: ReplicaTurns[R] = ReplicaTurns(several, self.randomness, self.buffers, self.gradients)
             device = self.gradients.device
             bodies = [None if it is None else partial(call_body, body, to_device(it, device)) for it in contents]
             results = turns.run_all(self._norm_groups, bodies, counts)
         except BaseException:
             self.abandon()
             raise
-        self._finish(reduction, add=add)
+        self._finish(asked.reduction, add=asked.add)
         return results
 
     def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
@@ -232,16 +217,9 @@ class ModelSteps:
         check_flags(BatchError, add=add)
         self._finish(reduction, add=add)
 
-    def _begin_loop(
-        self,
-        batch: Nest,
-        accumulation: int,
-        reduction: MeanOrSum,
-        weights: Sequence[float] | None,
-        split: Split | None,
-        add: bool,  # noqa: FBT001 - as the others
-    ) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
+    def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
         """Begin the step of a whole batch; gives its micro batches, and what each counts."""
+        batch, accumulation, reduction, weights, split, add = asked
         try:
             check_reduction(reduction)
             if add:

@@ -18,7 +18,7 @@ from popdist.gradients.step_headers import MeanOrSum
 from popdist.training.batch_norm import group_norms
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
 from popdist.training.micro_batches import Nest, Split
-from popdist.training.model_steps import ModelSteps
+from popdist.training.model_steps import ModelSteps, WholeStep
 from popdist.training.norm_sync import check_group_size
 from popdist.weights import broadcast_weights
 
@@ -198,8 +198,7 @@ class ReplicatedModel(nn.Module):
             CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
             BackendError: If an instance was lost or did not come in time.
         """
-        steps = self._model_steps
-        return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split, add=add)
+        return self._model_steps.micro_batches(WholeStep(batch, accumulation, reduction, weights, split, add))
 
     def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
         self,
@@ -252,10 +251,8 @@ class ReplicatedModel(nn.Module):
                 f"run_micro_batches(batch, {body!r}): body is called with each micro batch, as a function of its "
                 "items that computes the loss and calls backward()"
             )
-        steps = self._model_steps
-        return steps.run_micro_batches(
-            batch, body, accumulation, reduction=reduction, weights=weights, split=split, add=add
-        )
+        asked = WholeStep(batch, accumulation, reduction, weights, split, add)
+        return self._model_steps.run_micro_batches(asked, body)
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1
