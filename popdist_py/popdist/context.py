@@ -1,6 +1,7 @@
 """The job that this process is in, and, after ``init()``, its connections: the one global of popdist.
 
-Queries need no ``init()``: they read the environment, and never write it.
+Queries need no ``init()``: they read the environment, and never write it. They raise a ContractError where it
+promises a job and does not describe one.
 """
 
 import math
@@ -77,11 +78,7 @@ _state = _ProcessState()
 
 
 def environment() -> Environment:
-    """The job of this process, initialized or not.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """The job of this process, initialized or not."""
     if _state.job is not None:
         return _state.job.environment
     progress_page.join()
@@ -97,22 +94,14 @@ def shares_tensors() -> bool:
 
 
 def current_job() -> Job:
-    """The initialized job.
-
-    Raises:
-        NotInitializedError: Before ``init()`` and after ``finalize()``.
-    """
+    """The initialized job; NotInitializedError before ``init()`` and after ``finalize()``."""
     if _state.job is None:
         raise NotInitializedError("this call needs the other instances: call popdist.init() first")
     return _state.job
 
 
 def current_group() -> Group:
-    """The instances that take part in collectives now.
-
-    Raises:
-        NotInitializedError: Before ``init()`` and after ``finalize()``.
-    """
+    """The instances that take part in collectives now; raises as :func:`current_job`."""
     return current_job().group
 
 
@@ -382,66 +371,38 @@ def is_initialized() -> bool:
 
 
 def instance_index() -> int:
-    """This instance (process) among those of the job: 0 to ``num_instances() - 1``; 0 outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """This instance (process) among those of the job: 0 to ``num_instances() - 1``; 0 outside a job."""
     return environment().contract.instance_index
 
 
 def num_instances() -> int:
-    """Instances (processes) in the job; 1 outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """Instances (processes) in the job; 1 outside a job."""
     return environment().contract.num_instances
 
 
 def num_replicas() -> int:
-    """Replicas of the model in the whole job, a multiple of ``num_instances()``; 1 outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """Replicas of the model in the whole job, a multiple of ``num_instances()``; 1 outside a job."""
     return environment().contract.num_replicas
 
 
 def num_local_replicas() -> int:
-    """Replicas that this instance owns, the same number on every instance; 1 outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """Replicas that this instance owns, the same number on every instance; 1 outside a job."""
     return environment().contract.layout.num_local_replicas
 
 
 def local_replicas() -> range:
-    """Job-wide numbers of the replicas that this instance owns, ascending; ``range(0, 1)`` outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """Job-wide numbers of the replicas that this instance owns, ascending; ``range(0, 1)`` outside a job."""
     contract = environment().contract
     return contract.layout.replicas_of(contract.instance_index)
 
 
 def ipus_per_replica() -> int:
-    """Virtual IPUs (a share of the CPU's cores, or one CUDA device each) that a replica uses; 1 outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """Virtual IPUs (a share of the CPU's cores, or one CUDA device each) that a replica uses; 1 outside a job."""
     return environment().contract.ipus_per_replica
 
 
 def local_instance_index() -> int:
-    """This instance among those of the job on its host, from 0; 0 outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
-    """
+    """This instance among those of the job on its host, from 0; 0 outside a job."""
     return environment().contract.local_instance_index
 
 
@@ -450,9 +411,6 @@ def job_id() -> str:
 
     Under poprun it is ``POPDIST_JOB_ID``: what the caller has set it to, so that a job that is started again can
     have the same one, else a new random one. Empty under other launchers and outside a job.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
     """
     return environment().contract.job_id
 
@@ -464,9 +422,6 @@ def device() -> "torch.device":
     none. Under another launcher, and outside a job, it is ``cuda:<local instance index>``, or the first of those
     that it needs in that order, when torch sees that device, else the CPU. Imports torch and starts no CUDA
     context.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
     """
     return devices()[0]
 
@@ -477,9 +432,6 @@ def devices() -> "tuple[torch.device, ...]":
     Under poprun they are the CUDA devices that it was given, under another launcher and outside a job those after
     the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and starts no
     CUDA context.
-
-    Raises:
-        ContractError: If the environment promises a job and does not describe one.
     """
     import torch  # noqa: PLC0415 - queries do without it
 
