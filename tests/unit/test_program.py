@@ -117,11 +117,18 @@ def test_a_program_that_this_user_may_not_reach(tmp_path: Path) -> None:
     closed.mkdir()
     (closed / "python").write_text("#!/bin/sh\n")
     (tmp_path / "python").symlink_to(closed / "python")
+    script = tmp_path / "script"
+    script.write_text(f"#!{closed}/python\n")
+    script.chmod(0o755)
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
         folder.chmod(0o755)
     closed.chmod(0)
     with another_user():
-        for words, path in (((str(closed / "python"),), "/usr/bin"), (("python",), str(tmp_path))):
+        for words, path in (
+            ((str(closed / "python"),), "/usr/bin"),
+            (("python",), str(tmp_path)),
+            ((str(script),), "/usr/bin"),
+        ):
             with pytest.raises(ProgramNotExecutableError, match=f"the folder {closed} is closed to you: have it"):
                 resolve_program(words, "/", path)
         with pytest.raises(ProgramNotFoundError, match=f"in /; {closed} on it is closed to you"):

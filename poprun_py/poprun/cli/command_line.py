@@ -43,29 +43,29 @@ _REPORT_FORMAT: Final = "format"
 _DEBUG_VERBOSITY: Final = 2
 
 _IN_ALL: Final = "--num-instances N says how many processes there are in all"
-_ON_HOSTS: Final = "--host a,b names the hosts, and poprun is called once"
-_HABITS: Final = {
-    **dict.fromkeys(("-np", "--np", "--ntasks", "--nproc-per-node", "--num-processes"), _IN_ALL),
-    **dict.fromkeys(("--nnodes", "-N", "--nodes", "--num-machines", "--node-rank", "--machine-rank"), _ON_HOSTS),
-    **dict.fromkeys(("-ppn", "--ntasks-per-node", "--npernode"), f"{_IN_ALL}, equally many on each host"),
-    **dict.fromkeys(
-        ("-x", "-genv", "-env"),
+_HABITS: Final = (
+    ("-np --np --ntasks --nproc-per-node --num-processes", _IN_ALL),
+    ("-ppn --ntasks-per-node --npernode", f"{_IN_ALL}, equally many on each host"),
+    (
+        "--nnodes -N --nodes --num-machines --node-rank --machine-rank",
+        "--host a,b names the hosts, and poprun is called once",
+    ),
+    (
+        "-x -genv -env",
         "programs here get all variables of poprun; --mpi-local-args '-x NAME=value' sets one on every host",
     ),
-    **dict.fromkeys(
-        ("--standalone", "--master-addr", "--master-port", "--main-process-port", "--rdzv-backend", "--rdzv-id"),
+    (
+        "--standalone --master-addr --master-port --main-process-port --rdzv-backend --rdzv-endpoint --rdzv-id",
         "leave it out: poprun chooses where instances meet",
     ),
-    **dict.fromkeys(("-m", "--module"), "write poprun python -m MODULE"),
-    **dict.fromkeys(
-        ("--bind-to", "--map-by", "--cpu-bind"), "--process-placement says on which cores instances run"
-    ),
-    **dict.fromkeys(("--mca", "-mca"), "--mpi-global-args '--mca NAME VALUE' passes it to Open MPI's mpirun"),
-    **dict.fromkeys(("--gpus", "--gpus-per-node", "--gres"), "-n auto starts one instance for each free GPU"),
-    "--instances-per-replica": "a replica is in one instance; --num-replicas N says how many there are in all",
-    "--oversubscribe": "leave it out: poprun starts as many instances as are asked for",
-}
-"""What users of other launchers write, with dashes, and how it is done here."""
+    ("-m --module", "write poprun python -m MODULE"),
+    ("--bind-to --map-by --cpu-bind", "--process-placement says on which cores instances run"),
+    ("--mca -mca", "--mpi-global-args '--mca NAME VALUE' passes it to Open MPI's mpirun"),
+    ("--gpus --gpus-per-node --gres", "-n auto starts one instance for each free GPU"),
+    ("--instances-per-replica", "a replica is in one instance; --num-replicas N says how many there are in all"),
+    ("--oversubscribe", "leave it out: poprun starts as many instances as are asked for"),
+)
+"""What users of other launchers write, and how it is done here."""
 
 _NEXT: Final = "\0"
 """Stands for the words behind the one that click reads; no program can be given such a word."""
@@ -311,8 +311,8 @@ def _whole_name(written: str) -> str:
 
 def _habit(written: str) -> str:
     """How what ``written`` says to another launcher is said here; empty for words of no other launcher."""
-    name = written.replace("_", "-")
-    return _HABITS.get(name) or _HABITS.get(name.rstrip("0123456789"), "")
+    name = written.replace("_", "-").rstrip("0123456789")
+    return next((here for there, here in _HABITS if name in there.split()), "")
 
 
 def _unknown(written: str) -> UsageError:

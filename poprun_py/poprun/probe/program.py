@@ -134,8 +134,11 @@ def _check_interpreter(program: str, file: str, working_directory: str) -> None:
     if not head.startswith(b"#!") or not ending or not words[0]:
         return
     interpreter = os.fsdecode(words[0])
-    if os.path.exists(os.path.join(working_directory, interpreter)):
+    place = os.path.join(working_directory, interpreter)
+    if os.path.exists(place):
         return
+    if folder := _closed_way(place):
+        raise _unreachable(f"{interpreter}, which {program} is a script for", folder)
     if interpreter.endswith("\r"):
         raise ProgramNotFoundError(
             f"{program} has lines that end as on Windows, so its interpreter would be {interpreter!r}: "
@@ -144,6 +147,13 @@ def _check_interpreter(program: str, file: str, working_directory: str) -> None:
     raise ProgramNotFoundError(
         f"{program} is a script for {interpreter}, which is not there: change its first line, or name the program "
         f"that runs it, as in poprun python {shlex.quote(program)}"
+    )
+
+
+def _unreachable(what: str, folder: str) -> ProgramNotExecutableError:
+    return ProgramNotExecutableError(
+        f"you may not reach {what}: the folder {folder} is closed to you: have it opened, as with "
+        f"chmod a+x {shlex.quote(folder)}, or name a program that you may reach"
     )
 
 
@@ -158,10 +168,7 @@ def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> Pop
     for file in _places(program, working_directory, path):
         folder = _closed_way(file)
         if folder and ("/" in program or os.path.lexists(file)):
-            return ProgramNotExecutableError(
-                f"you may not reach {file}: the folder {folder} is closed to you: have it opened, as with "
-                f"chmod a+x {shlex.quote(folder)}, or name a program that you may reach"
-            )
+            return _unreachable(file, folder)
         closed = closed or (f"; {os.path.dirname(file)} on it is closed to you" if folder else "")
     if program.split()[1:]:
         return UsageError(
@@ -289,12 +296,11 @@ def _missing_module(said: Sequence[str]) -> str:
 
 def _missing_import(program: Sequence[str], working_directory: str) -> str:
     """The first of torch and popdist that a Python file imports and its Python cannot find; empty for none."""
-    first, *arguments = program
-    if not _PYTHON.fullmatch(os.path.basename(first)) or not arguments:
+    if not _PYTHON.fullmatch(os.path.basename(program[0])):
         return ""
-    wanted = sorted(set(_IMPORT.findall(_source(arguments[0], working_directory))))
+    wanted = sorted(set(_IMPORT.findall(_source(script_of(program), working_directory))))
     asked = f"import importlib.util as u; print(*(n for n in {wanted!r} if u.find_spec(n) is None))"
-    answer = answer_of((first, "-c", asked), _ASK_SECONDS) if wanted else None
+    answer = answer_of((program[0], "-c", asked), _ASK_SECONDS) if wanted else None
     return next(iter((answer or "").split()), "")
 
 

@@ -39,8 +39,8 @@ _ASCII: Final = {
 }
 """One letter for one, so that columns stay columns."""
 
-_LONGEST_LINE: Final = 1000
-_LONGEST_ERROR: Final = 1900
+_LONGEST: Final = 1800
+"""Characters of a line, or of an error; a line of a log has a stamp before it."""
 
 _BYTES_BELOW: Final = 0xDC00
 _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
@@ -88,7 +88,7 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
         if _NO_ROOM not in str(error):
             raise
         found = error_of_system(MemoryError())
-    report(str(found) if isinstance(found, HostsError) else shortened(str(found), _LONGEST_ERROR))
+    report(str(found) if isinstance(found, HostsError) else shortened(str(found)))
     return found.exit_code
 
 
@@ -161,9 +161,9 @@ def visible(text: str, *, keeps: str = "") -> str:
     )
 
 
-def shortened(text: str, most: int = _LONGEST_LINE) -> str:
-    """``text`` without its middle if it is longer: what was asked stands first, and what to do last."""
-    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 4 :]}"
+def shortened(text: str) -> str:
+    """``text`` without its middle if it is too long: what was asked stands first, and what to do last."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 4 :]}"
 
 
 def _shown(text: str) -> str:
