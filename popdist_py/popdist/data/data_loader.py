@@ -90,7 +90,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
         return packing.make_loader(dataset, plan, collate_fn, options)
     collation = Collation(
         collate_fn=collate_fn or default_collate,
-        num_replicas=context.environment().contract.layout.num_local_replicas,
+        num_replicas=context.num_local_replicas(),
         accumulation=accumulation,
         seed=seed,
     )
@@ -150,11 +150,10 @@ def _sampled_loader(
     options: dict[str, Any],
 ) -> ReplicaLoader:
     micro_batch_size, accumulation, _, seed, drop_last = plan
-    contract = context.environment().contract
     check_sizes(micro_batch_size, accumulation)
     epochs = EpochPlan(
         length=length_of(dataset),
-        num_replicas=contract.num_replicas,
+        num_replicas=context.num_replicas(),
         samples_per_replica=micro_batch_size * accumulation,
         drop_last=drop_last,
     )
@@ -165,8 +164,8 @@ def _sampled_loader(
         f"{accumulation=}, {seed=}, {drop_last=}",
         dataset,
     )
-    shares = SampledShares(sampler, epochs, contract.layout.replicas_of(contract.instance_index), position)
-    return SampledLoader(MapFetcher(dataset, collation), shares, position, accumulation, options)
+    shares = SampledShares(sampler, epochs, position)
+    return SampledLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
 
 
 def _map_loader(
@@ -176,8 +175,7 @@ def _map_loader(
     options: dict[str, Any],
 ) -> ReplicaLoader:
     micro_batch_size, accumulation, shuffle, seed, drop_last = plan
-    contract = context.environment().contract
-    epochs = plan_epochs(dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last)
+    epochs = plan_epochs(dataset, context.num_replicas(), micro_batch_size, accumulation, drop_last=drop_last)
     position = EpochPosition(
         "data_loader",
         {"length": epochs.length, "shuffle": shuffle, "seed": seed},
@@ -185,7 +183,7 @@ def _map_loader(
         f"{drop_last=}",
         dataset,
     )
-    shares = EpochShares(epochs, contract.layout.replicas_of(contract.instance_index), position)
+    shares = EpochShares(epochs, position)
     return ReplicaLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
 
 
@@ -203,4 +201,4 @@ def _stream_loader(
         f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, {seed=}, {drop_last=}",
     )
     fetcher = StreamFetcher(dataset, collation, micro_batch_size * accumulation, drop_last=drop_last)
-    return StreamLoader(fetcher, position, accumulation, options, ends_with_first=drop_last)
+    return StreamLoader(fetcher, position, accumulation, options)

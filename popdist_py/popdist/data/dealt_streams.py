@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
-from popdist.data.epoch import EpochPosition
 from popdist.data.randomness import Reseed, isolated
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.errors import DatasetError
@@ -28,9 +27,7 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __init__(self, stream: Iterable[Any]) -> None:
         self.stream = stream
-        contract = context.environment().contract
-        self.num_replicas = contract.num_replicas
-        self.replicas = contract.layout.replicas_of(contract.instance_index)
+        self.num_replicas, self.replicas = context.num_replicas(), context.local_replicas()
         self._worker = 0, 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,7 +79,7 @@ class StreamFetcher(IterableDataset[Any]):
         self.dataset = sharded
         self._collation = collation
         self._step_size = samples_per_replica * sharded.num_replicas
-        self._drop_last = drop_last
+        self.drop_last = drop_last
         self._place = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
@@ -100,7 +97,7 @@ class StreamFetcher(IterableDataset[Any]):
             self._read(items, range(start, min(start + self._step_size, first)), epoch)
         step, start = 0, first
         while read := self._read(items, range(start, start + self._step_size), epoch):
-            if self._drop_last and len(read) < self._step_size:
+            if self.drop_last and len(read) < self._step_size:
                 return
             if step % num_workers == number:
                 yield self._make(
@@ -155,21 +152,10 @@ class StreamLoader(ReplicaLoader):
     That costs one exchange of headers a step, which waits for the slowest instance.
     """
 
-    def __init__(
-        self,
-        fetcher: StreamFetcher,
-        position: EpochPosition,
-        accumulation: int,
-        options: dict[str, Any],
-        *,
-        ends_with_first: bool,
-    ) -> None:
-        self._fetcher = fetcher
-        self._ends_with_first = ends_with_first
-        super().__init__(fetcher, position, accumulation, options)
+    dataset: StreamFetcher
 
     def _begin(self) -> None:
-        self._fetcher.begin(self._position.epoch, self._position.num_read)
+        self.dataset.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
         """Yield steps until all streams have ended; an instance whose stream ended before gets empty batches."""
@@ -179,7 +165,7 @@ class StreamLoader(ReplicaLoader):
                 share, contents = next(fetched, (None, []))
                 own = [] if share is None else [self._num_samples(share, contents), share.stop]
                 told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {step}").wait()
-                if not any(told) or (self._ends_with_first and not all(told)):
+                if not any(told) or (self.dataset.drop_last and not all(told)):
                     break
                 here = [numbers for numbers in told if numbers]
                 stop, total = max(end for _, end in here), sum(size for size, _ in here)

@@ -205,8 +205,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         accumulation: int,
         options: Mapping[str, Any],
     ) -> None:
-        contract = context.environment().contract
-        self._replicas = contract.layout.replicas_of(contract.instance_index)
+        self._replicas = context.local_replicas()
         self._accumulation = accumulation
         self._position = position
         own = {"generator": torch.Generator().manual_seed(position.identity["seed"])}

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from popdist import context
 from popdist.collectives import exchange
@@ -83,11 +83,10 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         check_flags(DatasetError, shuffle=shuffle, drop_last=drop_last)
-        contract = context.environment().contract
         self._plan = plan_epochs(
-            length_or_dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last
+            length_or_dataset, context.num_replicas(), micro_batch_size, accumulation, drop_last=drop_last
         )
-        self._replicas = contract.layout.replicas_of(contract.instance_index)
+        self._replicas = context.local_replicas()
         self._position = EpochPosition(
             "ReplicaSampler",
             {"length": self._plan.length, "shuffle": shuffle, "seed": seed},
@@ -119,9 +118,9 @@ class EpochShares(Sampler[Share]):
 
     _order: Order | None = None
 
-    def __init__(self, plan: EpochPlan, replicas: range, position: EpochPosition) -> None:
+    def __init__(self, plan: EpochPlan, position: EpochPosition) -> None:
         self._plan = plan
-        self._replicas = replicas
+        self._replicas = context.local_replicas()
         self._position = position
 
     def __len__(self) -> int:
@@ -192,10 +191,8 @@ class SampledPosition(EpochPosition):
 class SampledShares(EpochShares):
     """This instance's share of each step, in the order that a sampler gives for each epoch."""
 
-    def __init__(
-        self, sampler: Iterable[int], epochs: EpochPlan, replicas: range, position: SampledPosition
-    ) -> None:
-        super().__init__(epochs, replicas, position)
+    def __init__(self, sampler: Iterable[int], epochs: EpochPlan, position: SampledPosition) -> None:
+        super().__init__(epochs, position)
         self._sampler = sampler
         self._num_samples = epochs.length
         self._sampled_position = position
@@ -275,19 +272,10 @@ class SampledShares(EpochShares):
 class SampledLoader(ReplicaLoader):
     """A loader in the order of a sampler."""
 
-    def __init__(
-        self,
-        fetcher: Dataset[Any],
-        shares: SampledShares,
-        position: SampledPosition,
-        accumulation: int,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._shares = shares
-        super().__init__(fetcher, position, accumulation, {"sampler": shares, **options})
+    sampler: SampledShares
 
     def _begin(self) -> None:
-        self._shares.begin()
+        self.sampler.begin()
 
 
 def check_sampler(sampler: object) -> None:

@@ -283,9 +283,7 @@ class Packing:
         )
         rows_per_replica = plan.micro_batch_size * plan.accumulation
         fetcher = StreamFetcher(dataset, collation, rows_per_replica, drop_last=plan.drop_last)
-        return _PackedStreamLoader(
-            fetcher, position, plan.accumulation, dict(options), ends_with_first=plan.drop_last
-        )
+        return _PackedStreamLoader(fetcher, position, plan.accumulation, options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +440,7 @@ def _map_loader(
         f"seed={plan.seed}, drop_last={plan.drop_last}",
         fetcher.dataset,
     )
-    shares = EpochShares(epochs, contract.layout.replicas_of(contract.instance_index), position)
+    shares = EpochShares(epochs, position)
     return _PackedLoader(fetcher, rows, position, plan.accumulation, {"sampler": shares, **options})
 
 
