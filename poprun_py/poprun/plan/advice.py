@@ -5,14 +5,14 @@ was read from a file is checked against this machine; options for an IPU system 
 """
 
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import legal_instances
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
-from poprun.text.ranges import counted, fold_numbers
+from poprun.text.ranges import counted, fold_numbers, numbered
 
 _OF_PARTITIONS: Final = ("vipu-partition-attempts", "update-partition", "reset-partition", "remove-partition")
 _OF_LEASES: Final = ("wait-for-devices", "vipu-server-timeout")
@@ -54,8 +54,8 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
     here = {cpu.number for cpu in facts.cpus} or set(facts.cores)
     if absent := {core for binding in plan.bindings for core in binding.cores} - here:
         raise PlanError(
-            f"{source}: bindings names {_cores(absent)}, and this process may use {_cores(here)}: "
-            f"{cure}, or leave bindings empty to bind none"
+            f"{source}: bindings names {numbered('core', sorted(absent))}, and this process may use "
+            f"{numbered('core', sorted(here))}: {cure}, or leave bindings empty to bind none"
         )
     if len(plan.cores) <= len(facts.cores):
         return ()
@@ -199,8 +199,3 @@ def _per_host(plan: LaunchPlan) -> str:
 def _named(noun: str, names: Collection[str]) -> str:
     """``GPU 0``, ``GPUs 0, 1``."""
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(names)}"
-
-
-def _cores(numbers: Iterable[int]) -> str:
-    """``core 3``, ``cores 0-3``."""
-    return f"core{'' if len(set(numbers)) == 1 else 's'} {fold_numbers(sorted(numbers))}"

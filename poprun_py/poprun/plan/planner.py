@@ -97,6 +97,8 @@ def _decide(
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
+    # MPICH's forker knows one host only, and no words meant for Hydra.
+    keeps_forker = is_here and not (words.global_words or words.local_words)
     variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
     check_instance_variables(words.instance_variables, num_instances)
     plan = LaunchPlan(
@@ -113,7 +115,7 @@ def _decide(
         threads_per_replica=None,
         is_deterministic=request.is_deterministic,
         launcher=_launcher_kind(request, mpi),
-        mpi=mpi if is_here and not (words.global_words or words.local_words) else _without_forker(mpi),
+        mpi=mpi if keeps_forker else mpi and replace(mpi, forker=None),
         mpi_global_args=words.global_words,
         mpi_local_args=words.local_words,
         variables=variables,
@@ -271,11 +273,6 @@ def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKi
         return LauncherKind.MPI
     is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
     return LauncherKind.SRUN if is_slurm and request.launcher is not LauncherChoice.LOCAL else LauncherKind.LOCAL
-
-
-def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
-    """``mpi`` with its Hydra launcher: the forker knows one host only, and no words meant for Hydra."""
-    return mpi and replace(mpi, forker=None)
 
 
 def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:

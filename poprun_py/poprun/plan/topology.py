@@ -176,10 +176,6 @@ class MachineFacts:
             allocation=allocation,
         )
 
-    def with_cpus(self, cpus: tuple[Cpu, ...]) -> "MachineFacts":
-        """The facts with another map of cores, but with as much time on them."""
-        return replace(self, cpus=cpus)
-
     def with_cores(self, cores: tuple[int, ...]) -> "MachineFacts":
         """The facts of the part of the machine that has ``cores``."""
         if cores == self.cores:

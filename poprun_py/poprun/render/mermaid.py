@@ -15,10 +15,10 @@ from poprun.render.words import (
     describe_more_instances,
     domains_of,
     instances_of_host,
-    numbered,
     size_of,
     stands_for,
 )
+from poprun.text.ranges import numbered
 
 _MAX_INSTANCES: Final = 64
 """Up to which nothing is folded."""

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.words import bound_to, instances_of_host, launcher_of, numbered, size_of, stands_for, threads_of
-from poprun.text.ranges import fold_hosts, fold_numbers
+from poprun.render.words import bound_to, instances_of_host, launcher_of, size_of, stands_for, threads_of
+from poprun.text.ranges import fold_hosts, fold_numbers, numbered
 from poprun.text.screen import visible
 
 

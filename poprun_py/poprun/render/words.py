@@ -5,15 +5,10 @@ from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.plan.topology import Binding
-from poprun.text.ranges import counted, fold_hosts, fold_numbers
+from poprun.text.ranges import counted, fold_hosts, numbered
 
 _MAX_HOSTS_LENGTH: Final = 60
 """Characters of a list of hosts; a longer one is cut."""
-
-
-def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """``numbers`` with their noun: ``replica 3``, ``replicas 0-3``."""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {fold_numbers(numbers)}"
 
 
 def size_of(plan: LaunchPlan) -> str:

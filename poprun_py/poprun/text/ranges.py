@@ -48,6 +48,11 @@ def describe_bytes(num_bytes: int) -> str:
     return f"{size:.0f} {units[0]}" if size >= 100 or num_bytes == size else f"{size:.1f} {units[0]}"  # noqa: PLR2004
 
 
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Ascending ``numbers`` with their noun: ``replica 3``, ``replicas 0-3``."""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {fold_numbers(numbers)}"
+
+
 def fold_numbers(numbers: Iterable[int]) -> str:
     """Write ascending ``numbers`` as ranges: (0, 1, 2, 3, 6) → ``0-3,6``; no numbers → the empty text."""
     if isinstance(numbers, range) and numbers.step == 1:

@@ -38,7 +38,7 @@ def main() -> None:
         _send({"machine": machine_of(pool_folder(plan.vipu.pool))})
         orders.next()
         job = LeasedPlan(plan=plan, given=plan.named_devices)
-        with leased_here(job, None, is_fixed=request["is_fixed"], log=_log) as job:
+        with leased_here(job, None, is_fixed=request["is_fixed"], log=lambda text: _send({"log": text})) as job:
             address = _hand_out([lease.descriptor for lease in job.leases if lease.descriptor is not None])
             held = [[list(lease.names), lease.pool, lease.partition] for lease in job.leases]
             _send({"held": held, "devices": job.given.devices if plan.takes_lease else (), "address": address})
@@ -108,10 +108,6 @@ def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
 def _end_at_once() -> NoReturn:
     """End at once, without a word to the pool: what the agents still hold is still the job's."""
     os._exit(0)
-
-
-def _log(text: str) -> None:
-    _send({"log": text})
 
 
 def _send(message: dict[str, object]) -> None:

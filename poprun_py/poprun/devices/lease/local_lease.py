@@ -65,7 +65,9 @@ def leased_here(
         if plan.takes_lease and not job.has_gpus:
             partition, state = own_partition(plan, log)
             for claim in ipu_claims(plan, partition, facts, is_fixed=is_fixed):
-                job = stack.enter_context(_inherited_or_leased(job, claim, state, log))
+                inherited = _inherited(claim.cluster, state)[: claim.num_ipus] if plan.devices else []
+                is_enough = len(inherited) == claim.num_ipus
+                job = stack.enter_context(_leased(job, claim, log, inherited if is_enough else ()))
         if job.leases and facts is not None:
             facts = facts.with_cores(job.given.cores)
             job = replace(job, given=replace(job.given, bindings=place(plan, facts, job.given)))
@@ -99,22 +101,10 @@ def ipu_claims(
 
 
 @contextmanager
-def _inherited_or_leased(
-    job: LeasedPlan, claim: "IpuClaim | GpuClaim", state: PoolState, log: Log
-) -> Iterator[LeasedPlan]:
-    inherited = _inherited(claim.cluster, state) if job.plan.devices else []
-    if len(inherited) >= claim.num_ipus:
-        names = inherited[: claim.num_ipus]
-        yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
-        return
-    with _leased(job, claim, log) as held:
-        yield held
-
-
-@contextmanager
-def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log) -> Iterator[LeasedPlan]:
+def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[str] = ()) -> Iterator[LeasedPlan]:
+    """Hold what a claim is granted for the length of a block, or run on what is ``inherited``."""
     try:
-        names = claim.wait_until_granted(job.plan.vipu, log)
+        names = inherited or claim.wait_until_granted(job.plan.vipu, log)
         yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
     finally:
         claim.give_back(log)
@@ -273,7 +263,7 @@ class CoreClaim(LocalClaim):
         if not free:
             return ()
         try:
-            bindings = place(self.plan, self._facts.with_cpus(free), self._given)
+            bindings = place(self.plan, replace(self._facts, cpus=free), self._given)
         except PlanError:
             return ()
         self._given = replace(self._given, bindings=bindings)

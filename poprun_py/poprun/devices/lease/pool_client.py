@@ -1,9 +1,4 @@
-"""What poprun needs of pools: before it plans, in a dry run, and when a job starts.
-
-A job takes what it needs from the pool of this machine (`local_lease`), from the pools of its hosts
-(`host_leases`), or from that of a server (`server_lease`): each time by a request, a place in the queue, and a
-lease that is held until the job has ended.
-"""
+"""What poprun needs of pools: before it plans, in a dry run, and when a job starts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from poprun.devices.pool.records import Lease, Partition, PoolState, fold_names
+from poprun.devices.pool.records import Partition, PoolState, fold_names
 from poprun.plan.inventory import IPUS_PER_MACHINE, Cluster
 from poprun.text.ranges import fold_numbers
 from poprun.text.screen import visible
@@ -44,24 +44,21 @@ def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
     """A row for each virtual IPU: those of the cluster, then others that somebody holds."""
     partitions = {name: partition.name for partition in state.partitions for name in partition.ipus}
     leases = {name: lease for lease in state.leases for name in lease.ipus}
-    rows: list[Row] = [
-        {
-            "ipu": ipu.index,
-            "name": ipu.name,
-            "machine": ipu.index // IPUS_PER_MACHINE,
-            "ild": ipu.domain,
-            "partition": partitions.get(ipu.name, ""),
-            "used_by": _user_of(leases.get(ipu.name), ", ".join(map(str, ipu.occupants))),
+    known = {ipu.name: ipu for ipu in cluster.ipus}
+
+    def row(name: str) -> Row:
+        ipu, lease = known.get(name), leases.get(name)
+        occupants = ", ".join(map(str, ipu.occupants)) if ipu else ""
+        return {
+            "ipu": ipu and ipu.index,
+            "name": name,
+            "machine": ipu and ipu.index // IPUS_PER_MACHINE,
+            "ild": ipu and ipu.domain,
+            "partition": partitions.get(name, ""),
+            "used_by": str(lease.holder) if lease else occupants,
         }
-        for ipu in cluster.ipus
-    ]
-    others = sorted(state.taken - {ipu.name for ipu in cluster.ipus}, key=_by_number)
-    for name in others:
-        partition, user = partitions.get(name, ""), _user_of(leases.get(name), "")
-        rows.append(
-            {"ipu": None, "name": name, "machine": None, "ild": None, "partition": partition, "used_by": user}
-        )
-    return rows
+
+    return [row(name) for name in (*known, *sorted(state.taken - known.keys(), key=_by_number))]
 
 
 def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
@@ -117,10 +114,6 @@ def render_json(rows: object) -> str:
 def _by_number(name: str) -> tuple[str, int, str]:
     stem, _, number = name.rpartition("/")
     return stem, int(number) if number.isdecimal() else 0, name
-
-
-def _user_of(lease: Lease | None, otherwise: str) -> str:
-    return otherwise if lease is None else str(lease.holder)
 
 
 def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:

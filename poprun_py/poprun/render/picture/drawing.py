@@ -29,9 +29,9 @@ from poprun.render.words import (
     describe_more_instances,
     domains_of,
     instances_of_host,
-    numbered,
     stands_for,
 )
+from poprun.text.ranges import numbered
 
 NUM_HUES: Final = 8
 
