@@ -32,7 +32,7 @@ from popdist.weights import bytes_of
 R = TypeVar("R")
 
 ENOUGH: Final = 3
-"""In so many passes, all that were watched, an attribute must have changed."""
+"""An attribute is reported when it has changed in every watched pass, and in at least so many."""
 
 MOST_PASSES: Final = 12
 """How many passes are watched in one step: a model without steps of its own would be watched for ever."""

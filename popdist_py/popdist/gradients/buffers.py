@@ -162,7 +162,7 @@ class ModelBuffers:
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which buffers of ``dtype`` are added; those of no floats are replica 0's, and zeros."""
+    """The dtype in which buffers of ``dtype`` are added: without floats replica 0 brings values, others zeros."""
     return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
@@ -456,7 +456,7 @@ _models: Final[dict[str, "weakref.ref[ReplicaBuffers]"]] = {}
 
 
 def _all_models() -> Iterator[ReplicaBuffers]:
-    """Those that are still there, the newest first: of two that wrap one module, the old one may soon be gone."""
+    """The wrapped models that still exist, the newest first: of two for one module the old one may soon go."""
     for label, reference in reversed(tuple(_models.items())):
         model = reference()
         if model is None:

@@ -398,7 +398,7 @@ class SharedSum:
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Make the first of :attr:`mine` the sum of all instances' nodes, of which ``own`` are this one's.
+        """Overwrite the first of :attr:`mine` with the sum of all instances' nodes; ``own`` are those of this one.
 
         The sum is divided by ``over``. False on all instances where the host has no room. All instances call it
         together. Not before the first call do they know that all have the same forms, so they learn of each

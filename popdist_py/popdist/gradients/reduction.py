@@ -132,7 +132,7 @@ class GradientSum:
             self.weight_scale()
 
     def weight_scale(self, timeout_seconds: float | None = None) -> float:
-        """What weights are divided by before they scale a gradient; waits once until all instances have begun.
+        """The divisor of weights that scale a gradient; the first call waits until all instances have begun.
 
         Raises what :meth:`begin` of another instance says, or shows to be different there: a BatchError if the
         whole job has no sample, for example.

@@ -194,7 +194,7 @@ class Reduction:
         )
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
-        """Combine: a collective of the group. A sum of floats is divided by ``over``, the same on every rank."""
+        """Combine the rows; all ranks call it. A sum of floats is divided by ``over``, the same on every rank."""
         self._barriers.wait(self._purpose, timeout_seconds)
         self._combine_share(over if self._divisor is None else self._divisor)
         self._barriers.wait(self._purpose, timeout_seconds)

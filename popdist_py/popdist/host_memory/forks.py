@@ -46,7 +46,7 @@ def mark_process(name: str) -> int | None:
 
 
 def find_marked_ancestor(name: str) -> int | None:
-    """The nearest process marked with ``name`` among the one that has started this one and those before it."""
+    """The nearest process above this one, its parent first, that is marked with ``name``; None if none is."""
     wanted = Path(f"/memfd:{_file_of(name)} (deleted)")
     pid = os.getppid()
     with suppress(OSError):  # it has ended, or belongs to another user

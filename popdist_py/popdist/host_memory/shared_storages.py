@@ -83,7 +83,7 @@ class SharedStorage:
     descriptor: int
 
     def is_there(self, storage: UntypedStorage) -> bool:
-        """Whether the storage, which is the one of the reference, is where and what it was."""
+        """Whether ``storage``, to which this belongs, still has its address and its size."""
         return storage.data_ptr() == self.address and storage.nbytes() == self.num_bytes
 
 
