@@ -51,12 +51,10 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    _enter(
-        f"all_reduce({_describe(tensor)}, op={op!r})",
-        _fault(tensor) or _place_fault(tensor) or _op_fault(tensor, op),
-    )
-    flat = _flat(tensor)
-    current_group().backend.all_reduce(flat, op)
+    text = f"all_reduce({_describe(tensor)}, op={op!r})"
+    _refuse(text, _fault(tensor) or _place_fault(tensor) or _op_fault(tensor, op))
+    flat, group = _flat(tensor), current_group()
+    group.run(text, lambda values, _: group.backend.all_reduce(values, op), flat)
     return _give_back(tensor, flat)
 
 
@@ -102,12 +100,10 @@ def broadcast(tensor: AnyTensor, root: int = 0) -> AnyTensor:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    _enter(
-        f"broadcast({_describe(tensor)}, root={root!r})",
-        _fault(tensor) or _place_fault(tensor) or _root_fault(root),
-    )
-    flat = _flat(tensor)
-    current_group().backend.broadcast(flat, root)
+    text = f"broadcast({_describe(tensor)}, root={root!r})"
+    _refuse(text, _fault(tensor) or _place_fault(tensor) or _root_fault(root))
+    flat, group = _flat(tensor), current_group()
+    group.run(text, lambda values, _: group.backend.broadcast(values, root), flat)
     return _give_back(tensor, flat)
 
 
@@ -125,8 +121,10 @@ def all_gather(tensor: Tensor) -> Tensor:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    _enter(f"all_gather({_describe(tensor)})", _fault(tensor))
-    gathered = current_group().backend.all_gather(_flat(tensor))
+    text = f"all_gather({_describe(tensor)})"
+    _refuse(text, _fault(tensor))
+    group = current_group()
+    gathered = group.run(text, lambda values, _: group.backend.all_gather(values), _flat(tensor))
     return gathered.view(len(gathered), *tensor.shape)
 
 
@@ -138,7 +136,7 @@ def barrier() -> None:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    _enter("barrier()", None)
+    current_group().agree("barrier()")
 
 
 def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
@@ -159,16 +157,15 @@ def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
     return current_group().start(what, numbers)
 
 
-def _enter(text: str, fault: str | None) -> None:
-    """Prove that all instances are in the collective ``text``, and that none of them refuses it."""
+def _refuse(text: str, fault: str | None) -> None:
+    """Raise the fault that this instance finds in its collective ``text``, if any; the others hear of it."""
+    if fault is None:
+        return
     try:
-        current_group().agree(f"{text}, refused" if fault else text)
+        current_group().agree(f"{text}, refused")
     except CollectiveError as error:
-        if fault is not None:
-            raise CollectiveError(f"{text}: {fault}") from error
-        raise
-    if fault is not None:
-        raise CollectiveError(f"{text}: {fault}")
+        raise CollectiveError(f"{text}: {fault}") from error
+    raise CollectiveError(f"{text}: {fault}")
 
 
 def _describe(tensor: object) -> str:
@@ -250,12 +247,16 @@ def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JS
         raise CollectiveError(f"{text}: root is not one of {name_instances(group.instances)}")
     is_root = group.backend.instance_index == root
     data, fault = _encode(value) if is_root else (b"", None)
-    sizes = group.start(text, [_REFUSED if fault else len(data)]).wait()
-    (num_bytes,) = sizes[group.instances.index(root)]
-    if num_bytes == _REFUSED:
-        found = f": {type(value).__name__}, {fault}" if is_root else ""
-        raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{found}")
-    return json.loads(send_bytes(group, data, num_bytes, root))
+    kind = type(value).__name__
+
+    def send(data: bytes, sizes: list[list[int]]) -> bytes:
+        (num_bytes,) = sizes[group.instances.index(root)]
+        if num_bytes == _REFUSED:
+            found = f": {kind}, {fault}" if is_root else ""
+            raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{found}")
+        return send_bytes(group, data, num_bytes, root)
+
+    return json.loads(group.run(text, send, data, [_REFUSED if fault else len(data)]))
 
 
 def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
@@ -267,9 +268,12 @@ def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
 
 def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
     """Every instance's ``data``, which may differ in length; all instances call this, with the same ``text``."""
-    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
-    rows = group.backend.all_gather(_message_of(group, data, max(lengths))).cpu()
-    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def send(data: bytes, lengths: list[list[int]]) -> list[bytes]:
+        rows = group.backend.all_gather(_message_of(group, data, max(lengths)[0])).cpu()
+        return [row[:length].numpy().tobytes() for row, (length,) in zip(rows, lengths, strict=True)]
+
+    return group.run(text, send, data, [len(data)])
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
@@ -318,9 +322,16 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
     parts = _as_list(rows)
     fault = _rows_fault(parts)
     mine = torch.cat([part.detach() for part in parts]) if parts and fault is None else None
-    received = group.start("gather()", [_REFUSED] if fault else _describe_rows(mine)).wait()
-    kinds = dict(zip(group.instances, received, strict=True))
-    _check_kinds(kinds, fault)
+
+    def send(mine: Tensor | None, received: list[list[int]]) -> Tensor:
+        _check_kinds(dict(zip(group.instances, received, strict=True)), fault)
+        return _gather(group, mine, received)
+
+    return group.run("gather()", send, mine, [_REFUSED] if fault else _describe_rows(mine))
+
+
+def _gather(group: Group, mine: Tensor | None, received: list[list[int]]) -> Tensor:
+    """The rows of all instances, as their descriptions say."""
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32)

@@ -12,9 +12,10 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from popdist.errors import BackendError, CollectiveError, name_instances
 from popdist.progress import progress_page
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from popdist.host_memory.host_collectives import HostCollectives
     from popdist.host_memory.host_group import HostGroup
     from popdist.transport.channel import Channel
+
+T = TypeVar("T")
 
 MAX_NUMBERS: Final = 32
 """How many integers a header carries beside its text."""
@@ -233,13 +236,21 @@ class PreemptionNotice:
 class Exchange:
     """Numbers on their way between the instances of a group; made by :meth:`Group.start`."""
 
-    __slots__ = ("_group", "_numbers", "_pending", "_text")
+    __slots__ = ("_group", "_numbers", "_pending", "_text", "send_later")
 
     def __init__(self, group: "Group", text: str, pending: HeaderExchange) -> None:
         self._group = group
         self._text = text
         self._pending = pending
         self._numbers: list[list[int]] | None = None
+        self.send_later: Callable[[list[list[int]]], object] | None = None
+
+    def finish(self) -> None:
+        """Wait for the numbers, and send what a collective that was interrupted here has not sent."""
+        numbers, send = self.wait(), self.send_later
+        self.send_later = None
+        if send is not None:
+            send(numbers)
 
     def peek(self) -> list[list[int]] | None:
         """The numbers that :meth:`wait` will return, if all have come; neither waits nor raises.
@@ -295,6 +306,7 @@ class Group:
         self.part = self.instances if len(self.instances) < num_job_instances else ()
         self._unfinished: list[Exchange] = []
         self._before_next: list[Callable[[], object]] = []
+        self._end: str | None = None
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
         """Send a header to all members without waiting for theirs; ``text`` must be the same on every member.
@@ -302,8 +314,10 @@ class Group:
         Raises ValueError as :func:`pack`, and CollectiveError or BackendError if an exchange started before
         failed.
         """
+        if self._end is not None:
+            raise CollectiveError(f"{text}: {self._end}")
         for exchange in tuple(self._unfinished):
-            exchange.wait()
+            exchange.finish()
         while self._before_next:
             self._before_next.pop(0)()
         if self.part:
@@ -326,6 +340,45 @@ class Group:
             BackendError: If one was lost or did not come in time.
         """
         self.start(text).wait()
+
+    def run(
+        self,
+        text: str,
+        send: Callable[[Any, list[list[int]]], T],
+        data: Any,  # noqa: ANN401 - a tensor, or what nobody changes
+        numbers: Sequence[int] = (),
+    ) -> T:
+        """Do a collective: when all members are in it, ``send`` exchanges the data, and gets all their numbers.
+
+        A signal handler may raise what it likes meanwhile. Raised before all members are there, the collective is
+        done with what the data was, before the next one; raised later, this instance leaves, as the others
+        cannot do without its data, and each further call is an error.
+        """
+        exchange = self.start(text, numbers)
+        try:
+            received = exchange.wait()
+        except (BackendError, CollectiveError):
+            raise
+        except BaseException:
+            exchange.send_later = partial(self._send, text, send, deepcopy(data))
+            raise
+        return self._send(text, send, data, received)
+
+    def _send(
+        self, text: str, send: Callable[[Any, list[list[int]]], T], data: object, received: list[list[int]]
+    ) -> T:
+        try:
+            return send(data, received)
+        except (BackendError, CollectiveError):
+            raise
+        except BaseException as error:
+            if len(self.instances) > 1:
+                self._end = (
+                    f"{text} was interrupted here by {type(error).__name__} while the instances exchanged its "
+                    "data, so this instance has left the job: let no signal handler raise an error in a collective"
+                )
+                self.backend.close()
+            raise
 
     def send_before_next(self, send: Callable[[], object]) -> None:
         """Call ``send`` before the next exchange: the others still wait for what it sends."""

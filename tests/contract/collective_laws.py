@@ -8,12 +8,15 @@ import operator
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from fractions import Fraction
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -31,6 +34,7 @@ from popdist.transport.torch_backend import MemoryOfSubsets
 from tests.tree_sums import tree_sum
 
 TIMEOUT_SECONDS = 300.0
+ALARM_SECONDS = 0.05
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
@@ -453,6 +457,83 @@ def law_headers_can_be_looked_at_without_waiting() -> None:
         assert other.peek() == []
         with refused(popdist.CollectiveError, "not in the same collective"):
             other.wait()
+
+
+def law_what_a_signal_interrupts_is_done_before_the_next() -> None:
+    """Where an instance has waited for others; they get what it brought, whatever it makes of that meanwhile."""
+    calls: list[Callable[[Tensor], object]] = [
+        lambda _: popdist.barrier(),
+        popdist.all_reduce,
+        lambda tensor: popdist.broadcast(tensor, popdist.num_instances() - 1),
+        popdist.all_gather,
+        lambda tensor: popdist.broadcast_object(tensor.tolist(), popdist.num_instances() - 1),
+        popdist.gather,
+    ]
+    last, store = popdist.num_instances() - 1, context._state.store
+    if store is None:
+        return
+    for number, call in enumerate(calls):
+        tensor, wanted = torch.full((2,), 3.0), torch.full((2,), 3.0)
+        if popdist.instance_index() == last:
+            with interrupted(), refused(InterruptedError, "the alarm"):
+                call(tensor)
+            tensor.zero_()
+            store.set(f"interrupted {number}", "")
+        else:
+            if popdist.is_main():
+                store.wait([f"interrupted {number}"], timedelta(seconds=TIMEOUT_SECONDS))
+            result = call(wanted)
+            if call is popdist.all_reduce:
+                assert torch.equal(wanted, torch.full((2,), 3.0 * popdist.num_instances()))
+            elif result is not None:
+                assert (torch.as_tensor(result) == 3).all()
+        start = time.monotonic()
+        assert popdist.all_reduce(torch.ones(1)).item() == popdist.num_instances()
+        assert (tensor == (0.0 if popdist.instance_index() == last else 3.0)).all()
+        assert time.monotonic() - start < TIMEOUT_SECONDS / 2
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Have a signal handler raise an error in the block, when that waits for headers."""
+
+    def on_alarm(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name == "_receive":
+                raise InterruptedError("the alarm")
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS, ALARM_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def law_an_instance_interrupted_in_its_data_leaves() -> None:
+    """It says what was interrupted in each further call; the others hear at once that it has left."""
+    if popdist.num_instances() == 1:
+        return
+    group, last = context.current_group(), popdist.num_instances() - 1
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("the alarm")
+
+    start = time.monotonic()
+    if popdist.instance_index() == last:
+        patched = mock.patch.object(type(group.backend), "all_reduce", interrupt)
+        with patched, refused(InterruptedError, "the alarm"):
+            popdist.all_reduce(torch.ones(1))
+        with refused(popdist.CollectiveError, r"barrier\(\): all_reduce\(.*interrupted here by InterruptedError"):
+            popdist.barrier()
+    else:
+        with refused(popdist.BackendError, "ended or was lost|has left|was closed"):
+            popdist.all_reduce(torch.ones(1))
+    assert time.monotonic() - start < TIMEOUT_SECONDS / 2
+    popdist.finalize()
+    popdist.init("gloo", timeout_seconds=TIMEOUT_SECONDS)
 
 
 def law_an_instance_that_left_is_named() -> None:
