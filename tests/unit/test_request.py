@@ -13,7 +13,6 @@ from poprun.plan.request import (
     TERMINAL_TAG,
     check_counts,
     check_tag_format,
-    fill_tag,
     legal_instances,
 )
 
@@ -42,7 +41,7 @@ def test_fields_become_values(template: str, tag: str) -> None:
     """Everything else stays as it was typed."""
     check_tag_format(template)
 
-    assert fill_tag(template, VALUES) == tag
+    assert template.format_map(VALUES) == tag
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_what_was_checked_can_be_filled(template: str) -> None:
         check_tag_format(template)
     except PlanError:
         return
-    assert isinstance(fill_tag(template, VALUES), str)
+    assert isinstance(template.format_map(VALUES), str)
 
 
 def test_every_field_has_a_value_here() -> None:

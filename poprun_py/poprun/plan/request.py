@@ -10,7 +10,7 @@ width, such as ``{instance:>3}``, and ``{{`` and ``}}`` stand for braces.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -311,11 +311,6 @@ def check_tag_format(template: str) -> None:
             )
         if piece["name"] is not None and piece["name"] not in TAG_FIELDS:
             raise PlanError(f"--tag-format {template!r}: there is no {piece[0]}; there are {fields}")
-
-
-def fill_tag(template: str, values: Mapping[str, str]) -> str:
-    """Fill a checked ``template``; ``values`` has every one of ``TAG_FIELDS``."""
-    return template.format_map(values)
 
 
 def check_count(option: str, count: int, *, minimum: int = 1) -> None:

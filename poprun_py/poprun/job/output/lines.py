@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.request import PIPE_TAG, TERMINAL_TAG, fill_tag
+from poprun.plan.request import PIPE_TAG, TERMINAL_TAG
 from poprun.text.ranges import fold_hosts, fold_numbers
 
 MAX_LINE_BYTES: Final = 1024 * 1024
@@ -80,7 +80,7 @@ class Tags:
         """The tag of a line that these instances printed; it has a colour if they are one."""
         if not self._plan.is_tagged:
             return b""
-        text = fill_tag(self._template, self._values(instances))
+        text = self._template.format_map(self._values(instances))
         label = text.rstrip(" ")
         if self._is_coloured and label and len(instances) == 1:
             space = text[len(label) :]
