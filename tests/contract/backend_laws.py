@@ -6,6 +6,7 @@ one call of it; sums and products of floats with a tree over the ranks, bit by b
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ReduceOp
@@ -227,6 +228,36 @@ def law_strides_play_no_part(rank: Rank) -> None:
     turned = torch.arange(12.0).reshape(3, 4).T + rank.rank
     distributed.broadcast(turned, rank.num_ranks - 1)
     assert torch.equal(turned, torch.arange(12.0).reshape(3, 4).T + rank.num_ranks - 1)
+
+    pairs = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
+    mine = pairs.clone() if rank.is_last else pairs.T.contiguous().T
+    distributed.reduce(mine, rank.num_ranks - 1)
+    assert torch.equal(mine, pairs * rank.num_ranks if rank.is_last else pairs)
+    bits, rows = torch.ones(4, dtype=torch.int32), [torch.ones(2)] * rank.num_ranks
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: distributed.reduce(bits[::2], 0, ReduceOp.BOR),
+        lambda: distributed.all_reduce(bits[::2], ReduceOp.BXOR),
+        lambda: distributed.scatter(torch.empty(4)[::2], rows if rank.is_last else None, rank.num_ranks - 1),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"strides \(2,\).*contiguous\(\)"):
+            call()
+
+
+def law_negative_bits_play_no_part(rank: Rank) -> None:
+    """What conj() and imag leave as a sign for later is sent and gathered, also where there is nothing of it."""
+    negative = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    following, before = (rank.rank + 1) % rank.num_ranks, (rank.rank - 1) % rank.num_ranks
+    if following != rank.rank:
+        sent, received = distributed.isend(negative, following), torch.empty(2)
+        distributed.recv(received, before)
+        assert sent is not None
+        sent.wait()
+        assert received.tolist() == [-2, -4]
+    for part in (negative, negative[:0], negative[:1]):
+        rows = [torch.empty(len(part)) for _ in range(rank.num_ranks)]
+        distributed.all_gather(rows, part)
+        assert all(torch.equal(row, part.resolve_neg()) for row in rows)
 
 
 def law_signs_of_zero_are_kept(rank: Rank) -> None:

@@ -24,8 +24,6 @@ from popdist.process_group.work_queue import DoneWork, WorkQueue
 from popdist.transport.hosts import SeveralHosts
 
 Collectives = HostCollectives | SeveralHosts
-
-
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
 Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
@@ -33,11 +31,7 @@ Options = Any  # of one of torch's many classes
 
 
 class GroupCalls:
-    """The collectives of a group; methods and arguments have the names that torch's backends have for them.
-
-    Attributes:
-        num_calls: How many were called so far.
-    """
+    """The collectives of a group; methods and arguments have the names that torch's backends have for them."""
 
     def __init__(
         self,
@@ -66,6 +60,7 @@ class GroupCalls:
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
             return self._do(_all_reduce, opts, list(tensors), bare(tensors), op, may_move)
+        check_dense("allreduce", tensors)
         call = self._gloo.allreduce if len(tensors) == 1 else self._gloo.allreduce_coalesced
         return call(list(tensors), opts)
 
@@ -80,10 +75,17 @@ class GroupCalls:
         """Combine one tensor over the ranks into the root's."""
         check_single("reduce", tensors)
         check_root("reduce", opts.rootRank, self._host.size)
-        if op := op_of(opts.reduceOp, tensors):
+        parts = [torch.view_as_real(it) if it.is_complex() and _is_sum(opts.reduceOp) else it for it in tensors]
+        if op := op_of(opts.reduceOp, parts):
             check_written("reduce", tensors)
-            return self._do(_reduce, opts, list(tensors), bare(tensors), op, opts.rootRank)
+            return self._do(_reduce, opts, list(tensors), bare(parts), op, opts.rootRank)
+        check_dense("reduce", tensors)
         return self._gloo.reduce(list(tensors), opts)
+
+    def scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
+        """Deal the root's tensors to the ranks, by gloo."""
+        check_dense("scatter", [*outputs, *(tensor for row in inputs for tensor in row)])
+        return self._gloo.scatter(list(outputs), list(map(list, inputs)), opts)
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
         """Take every rank's tensor: ``outputs[0][rank]`` becomes that of ``rank``."""
@@ -160,7 +162,7 @@ class GroupCalls:
         """Send one tensor to one rank, by gloo."""
         check_peer("send", rank, self._host.size)
         self._keep(tensors)
-        return self._gloo.send(list(tensors), rank, tag)
+        return self._gloo.send([tensor.resolve_neg() for tensor in tensors], rank, tag)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """Receive one tensor from one rank, by gloo."""
@@ -276,12 +278,16 @@ def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives
 
 def _flat(tensor: Tensor) -> Tensor:
     """The values as one contiguous run, in memory of the tensor's where it is one already."""
-    return _run(tensor.contiguous())
+    return _run(tensor.resolve_neg().contiguous())
 
 
 def _place(tensor: Tensor) -> Tensor:
     """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
-    return _run(tensor) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return _run(tensor) if _is_run(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _is_run(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _run(tensor: Tensor) -> Tensor:
@@ -291,18 +297,12 @@ def _run(tensor: Tensor) -> Tensor:
 
 def _give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
     for tensor, place in zip(tensors, places, strict=True):
-        if not tensor.is_contiguous():
+        if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))
 
 
 def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
-    """The values of ``tensor``, in other memory than what is written into.
-
-    Args:
-        tensor: What is sent.
-        outputs: What is written into.
-        allowed: The place that a value may share with its result: each is read before it is written.
-    """
+    """The values of ``tensor`` in other memory than ``outputs``, but ``allowed``: there each is read first."""
     if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
         return tensor
     return tensor.clone() if any(_share_memory([tensor, output]) for output in outputs) else tensor
@@ -368,6 +368,10 @@ def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN4
     return None if op == "mean" and not all(tensor.is_floating_point() for tensor in tensors) else op
 
 
+def _is_sum(reduce_op: Any) -> bool:  # noqa: ANN401 - as above
+    return _OPS.get(getattr(reduce_op, "op", reduce_op)) in ("sum", "mean")
+
+
 def seconds(timeout: timedelta | None) -> float | None:
     """A timeout in seconds; None where there is none, which torch also says by a negative one."""
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
@@ -402,6 +406,16 @@ def check_written(call: str, tensors: Iterable[Tensor]) -> None:
             raise RuntimeError(
                 f"popdist::{call}: more than one element of the written-to tensor refers to a single memory "
                 f"location, as after expand(): {_describe(tensor)}. Please clone() the tensor before."
+            )
+
+
+def check_dense(call: str, tensors: Iterable[Tensor]) -> None:
+    """Raise RuntimeError for a tensor with gaps or other strides, of which gloo takes what lies there in a row."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise RuntimeError(
+                f"popdist::{call}: {_describe(tensor)} has strides {tensor.stride()}, and gloo, which does this "
+                "call, would take other numbers. Please call contiguous() before."
             )
 
 
@@ -452,14 +466,7 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
 
 
 def check_splits(output: Tensor, input: Tensor, lengths: Sequence[Sequence[int]], size: int) -> None:  # noqa: A002 - torch's name
-    """Raise RuntimeError unless ``lengths`` cut the first dimensions of two tensors into a part for each rank.
-
-    Args:
-        output: What is received into.
-        input: What is sent.
-        lengths: Of the parts of both, in this order; none mean equal ones.
-        size: Ranks of the group.
-    """
+    """Raise RuntimeError unless ``lengths`` cut both into a part for each rank; none mean equal ones."""
     _check_dtypes([output, input])
     for tensor, parts in zip((output, input), lengths, strict=True):
         rows = len(tensor) if tensor.dim() else 0

@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
+    ScatterOptions,
     Store,
 )
 from torch.futures import Future
@@ -272,7 +273,7 @@ class _Operator(NamedTuple):
 
 _RETURN_TENSORS: Final = (
     *("allreduce_", "broadcast_", "allgather_", "_allgather_base_"),
-    *("reduce_scatter_", "_reduce_scatter_base_", "alltoall_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"),
 )
 """The operators that return their first argument, the tensors, beside the work."""
 
@@ -300,6 +301,7 @@ _OPERATORS: Final = {
     ),
     "alltoall_": _Operator("alltoall", AllToAllOptions, "data data group async_op timeout"),
     "alltoall_base_": _Operator("alltoall_base", AllToAllOptions, "data data group data data async_op timeout"),
+    "scatter_": _Operator("scatter", ScatterOptions, "data data group root async_op timeout"),
     "barrier": _Operator("barrier", BarrierOptions, "device group device_ids async_op timeout"),
     "send": _Operator("send", None, "data group data data"),
     "recv_": _Operator("recv", None, "data group data data"),
@@ -415,8 +417,8 @@ def _call_group(
     call: DispatchedCall | None,
 ) -> Any:  # noqa: ANN401 - as torch's
     """Do a collective of popdist's; its work, as operators return it."""
-    if method in ("send", "recv"):
-        return getattr(calls, method)(*data).boxed()
+    if method in ("send", "recv", "scatter"):
+        return getattr(calls, method)(*data, *opts).boxed()
     if method == "allreduce":
         work = calls.allreduce(data[0], opts[0], None if call is None else call.may_move)
     else:
