@@ -1,4 +1,4 @@
-"""Draw what the code says of poptorch's options and operations into its page: ``scripts/draw``.
+"""Draw what the code says of poptorch's options and operations into its pages: ``scripts/draw``.
 
 A drawing stands between two comments, ``<!-- NAME begins -->`` and ``<!-- NAME ends -->``. A test finds a stale
 one.
@@ -13,7 +13,7 @@ from typing import Final, TypeGuard
 from tests.architecture.source_tree import ROOT, modules
 
 PLACES: Final = (
-    ("docs/poptorch.md", "options"),
+    ("docs/poptorch-options.md", "options"),
     ("docs/poptorch.md", "operations"),
 )
 """Each document with the name of a drawing in it."""
