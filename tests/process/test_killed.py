@@ -61,7 +61,7 @@ def test_a_program_that_the_kernel_killed_for_want_of_memory(small_group: Path, 
     assert finished.code == 137
     assert "instance 1 failed first: SIGKILL, killed" in finished.err
     assert "probably out of memory: the kernel killed a process of this control group, " in finished.err
-    assert "which may use 160.0 MiB; it held up to 1" in finished.err
+    assert "which may use 160 MiB; it held up to 1" in finished.err
 
 
 def test_a_program_that_somebody_else_killed(poprun: Poprun, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_mistake_is_told_with_its_place(
     assert str(caught.value).startswith(what.format(file=file))
 
 
-@pytest.mark.parametrize(("name", "reason"), [("none", "No such file"), (".", "Is a directory"), ("raw", "utf-8")])
+@pytest.mark.parametrize(("name", "reason"), [("none", "No such file"), (".", "Is a directory"), ("raw", "UTF-8")])
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, reason: str) -> None:
     """The option and the reason."""
     (tmp_path / "raw").write_bytes(b"\xff")
