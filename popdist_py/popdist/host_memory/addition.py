@@ -130,14 +130,14 @@ class Combiner:
     """Combines at least two rows of one dtype by an operation; "mean" divides their sum by their number."""
 
     def __init__(self, op: Op, dtype: torch.dtype, num_rows: int) -> None:
-        self.plain = combiner(op, dtype)
+        self._combine = combiner(op, dtype)
         self._pairs = additions(num_rows)
         self._divisor = num_rows if op == "mean" else None
         self._is_half = is_widened(op, dtype)
         self._num_held = num_rows if self._is_half else len(self._pairs[:-1])
         self._dtype = torch.float32 if self._is_half else dtype
-        self.is_plain = num_rows == len((0, 1)) and not self._is_half and self._divisor is None
-        """Whether :attr:`plain`, called with both rows and ``out=``, is all there is to do."""
+        self._is_plain = num_rows == len((0, 1)) and not self._is_half and self._divisor is None
+        """Whether one addition of both rows is all there is to do."""
 
     def memory(self, shape: Sequence[int]) -> list[Tensor]:
         """The memory that :meth:`__call__` needs for rows of ``shape``."""
@@ -145,7 +145,10 @@ class Combiner:
 
     def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:
         """Combine ``rows`` of one shape into ``out``, which may be one of them."""
-        combine, values = self.plain, list(rows)
+        if self._is_plain:
+            self._combine(rows[0], rows[1], out=out)
+            return
+        combine, values = self._combine, list(rows)
         if self._is_half:
             values = [held.copy_(row) for held, row in zip(memory, rows, strict=True)]
             total = combine_in_place(combine, values, self._pairs)

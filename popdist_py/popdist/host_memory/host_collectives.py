@@ -33,9 +33,6 @@ LARGEST_BYTES: Final = 1 << 20
 _PAIR: Final = 2
 _SHARED_BYTES: Final = 1 << 16
 
-PIECE_BYTES: Final = 1 << 19
-"""Size of the pieces that two ranks add: two of them fit a usual second-level cache."""
-
 _ALL_REDUCE: Final = {op: operation(f"all_reduce ({op})") for op in OPS}
 _REDUCE_SCATTER: Final = {op: operation(f"reduce_scatter ({op})") for op in OPS}
 _REDUCE: Final = {op: operation(f"reduce ({op})") for op in OPS}
@@ -136,11 +133,7 @@ class AllReduce:
         parity = self._barriers.next_number() & 1
         prepared.mine[parity].copy_(tensor)
         self._in_place.wait(prepared.purpose)
-        combine, rows = prepared.combine, prepared.rows[parity]
-        if combine.is_plain:
-            combine.plain(rows[0], rows[1], out=tensor)
-        else:
-            combine(rows, tensor, prepared.memory)
+        prepared.combine(prepared.rows[parity], tensor, prepared.memory)
 
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
         """Prepare what needs one barrier only; None for what needs more."""
@@ -168,7 +161,7 @@ class AllReduce:
         flat = tensor.contiguous().view(-1)
         combine = Combiner(op, tensor.dtype, self._size)
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=len(flat))
-        width = (PIECE_BYTES if self._size == _PAIR else self._num_bytes) // tensor.element_size()
+        width = self._num_bytes // tensor.element_size()
         memory = combine.memory((width,))
         reduce_piece = self._reduce_whole if self._size == _PAIR else self._reduce_shares
         for piece in flat.split(width):

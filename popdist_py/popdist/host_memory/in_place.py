@@ -280,13 +280,13 @@ class RemappableStorages:
         self._is_idle = is_idle
         self._kept: set[StorageWeakRef] = set()
 
-    def of_call(self, method_frame: FrameType | None, *, is_async: bool) -> MayMove | None:
+    def of_call(self, method_frame: FrameType | None) -> MayMove | None:
         """What to ask whether a tensor may be moved that a call brings; ``method_frame`` is the group's method."""
         if self._is_wanted is False:
             return None
         if torch_private.is_caller_the_engine(method_frame):
             return _is_flat
-        return self._is_free if self._is_wanted and not is_async else None
+        return self._is_free if self._is_wanted else None
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Remap none of these ever: their addresses are handed on."""

@@ -309,8 +309,10 @@ def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = N
 
 
 def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    if len(tensors) == 1:
+        return False
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
-    return len(tensors) > 1 and len(storages) < sum(tensor.numel() > 0 for tensor in tensors)
+    return len(storages) < sum(tensor.numel() > 0 for tensor in tensors)
 
 
 def one_by_one(call: Callable[..., Work], outputs: Tensors, inputs: Tensors, opts: Options) -> list[Work]:
@@ -402,7 +404,8 @@ def check_single(call: str, *tensors: Sequence[object]) -> None:
 def check_written(call: str, tensors: Iterable[Tensor]) -> None:
     """Raise RuntimeError if numbers of one of the tensors, which are written into, lie in one place."""
     for tensor in tensors:
-        if any(length > 1 and stride == 0 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        shape = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
+        if any(length > 1 and stride == 0 for length, stride in shape):
             raise RuntimeError(
                 f"popdist::{call}: more than one element of the written-to tensor refers to a single memory "
                 f"location, as after expand(): {_describe(tensor)}. Please clone() the tensor before."

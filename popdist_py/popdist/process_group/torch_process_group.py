@@ -182,8 +182,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
         """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
-        is_async = any(getattr(it, "asyncOp", False) for it in (*arguments, *named.values()))
-        may_move = self._remappable.of_call(currentframe(), is_async=is_async)
+        may_move = self._remappable.of_call(currentframe())
         with DispatchedCall(arguments, may_move) as call:
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else call.work
