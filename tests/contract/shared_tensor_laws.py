@@ -223,8 +223,9 @@ def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor
 
 
 def law_a_program_that_asks_has_its_own_tensors_moved() -> None:
-    """When they come again; not numpy's, those that were sent, or parts of a tensor."""
-    tensor = torch.ones(LARGE)
+    """When they come again; not numpy's, those that were sent, parts of one, or those of asynchronous calls."""
+    tensor, beside = torch.ones(LARGE), torch.ones(LARGE)
+    address = beside.data_ptr()
     seen_by_numpy = torch.ones(LARGE)
     seen_by_numpy.numpy()
     sent, part = torch.ones(LARGE), torch.ones(2, LARGE)[1]
@@ -234,6 +235,10 @@ def law_a_program_that_asks_has_its_own_tensors_moved() -> None:
             swap(sent, made)
         view = tensor[5:9]
         for time in range(3):
+            work = dist.all_reduce(beside, group=made, async_op=True)
+            assert work is not None
+            work.wait()
+            assert beside.data_ptr() == address
             assert is_added_in_place(tensor.fill_(1), made) is (time > 0 and not is_one())
             assert (view == dist.get_world_size()).all()
             for it in kept:
