@@ -5,6 +5,7 @@ one call of it; sums and products of floats with a tree over the ranks, bit by b
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -258,6 +259,22 @@ def law_negative_bits_play_no_part(rank: Rank) -> None:
         rows = [torch.empty(len(part)) for _ in range(rank.num_ranks)]
         distributed.all_gather(rows, part)
         assert all(torch.equal(row, part.resolve_neg()) for row in rows)
+
+    conjugate = torch.tensor([1 + 2j, rank.rank]).conj()
+    group: Any = distributed.group.WORLD
+    group.broadcast(conjugate, rank.num_ranks - 1).wait()
+    assert conjugate.tolist() == [1 - 2j, rank.num_ranks - 1]
+    with pytest.raises(RuntimeError, match=r"later sign.*resolve_conj"):
+        distributed.reduce(conjugate, 0, ReduceOp.PRODUCT)
+
+
+def law_a_coalesced_gather_may_have_an_empty_part(rank: Rank) -> None:
+    """Also where it is not done at once, and so has results to hand over."""
+    wholes = [torch.empty(0), torch.empty(2 * rank.num_ranks)]
+    group: Any = distributed.group.WORLD
+    results = group.all_gather_single_coalesced(wholes, [torch.empty(0), torch.ones(2)]).get_future().wait()
+    assert wholes[1].tolist() == [1.0] * (2 * rank.num_ranks)
+    assert len(results) == rank.num_ranks if rank.num_ranks > 1 else len(results) == 2
 
 
 def law_signs_of_zero_are_kept(rank: Rank) -> None:

@@ -109,11 +109,11 @@ class GroupCalls:
         return self._do(_all_gather, opts, results, rows, bare(inputs))
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Options) -> Work:
-        return self._gather_parts([output], [tensor], opts, lambda: _parts_like(output, tensor))
+        return self._gather_parts([output], [tensor], opts, lambda: _parts_like(output, tensor, self._host.size))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """Gather each input of all ranks into the output of the same place, rank after rank."""
-        return self._gather_parts(outputs, inputs, opts, lambda: gathered_parts(outputs, inputs))
+        return self._gather_parts(outputs, inputs, opts, lambda: gathered_parts(outputs, inputs, self._host.size))
 
     def _gather_parts(
         self, outputs: Tensors, inputs: Tensors, opts: Options, results: Callable[[], Sequence[Any]]
@@ -162,11 +162,12 @@ class GroupCalls:
         """Send one tensor to one rank, by gloo."""
         check_peer("send", rank, self._host.size)
         self._keep(tensors)
-        return self._gloo.send([tensor.resolve_neg() for tensor in tensors], rank, tag)
+        return self._gloo.send([tensor.resolve_conj().resolve_neg() for tensor in tensors], rank, tag)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """Receive one tensor from one rank, by gloo."""
         check_peer("recv", rank, self._host.size)
+        check_dense("recv", tensors)
         self._keep(tensors)
         return self._gloo.recv(list(tensors), rank, tag)
 
@@ -259,9 +260,8 @@ def _barrier(host: Collectives, timeout_seconds: float | None) -> None:
     host.barrier(timeout_seconds)
 
 
-def _parts_like(output: Tensor, tensor: Tensor) -> list[Tensor]:
-    """What all ranks brought to an output of parts like ``tensor``, in the order of the ranks."""
-    size = output.numel() // tensor.numel() if tensor.numel() else 1
+def _parts_like(output: Tensor, tensor: Tensor, size: int) -> list[Tensor]:
+    """What all ranks brought to an output of ``size`` parts like ``tensor``, in the order of the ranks."""
     return list(output.reshape(size, *tensor.shape).unbind())
 
 
@@ -278,7 +278,7 @@ def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives
 
 def _flat(tensor: Tensor) -> Tensor:
     """The values as one contiguous run, in memory of the tensor's where it is one already."""
-    return _run(tensor.resolve_neg().contiguous())
+    return _run(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _place(tensor: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _place(tensor: Tensor) -> Tensor:
 
 
 def _is_run(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _run(tensor: Tensor) -> Tensor:
@@ -331,9 +331,10 @@ def all_of(works: Sequence[Work], results: Callable[[], list[Any]]) -> Work:
     return torch_private.work_of(collect_all(futures).then(lambda done: (done.value(), results())[1]))
 
 
-def gathered_parts(outputs: Tensors, inputs: Tensors) -> list[Any]:
-    """The results of an all_gather of several tensors: of each rank, its part of every output."""
-    return unwrapped([list(row) for row in zip(*map(_parts_like, outputs, inputs), strict=True)])
+def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
+    """The results of an all_gather of several tensors: of each of ``size`` ranks, its part of every output."""
+    parts = [_parts_like(output, tensor, size) for output, tensor in zip(outputs, inputs, strict=True)]
+    return unwrapped([list(row) for row in zip(*parts, strict=True)])
 
 
 def unwrapped(lists: list[list[Tensor]]) -> list[Any]:
@@ -413,12 +414,12 @@ def check_written(call: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_dense(call: str, tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError for a tensor with gaps or other strides, of which gloo takes what lies there in a row."""
+    """Raise RuntimeError for a tensor whose numbers are not what lies there in a row, which gloo would take."""
     for tensor in tensors:
-        if not tensor.is_contiguous():
+        if not _is_run(tensor):
             raise RuntimeError(
-                f"popdist::{call}: {_describe(tensor)} has strides {tensor.stride()}, and gloo, which does this "
-                "call, would take other numbers. Please call contiguous() before."
+                f"popdist::{call}: {_describe(tensor)} has strides {tensor.stride()} or a later sign; gloo, "
+                "which does this call, would take other numbers. Call contiguous() or resolve_conj() before."
             )
 
 

@@ -355,7 +355,11 @@ def install_kernels() -> Any:  # noqa: ANN401 - torch's library, which must be k
         warnings.simplefilter("ignore")  # of the kernels that are replaced
         for name, operator in _OPERATORS.items():
             kernel = torch_private.skip_tracing(_kernel(name, operator))
-            for key in ("CPU", "Negative"):  # torch's kernel for Negative would write into a copy
+            for key in (
+                "CPU",
+                "Negative",
+                "Conjugate",
+            ):  # torch's kernels for the last two would write into a copy
                 library.impl(name, kernel, key)
         library.impl(
             "allreduce_", torch_private.skip_tracing(_kernel("allreduce_", _OPERATORS["allreduce_"])), "SparseCPU"
@@ -439,7 +443,7 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
     """Call a backend of torch's own; its work, as operators return it."""
     if method == "allgather_into_tensor_coalesced":  # torch has not bound this method, and the next one
         works = one_by_one(backend._allgather_base, *data, *opts)  # noqa: SLF001 - torch's name for it
-        return all_of(works, lambda: gathered_parts(*data)).boxed()
+        return all_of(works, lambda: gathered_parts(data[0], data[1], backend.size())).boxed()
     if method == "reduce_scatter_tensor_coalesced":
         works = one_by_one(backend._reduce_scatter_base, *data, *opts)  # noqa: SLF001 - torch's name for it
         return all_of(works, lambda: list(data[0])).boxed()
