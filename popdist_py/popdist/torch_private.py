@@ -231,17 +231,18 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address
     """A gloo group at an address of this host; gloo chooses it for None, and without the options' names."""
     gloo: Any = dist.ProcessGroupGloo
     make_options = _find(gloo, "_Options")
-    if address is None or make_options is None:
+    options: Any = None if make_options is None else make_options()
+    if address is None or not (hasattr(options, "_devices") and hasattr(options, "_timeout")):
         return gloo(store, rank, size, timeout)
-    options = make_options()
     options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout  # noqa: SLF001 - as above
     return gloo(store, rank, size, options)
 
 
 def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - no class without CUDA
-    """An NCCL group with this timeout; in a torch that ignores the option's name, with NCCL's own."""
+    """An NCCL group with this timeout; without the option's name, with NCCL's own."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # noqa: SLF001 - as above
+    if hasattr(options, "_timeout"):
+        options._timeout = timeout  # noqa: SLF001 - as above
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -1,11 +1,14 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
 from contextlib import nullcontext
+from datetime import timedelta
 from inspect import currentframe
 from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
 from popdist import torch_private
@@ -134,6 +137,22 @@ def test_compiled_modules_are_known() -> None:
     assert torch_private.is_compiled(wrapped)
     module.compile(backend="eager")
     assert torch_private.is_compiled(module)
+
+
+@pytest.mark.parametrize("name", ["_Options", "_devices", "_timeout"])
+def test_gloo_groups_without_torchs_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The group has the address that is asked for; without one of the names gloo chooses another."""
+    gloo: Any = dist.ProcessGroupGloo
+    owners = [gloo, *gloo._Options.__mro__]
+
+    def connect() -> Any:  # noqa: ANN401 - torch's stubs lack the calls of the class
+        return torch_private.connect_gloo(HashStore(), 0, 1, timedelta(seconds=30), "no address")
+
+    with pytest.raises(RuntimeError, match="no address"):
+        connect()
+    monkeypatch.delattr(next(owner for owner in owners if name in vars(owner)), name)
+
+    assert connect().size() == 1
 
 
 def test_workers_of_streams_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:

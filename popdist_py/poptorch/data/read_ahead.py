@@ -113,6 +113,24 @@ def _end_with_program() -> None:
         os._exit(1)
 
 
+def _check_arguments(
+    dataset: Any,  # noqa: ANN401 - whatever was given
+    buffer_size: int,
+    sharing_strategy: object,
+    rebatched_size: int | None,
+) -> None:
+    if getattr(dataset, "_accessor", None) is not None:
+        raise Error("The DataLoader already uses an AsynchronousDataAccessor: give it mode=DataLoaderMode.Sync")
+    if not is_whole(buffer_size) or buffer_size < 1:
+        raise Error(f"buffer_size={buffer_size!r} must be a whole number of at least 1")
+    if rebatched_size is not None and (not is_whole(rebatched_size) or rebatched_size < 1):
+        raise Error(f"rebatched_size={rebatched_size!r} must be a whole number of at least 1, or None")
+    if not isinstance(sharing_strategy, SharingStrategy):
+        raise Error(f"sharing_strategy={sharing_strategy!r} must be a poptorch.SharingStrategy")
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise Error(f"AsynchronousDataAccessor takes a dataset or a loader, and was given {dataset!r}")
+
+
 class AsynchronousDataAccessor:
     """Reads batches ahead, in one process that is started at once.
 
@@ -143,18 +161,7 @@ class AsynchronousDataAccessor:
         drop_last: bool = True,
     ) -> None:
         del miss_sleep_time_in_ms
-        if getattr(dataset, "_accessor", None) is not None:
-            raise Error(
-                "The DataLoader already uses an AsynchronousDataAccessor: give it mode=DataLoaderMode.Sync"
-            )
-        if not is_whole(buffer_size) or buffer_size < 1:
-            raise Error(f"buffer_size={buffer_size!r} must be a whole number of at least 1")
-        if rebatched_size is not None and (not is_whole(rebatched_size) or rebatched_size < 1):
-            raise Error(f"rebatched_size={rebatched_size!r} must be a whole number of at least 1, or None")
-        if not isinstance(sharing_strategy, SharingStrategy):
-            raise Error(f"sharing_strategy={sharing_strategy!r} must be a poptorch.SharingStrategy")
-        if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
-            raise Error(f"AsynchronousDataAccessor takes a dataset or a loader, and was given {dataset!r}")
+        _check_arguments(dataset, buffer_size, sharing_strategy, rebatched_size)
         self._dataset = dataset
         self._load_indefinitely = load_indefinitely
         self._indices_mem = torch.zeros(buffer_size, dtype=torch.int32).share_memory_()
