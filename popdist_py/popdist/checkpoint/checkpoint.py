@@ -329,10 +329,7 @@ def is_writer(group: Group) -> bool:
 
 @contextmanager
 def together(group: Group, text: str) -> Iterator[None]:
-    """Run the block on every instance, then wait for all: an error on one of them is raised on each.
-
-    The block may not wait for others.
-    """
+    """Run the block, which waits for nobody, on every instance: an error on one of them is raised on each."""
     failure: Exception | None = None
     try:
         yield

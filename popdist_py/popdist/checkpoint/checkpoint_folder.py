@@ -42,12 +42,9 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Make the checkpoint of ``step``, whole or not at all.
-
-    What killed programs left unfinished in ``folder`` is removed first, so only one job may write there at a time.
-    """
+    """Make the checkpoint of ``step``, whole or not at all; only one job may do so in ``folder`` at a time."""
     made = _make(folder)
-    for unfinished in folder.glob(".step-*"):
+    for unfinished in folder.glob(".step-*"):  # left by a program that was killed
         shutil.rmtree(unfinished)
     directory = directory_of(folder, step)
     partial = folder / f".{directory.name}.partial"

@@ -109,16 +109,13 @@ def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer) -> list[st
 
 
 def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
-    """The differences in settings if they are those of another kind of optimizer: each has some of its own.
-
-    One side alone may know more: another version of torch does, and a schedule adds settings of its own.
-    """
+    """The differences in settings if they are those of another kind of optimizer: each has some of its own."""
     known = {name for group in optimizer.param_groups for name in group}
     theirs, own = (
         [name for name in saved if name not in known],
         [name for name in optimizer.defaults if name not in saved],
     )
-    if not theirs or not own:
+    if not theirs or not own:  # another version of torch knows more, and a schedule adds settings of its own
         return []
     kind, then, now = type(optimizer).__name__, name_first(theirs, 8), name_first(own, 8)
     return [f"its settings are {then} there, and {kind} has {now}: make the one that was saved"]

@@ -1,9 +1,8 @@
 """Tensors on the disk, in the format of torch.distributed.checkpoint (DCP), without its process groups.
 
-Any tool that reads DCP's directories reads these. DCP keeps its index as a pickle, which could run anything; here
-it is read by an unpickler that knows the few types of an index and no others, and tensors are read with
-``weights_only``. Importing DCP takes a second or two, so only the instance that writes or reads imports this
-module.
+Any tool that reads DCP's directories reads these. DCP's index is a pickle, which could run anything: here an
+unpickler reads it that knows the types of an index only. Importing DCP takes a second or two, so only the instance
+that writes or reads imports this module.
 """
 
 import pickle

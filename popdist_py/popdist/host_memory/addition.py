@@ -1,11 +1,8 @@
-"""Adding rows of numbers, one from each rank, in the fixed order.
+"""Adding rows of numbers, one from each rank, in the order of the binary tree of `popdist.tree` over the rank.
 
-The order is the binary tree of `popdist.tree` over the rank. An element's sum depends on nothing but that tree, so
-its bits are the same for every length, for every share and block that it may fall into, for every number of
-threads, and whether C adds or torch.
-
-A :class:`Reduction` combines rows of shared memory in place: each rank a share of the elements, in blocks that fit
-its cache.
+An element's sum depends on nothing but that tree, so its bits are the same for every length, share and block, for
+every number of threads, and whether C adds or torch. A :class:`Reduction` combines rows of shared memory in place:
+each rank a share of the elements, in blocks that fit its cache.
 """
 
 from array import array
@@ -54,12 +51,7 @@ LINE_BYTES: Final = 64
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """The pairs of rows to add, where row *i* is the sum of ``nodes[i]`` in the tree over ``num_items``.
-
-    Returns:
-        ``(left, right)`` means that row ``left`` becomes the sum of both. The row of the leftmost node ends as the
-        sum of all.
-    """
+    """The pairs (left, right) of rows to add into the left one, where row *i* is the node ``nodes[i]``."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -103,13 +95,10 @@ _COMBINERS: Final[dict[Op, Combine]] = {
 
 
 def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """The function of two tensors and ``out=`` that combines them, or ValueError where there is none.
-
-    Bools are added as "or" and multiplied as "and".
-    """
+    """The function of two tensors and ``out=`` that combines them, or ValueError where there is none."""
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"a mean of {dtype} is no {dtype}")
-    if dtype == torch.bool:
+    if dtype == torch.bool:  # added as "or" and multiplied as "and"
         return torch.logical_and if op in ("min", "product") else torch.logical_or
     return _COMBINERS[op]
 

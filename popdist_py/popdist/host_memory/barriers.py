@@ -1,21 +1,8 @@
 """The barriers of a group of processes: a page of shared memory for each rank, which only that rank writes.
 
-At a *barrier* no rank goes on before all have come. Barriers are counted from 1: a rank raises its counter when
-all that it brings stands in memory, and goes on when every other rank's counter is there. Beside its counter a
-rank writes what the barrier is for, and perhaps a number that all shall read. These stand in one of two places, by
-the barrier's parity: a rank at barrier n + 1 may write there while a slow one still reads what was posted for
-barrier n, and no rank is at n + 2 before all have read it.
-
-A rank writes its data, then its counter; another reads the counter, then the data. x86 lets others see stores in
-program order and does loads in program order, so nothing is needed there. Weaker machines, such as those of ARM
-and POWER, may let the counter be seen first. There every rank calls membarrier(2) between the two writes, and
-between the two reads: the kernel promises a full memory barrier on every running thread of the processes that
-registered.
-
-A rank waits by reading a few times, then yields its core, then sleeps on a futex that the awaited rank wakes. A
-wake-up can be missed, as the two sides cross in memory, so no rank sleeps long without reading again. Where there
-are more processes than cores the awaited one may need this very core: it is yielded at once, and for longer than
-elsewhere, because a core that a sleeping rank leaves stays empty for a while.
+A rank raises its counter when all that it brings stands in memory, and goes on when every other rank's counter is
+there. Beside it, in one of two places by the barrier's parity, stand what the barrier is for and a number for all:
+no rank is at barrier n + 2 before all have read those of n. How a rank waits stands in docs/design/host-memory.md.
 """
 
 import ctypes
@@ -90,10 +77,7 @@ class Names:
 
 
 class Barriers:
-    """The barriers of the ranks of a group: every rank has the same ones in the same order, one thread at a time.
-
-    ``pages`` are every rank's page, in order, and ``watch`` is over the other ranks' processes.
-    """
+    """The barriers of a group's ranks: every rank makes the same ones in the same order, from one thread."""
 
     def __init__(
         self,
@@ -123,13 +107,9 @@ class Barriers:
         forks.call_in_children(self._refuse_all)
 
     def wait(self, purpose: int, timeout_seconds: float | None = None) -> int:
-        """Wait until every rank is at this barrier; its number.
+        """Wait until every rank is at this barrier, for the same ``purpose`` below 2**63; its number.
 
-        ``purpose`` says what this rank is about to do: below 2**63, and the same on every rank.
-
-        Raises:
-            BackendError: If a rank was lost or is late, or has failed or left before. No barrier succeeds any
-            more. CollectiveError: If a rank came for another purpose; all ranks raise it, and the group goes on.
+        A lost or late rank is a BackendError, for good; another purpose a CollectiveError, and the group goes on.
         """
         if self.failure is not None:
             self.raise_failure()
@@ -212,10 +192,7 @@ class Barriers:
             self._fence()
 
     def wait_for(self, rank: int, is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait for what one rank does outside of barriers; False if it did not come in time, and still may.
-
-        Raises BackendError if the rank was lost or has left, or this one takes part in no further barrier.
-        """
+        """Wait until one rank has done something; False if it is late, BackendError if it was lost or has left."""
         return is_done() or self._wait_until(rank, is_done, lambda: [] if is_done() else [rank], timeout_seconds)
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
@@ -411,28 +388,19 @@ def wait_until(
 
 
 def is_crowded(pids: Collection[int]) -> bool:
-    """Whether these processes have fewer cores than they are, all together: each may be bound to one of its own.
-
-    One that the kernel does not let us ask about counts as having none.
-    """
+    """Whether these processes, each perhaps bound to some cores, have fewer cores together than they are."""
     cores: set[int] = set()
     for pid in pids:
-        with suppress(OSError):
+        with suppress(OSError):  # one that the kernel does not let us ask about counts as having none
             cores |= os.sched_getaffinity(pid)
     return len(pids) > len(cores)
 
 
 class CrowdedYields:
-    """How long to yield in a wait, where there are more processes than cores.
-
-    To yield is quick while only ranks that wait for each other want the cores. Where somebody computes, be it
-    another rank, it can take a whole slice of time, and a rank that sleeps gets a core sooner. So after a wait in
-    which yielding was not enough, some waits sleep at once: one, after each further failure twice as many and one,
-    and after each success one fewer.
-    """
+    """How long to yield in a wait, where there are more processes than cores: after long waits not at all."""
 
     def __init__(self) -> None:
-        self._distrust = self._num_sleeps = 0
+        self._distrust = self._num_sleeps = 0  # beside one that computes a yield takes a whole slice of time
 
     def next_seconds(self) -> float:
         """For the next wait."""
@@ -450,17 +418,13 @@ class CrowdedYields:
 
 
 class ProcessWatch:
-    """A watch over processes: which of them have ended. It holds their descriptors, so no process id is mistaken.
-
-    A process that the kernel does not let us watch never counts as ended. ``are_crowded`` tells whether these
-    processes and this one had fewer cores than they are, in the beginning.
-    """
+    """A watch over processes, to see which have ended, by descriptors: no process id is mistaken."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.are_crowded = is_crowded([os.getpid(), *pids.values()])
         self._descriptors: dict[int, int] = {}
         for key, pid in pids.items():
-            with suppress(OSError):
+            with suppress(OSError):  # one that the kernel does not let us watch never counts as ended
                 self._descriptors[key] = os.pidfd_open(pid)
 
     def ended(self, keys: Iterable[int]) -> list[int]:

@@ -1,14 +1,8 @@
 """The collectives of a host group over tensors that live anywhere, through slots of shared memory or in place.
 
-Each rank has two slots, used in turn: what it writes for barrier n stands in the slot of n's parity (see
-`popdist.host_memory.barriers`). So one barrier for each piece of data is enough: while a slow rank still reads one
-slot, a fast one fills the other. A slot is cut into as many parts as there are receivers of different data, and a
-piece is what fits such a part.
-
-An all-reduce of what fits a slot takes one barrier: every rank writes its tensor there and adds all of them. So it
-does with a larger one piece by piece between two ranks. Among more, each rank adds a share of every piece, writes
-the sum, and reads the others' sums: two barriers for each piece, and the work of adding is divided. A tensor whose
-memory all ranks have mapped is not copied at all (`popdist.host_memory.in_place`).
+Each rank has two slots, used in turn by the barrier's parity, so one barrier for each piece of data is enough. In
+an all-reduce every rank adds all of a piece that is small, or of one of two ranks; among more each adds a share of
+a larger one, at two barriers. A tensor that all have mapped is not copied (`popdist.host_memory.in_place`).
 """
 
 from collections.abc import Sequence
@@ -58,10 +52,7 @@ class Slots:
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def fit(self, num_bytes: int) -> None:
-        """Make the slots larger if ``num_bytes`` do not fit; what does not fit the largest goes in pieces.
-
-        Raises BackendError on every rank if one has no room, and the slots stay as they are.
-        """
+        """Make the slots larger if ``num_bytes`` do not fit; BackendError on every rank if one has no room."""
         if num_bytes > self.num_bytes < LARGEST_BYTES:
             block = self._group.allocate(2 * LARGEST_BYTES)
             self._block.release()
@@ -204,18 +195,7 @@ class AllReduce:
 class HostCollectives:
     """Collectives of a group; each call is one, on every rank, with the same arguments but for the values.
 
-    Tensors are on the CPU, strided, and without gradient; in all calls but :meth:`all_reduce` they are flat and
-    contiguous, too. Reductions are over the dtypes of `popdist.host_memory.addition.DTYPES`, half dtypes in
-    float32, in the order of `popdist.tree`; "mean" is for floating dtypes only. Other calls take any dtype.
-
-    Every call raises BackendError if a rank was lost or did not come in time, and CollectiveError if the ranks are
-    not in the same one; and the reductions ValueError if there is no such operation on the dtype, before anything
-    has been sent.
-
-    Attributes:
-        group: The ranks.
-        rank: This process among them.
-        size: How many they are.
+    Tensors are on the CPU and without gradient; in all calls but :meth:`all_reduce` flat and contiguous, too.
     """
 
     def __init__(self, group: HostGroup) -> None:
@@ -233,18 +213,7 @@ class HostCollectives:
     def connect(
         cls, store: Store, rank: int, num_local: int, *, names: Names, timeout_seconds: float
     ) -> Self | None:
-        """The collectives of the ranks of this host, where each host has ``num_local`` ranks in a row.
-
-        Args:
-            store: Where the ranks of all hosts find each other; used by nobody else under its prefix.
-            rank: This process, among the ranks of all hosts.
-            num_local: Ranks of each host.
-            names: What the ranks of all hosts are called in errors.
-            timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
-
-        Returns:
-            None on every rank of the host where they may not share memory.
-        """
+        """The collectives of this host's ``num_local`` ranks; None on all of them if they may not share memory."""
         first = rank - rank % num_local
         own = Names(members=names.members[first : first + num_local], noun=names.noun)
         prefix = PrefixStore(f"host/{first}", store)
@@ -252,13 +221,7 @@ class HostCollectives:
         return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks, in place: the same bits on each of them.
-
-        Args:
-            tensor: This rank's.
-            op: How they are combined.
-            may_move: Asked whether the tensor's memory may be moved to where all ranks map it; None if it may not.
-        """
+        """Combine the tensors of all ranks, in place; ``may_move`` says whether this one's memory may be moved."""
         if not self._is_alone:
             self._all_reduce(tensor, op, may_move)
 

@@ -1,14 +1,7 @@
 """A host group: processes of one host that share memory, on which all collectives of a host are built.
 
-::
-
-    group = HostGroup.connect(store, rank, size, timeout_seconds=60)   # None on every rank: not one host
-    block = group.allocate(num_bytes)                   # a row of shared memory for each rank, all mapped here
-    block.mine                                          # this rank's row: a flat tensor of bytes
-    block.of(rank)                                      # another's row, in place
-    total = group.reduction([row.view(torch.float32) for row in block.rows])
-    total.run()                                         # every row is now the sum of all rows
-    group.barrier()
+:meth:`HostGroup.allocate` maps a row of memory of each rank into all of them, and a :meth:`HostGroup.reduction`
+makes every row the sum of all.
 """
 
 import os
@@ -42,16 +35,9 @@ _BARRIER: Final = 0
 
 
 class HostGroup:
-    """Processes of one host that share memory; made by :meth:`connect`.
+    """Processes of one host that share memory; all make the same calls, but for those that are no collective.
 
-    All calls but :meth:`close` and the attributes are collectives: every rank makes the same ones in the same
-    order, from one thread at a time. A rank that is lost or late is an error on all others that names it, and ends
-    the group: every later call raises the same. In a process that was forked from a rank every call raises.
-
-    Attributes:
-        rank: This process's number, from 0.
-        size: Processes in the group, at least 1.
-        barriers: Those of the processes, which every operation is made of.
+    A rank that is lost or late is an error on all others that names it, and ends the group.
     """
 
     def __init__(
@@ -80,18 +66,7 @@ class HostGroup:
         timeout_seconds: float,
         names: Names | None = None,
     ) -> Self | None:
-        """Share memory with the other ranks, which all call this.
-
-        Args:
-            store: Where the ranks find each other; used by nobody else under its prefix.
-            rank: This process.
-            size: Ranks in the group.
-            timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
-            names: What the ranks are called in errors; None means rank 0 and so on.
-
-        It is None on every rank where they do not all share a host, or may not share memory. Raises BackendError
-        if a rank did not come in time, or there is no memory for the group.
-        """
+        """Share memory with the other ranks, which all call this; None on every rank where they may not."""
         names = names or Names(members=tuple(range(size)))
         exchange = SegmentExchange(store, rank, [names.of([other]) for other in range(size)], timeout_seconds)
         try:
@@ -130,22 +105,14 @@ class HostGroup:
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Memory of this rank that :meth:`allocate` can make known to the others later; no collective.
-
-        It is given back when the last view of it is gone here, so the others may use it in operations of the group
-        only. Raises BackendError if there is no room.
-        """
+        """Memory of this rank for :meth:`allocate` or :meth:`part`, freed with its views; no collective."""
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """A group of some of the ranks, in the same memory; no collective, and waits for no rank.
-
-        It counts ``ranks`` in their order, this one among them. Each has a page at its offset, which it has
-        reserved and uses for nothing else. Raises OSError or ValueError if the process may map no more.
-        """
+        """A group of some of the ranks, in their order, each with a page that it has reserved; no collective."""
         places = zip(ranks, offsets, strict=True)
         pages = [
             page.row if other == self.rank else self._map(other, offset, PAGE_BYTES) for other, offset in places
@@ -158,9 +125,7 @@ class HostGroup:
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
         """A row of ``num_bytes`` for each rank, mapped by all: new and all zero, or what this rank has reserved.
 
-        Raises:
-            BackendError: If some rank has no room for its row: every rank raises it, and the group goes on.
-            CollectiveError: If the ranks are not in the same call, with the same length of at least 1.
+        If a rank has no room for its row every rank raises BackendError, and the group goes on.
         """
         trouble, rows = "", []
         try:
@@ -192,10 +157,7 @@ class HostGroup:
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """A descriptor of this process for a file in memory that another rank has open; no collective.
-
-        Raises OSError if that is no file of popdist's, or ``/proc`` does not lead there.
-        """
+        """A descriptor of this process for another rank's file in memory, or OSError; no collective."""
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -208,42 +170,18 @@ class HostGroup:
     ) -> Reduction:
         """Prepare to combine rows of shared memory in place, each rank a share of the elements; no collective.
 
-        What is prepared can be run again and again: ``run()`` is the collective. It waits for all ranks, combines,
-        and waits again, so that afterwards the result stands in every output. What stood in ``rows`` is lost.
-
-        Args:
-            rows: Flat contiguous tensors of one dtype and length in memory of this group's blocks: the same ones
-                in the same order on every rank.
-            op: "sum", "mean" (floating dtypes only), "min", "max" or "product", which combine half dtypes in
-                float32; or "rounded sum", which rounds each partial sum. NaN wins in "min" and "max".
-            outputs: Where the result goes, as ``rows``; may be of another floating dtype. None means ``rows``.
-            pairs: In which order: row ``left`` becomes the result of both, and row 0 ends as the result of all.
-                None means the tree of `popdist.tree` over the rows.
-
-        Raises:
-            ValueError: If the rows do not fit together.
+        Each ``run()`` of it is one: the result stands in every output then, and what stood in ``rows`` is lost.
         """
         return Reduction(self.barriers, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
-        """Wait until every rank is here; afterwards each sees what all wrote into shared memory before.
-
-        Args:
-            timeout_seconds: How long to wait; None means as long as the group was made to.
-
-        Raises:
-            BackendError: If a rank was lost or did not come in time; the message names it.
-            CollectiveError: If a rank is in another operation of this group.
-        """
+        """Wait until every rank is here; afterwards each sees what all wrote into shared memory before."""
         self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map.
-
-        A part of a group leaves the segments to that one, which is closed later.
-        """
+        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map."""
         self.barriers.close()
-        if self._is_part:
+        if self._is_part:  # the segments are those of the whole group, which is closed later
             return
         self._segment.close()
         while self._found:
@@ -255,16 +193,11 @@ _COUNTER_BYTES: Final = 64
 
 
 class ShortMessages:
-    """The messages between the ranks of a group, of a multiple of 8 bytes; made by every rank at the same time.
-
-    They need no barrier, and any set of ranks may exchange some. Two ranks count those that they exchange: the
-    n-th of one is answered by the n-th of the other. Between them stand two places and a counter for each
-    direction. A rank sends its next message to another only after it has read that one's answer to the last, even
-    if it was not asked for yet: so both sides are at most one message apart, and what is sent never overwrites
-    what is still to be read.
-    """
+    """The messages between any ranks of a group, of a multiple of 8 bytes; made by every rank at the same time."""
 
     def __init__(self, group: HostGroup, num_bytes: int) -> None:
+        # The n-th message of a rank is answered by the n-th of the other. A rank sends its next one when it has
+        # read that one's answer to the last, so two places and a counter for each direction are enough.
         self._barriers = group.barriers
         stride = _COUNTER_BYTES + 2 * num_bytes
         block = group.allocate(group.size * stride)
@@ -280,10 +213,7 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send to each of ``ranks``, and wait for no answer; for each the number of the message and its answer.
-
-        Raises BackendError if this rank or one of ``ranks`` has left, or does not answer the message before.
-        """
+        """Send to each of ``ranks``, and wait for no answer; for each the number of the message and its answer."""
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:
@@ -312,10 +242,7 @@ class ShortMessages:
         return bytes(self._incoming[rank][number & 1])
 
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
-        """A message of ``rank``, once; None if it did not come in time, and then it can still be received.
-
-        Raises BackendError if ``rank`` was lost or has left.
-        """
+        """A message of ``rank``, once; None if it is late and may still come; BackendError if it was lost."""
         return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None
 
     def _read_until(self, rank: int, number: int, timeout_seconds: float) -> bool:

@@ -1,12 +1,8 @@
 """In-place collectives on storages that every rank has mapped: each tensor stays where it is, nothing is copied.
 
-Before a large collective every rank posts a place at a barrier that the collective has anyway: which of its files
-(see `popdist.host_memory.shared_storages`) holds the tensor and where in it, or nothing. If all ranks post a
-place, they work there; if one does not, all go through slots. The places need not be alike, so tensors that come
-in another order will do.
-
-A storage that is posted for the first time is shared first, at two more barriers: its rank moves it into a file if
-it lies in none, and the others map that. They unmap it when its file says that the storage is gone.
+Before a large collective each rank posts, at a barrier that there is anyway, in which of its files the tensor
+lies, and where. If all post such a place they work there, else through slots. A storage that is posted first is
+shared at two more barriers: its rank moves it into a file if it lies in none, and the others map that.
 """
 
 import os
@@ -80,19 +76,11 @@ class InPlace:
         self,
         tensor: Tensor | None,
         reason: int,
-        in_place: Callable[[Places], None],
-        through_slots: Callable[[], None],
+        in_place: Callable[[Places], None],  # called when all ranks have come
+        through_slots: Callable[[], None],  # its first barrier is :meth:`wait`, and it changes nothing before
         may_move: MayMove | None = None,
     ) -> None:
-        """Do a collective in place if all ranks post a place, and else through slots.
-
-        Args:
-            tensor: What this rank brings, of at least :data:`LEAST_BYTES`; None where it is not one tensor.
-            reason: What its barriers are for; the same on all ranks.
-            in_place: Does it where all tensors lie. All ranks have come when it begins.
-            through_slots: Does it the other way; its first barrier is :meth:`wait`, and it changes nothing before.
-            may_move: Asked whether the tensor's memory may be moved, when it comes again; None if it may not.
-        """
+        """Do a collective in place if every rank's ``tensor`` lies in memory that all map, else through slots."""
         place = 0 if tensor is None else self._place_of(tensor, may_move)
         if tensor is not None and place:
             self._barriers.post(place)
@@ -260,31 +248,18 @@ _MOST_KEPT: Final = 1 << 10
 
 
 class RemappableStorages:
-    """The storages of one group that may be remapped.
-
-    ``is_wanted`` is True for all that can be, None for DistributedDataParallel's buckets, False for none.
-    ``is_idle`` says whether no other collective goes on in this process.
-
-    By itself a group remaps DistributedDataParallel's buckets only. They are the tensors that torch's reducer
-    brings: autograd's engine calls the group from C++, with no Python between. Nobody but the reducer knows where
-    they lie. The first time, this torch is tried out (`popdist.torch_private.is_caller_the_engine`); one that
-    behaves in another way has its buckets copied.
-
-    With ``POPDIST_SHARE_TENSORS=1`` a group also remaps others that come again, parameters included: not what was
-    sent to other ranks, or what torch knows to have an owner elsewhere, as numpy's; and nothing while another
-    operation goes on.
-    """
+    """The storages of one group that may be remapped: by default DistributedDataParallel's buckets only."""
 
     def __init__(self, *, is_wanted: bool | None, is_idle: Callable[[], bool]) -> None:
-        self._is_wanted = is_wanted
-        self._is_idle = is_idle
+        self._is_wanted = is_wanted  # True: all that come again; None: buckets of DistributedDataParallel only
+        self._is_idle = is_idle  # whether no other collective goes on in this process
         self._kept: set[StorageWeakRef] = set()
 
     def of_call(self, method_frame: FrameType | None) -> MayMove | None:
         """What to ask whether a tensor may be moved that a call brings; ``method_frame`` is the group's method."""
         if self._is_wanted is False:
             return None
-        if torch_private.is_caller_the_engine(method_frame):
+        if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: nobody else knows where they lie
             return _is_flat
         return self._is_free if self._is_wanted else None
 

@@ -1,15 +1,8 @@
 """Segments: memory that several processes map, one for each process and group, and the rows in it.
 
-A segment is a file in memory without a name: its owner holds a descriptor, the others open that very file, and the
-kernel frees it when the last of them has ended, however it ended. It lies in the kernel's own tmpfs, so the size
-of ``/dev/shm`` plays no part. Space is reserved when a segment grows, so that a shortage is an error at once and
-not a SIGBUS later, and a seal keeps everybody from making it smaller.
-
-The processes of a group open each other's segments, which proves that they share a host. Each puts the number of
-its segment's descriptor into the group's store, and the others open that through ``/proc``. Where that is another
-process's number, or not allowed, as between containers, they ask for the descriptor at an abstract unix socket of
-its owner, which serves processes of the same user only. Names prove nothing: what counts is to find in the memory
-the random token that its owner announced.
+A segment is a file in memory without a name, which the kernel frees when the last process that has it open has
+ended. The processes of a group open each other's, by the descriptors' numbers in the group's store or at sockets,
+and prove that they share a host by the random tokens that they find there.
 """
 
 import ctypes
@@ -65,11 +58,7 @@ def as_words(row: Tensor) -> memoryview:
 
 
 class Segment:
-    """The memory of this process that others map; a segment can only grow.
-
-    The descriptor is closed when a program is executed, and a forked child that ends takes nothing with it. Making
-    one raises BackendError if the kernel, or the sandbox this process is in, does not offer that.
-    """
+    """The memory of this process that others map, and that only grows; BackendError where there is none."""
 
     def __init__(self) -> None:
         self.descriptor, self._num_bytes, self._owner = -1, 0, os.getpid()
@@ -99,11 +88,8 @@ class Segment:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give the pages back to the machine; what still maps them reads zeros.
-
-        In a forked child nothing happens: the pages are its parent's, which may use them still.
-        """
-        if os.getpid() != self._owner:
+        """Give the pages back to the machine, if they are this process's own; what still maps them reads zeros."""
+        if os.getpid() != self._owner:  # a forked child, whose parent may use the pages still
             return
         _libc.fallocate(
             self.descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(offset), ctypes.c_longlong(num_bytes)
@@ -117,14 +103,7 @@ class Segment:
 
 
 class SharedBlock:
-    """A row of memory of each rank, mapped by all of them; made by :meth:`HostGroup.allocate`.
-
-    Attributes:
-        rows: Every rank's row, in rank order: flat uint8 tensors that begin at a page. Any view of one keeps it
-            mapped. Nothing but :meth:`HostGroup.barrier` and the operations of the group tells a rank when another
-            has finished writing.
-        mine: This rank's row.
-    """
+    """A row of memory of each rank, mapped as long as a view of it is used; made by :meth:`HostGroup.allocate`."""
 
     def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
         self.rows = tuple(rows)
@@ -137,10 +116,7 @@ class SharedBlock:
         return self.rows[rank]
 
     def release(self) -> None:
-        """Give this rank's memory back, when no rank reads it any more: it reads as zeros from now on.
-
-        A block that is never released goes when the group is closed and the last view of it is gone.
-        """
+        """Give this rank's memory back, when no rank reads it any more: it reads as zeros from now on."""
         self.releaser()
 
     @property
@@ -197,11 +173,7 @@ def values_of_all(
     timeout_seconds: float,
     deadline: float | None = None,
 ) -> list[Any]:
-    """The values that all ranks put into a store, which nobody else uses under its prefix.
-
-    ``names`` are what the ranks are called in errors. Raises BackendError if one does not come until the deadline,
-    or for so long.
-    """
+    """The values that all ranks put into a store of their own; BackendError if one is not there in time."""
     deadline = time.monotonic() + timeout_seconds if deadline is None else deadline
     store.set(str(rank), json.dumps(value))
     values = []
@@ -309,10 +281,7 @@ def _open_through_proc(announcement: _Announcement) -> PeerSegment | None:
 
 
 def open_through_proc(pid: int, descriptor: int) -> int:
-    """A descriptor of this process for a file in memory of popdist's that another one has open.
-
-    Raises OSError if ``/proc`` does not lead to it, or to another file.
-    """
+    """A descriptor of this process for a file in memory of popdist's that another one has open, or OSError."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if not str(Path(path).readlink()).startswith(_WHERE_SEGMENTS_ARE):
         raise FileNotFoundError(path)  # in another namespace this may be any file of any process: it is not opened
@@ -340,11 +309,8 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def _checked(descriptor: int, pid: int, announcement: _Announcement) -> PeerSegment | None:
-    """The segment behind ``descriptor``, if it is this user's and holds the token.
-
-    What was announced came through a store of torch's, which every user of the machine may have written.
-    """
-    try:
+    """The segment behind ``descriptor``, if it is this user's and holds the token."""
+    try:  # what was announced came through a store of torch's, which every user of the machine may have written
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError
         with map_window(descriptor, 0, PAGE_BYTES) as page:

@@ -1,11 +1,8 @@
 """Storages of tensors in files of memory: this process's own memory, which other processes can map.
 
-A storage lies alone in its file, from the start of it, as torch has it for tensors that it sends to another
-process; so torch can send such a tensor, too. A page more at the end holds a number that names the storage as long
-as it lives, and 0 afterwards: then whoever has mapped the file unmaps it. Pages are reserved, as a segment's are.
-
-A storage that is there already can be moved: all tensors on it follow, and whoever has kept its address reads
-memory that is gone. A child that is forked later sees the storage and writes into pages of its own.
+A storage lies alone in its file. A page more at the end holds a number that names the storage as long as it lives,
+and 0 afterwards: then whoever has mapped the file unmaps it. A storage that is there already can be moved: all
+tensors on it follow, and whoever has kept its address reads memory that is gone.
 """
 
 import ctypes
@@ -38,15 +35,11 @@ _libc.mprotect.argtypes = [*_libc.munmap.argtypes, ctypes.c_int]
 
 
 class MappedFile:
-    """The file of a storage, mapped a second time: by its own process, or by another one.
-
-    ``memory`` are the bytes of the storage, rounded up to whole pages; ``number`` names the storage. The
-    descriptor may be closed afterwards. A file that cannot be mapped raises OSError or ValueError.
-    """
+    """The file of a storage, mapped a second time: by its own process, or by another one."""
 
     def __init__(self, descriptor: int) -> None:
         whole = _map(descriptor, os.fstat(descriptor).st_size)
-        self.memory = whole[:-PAGE_BYTES]
+        self.memory = whole[:-PAGE_BYTES]  # the bytes of the storage, rounded up to whole pages
         self._words = as_words(whole[-PAGE_BYTES:])
         self.number: int = self._words[0]
 
@@ -118,11 +111,7 @@ class StoragePool:
 
 
 def move(storage: UntypedStorage) -> None:
-    """Move a storage into a file; all tensors on it follow.
-
-    It is of torch's own allocator for the CPU, and nobody has its address, or writes into it now. Raises
-    BackendError, and leaves it where it was, if there is no room or torch cannot do it.
-    """
+    """Move a storage of torch's own that nobody uses now into a file; BackendError if there is no room."""
     made, file = _make(storage.nbytes())
     made.copy_(storage, non_blocking=False)
     # It is remembered before the swap, so that a fork at any time finds it.

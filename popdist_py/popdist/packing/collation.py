@@ -1,12 +1,8 @@
 """Rows of several sequences as tensors, with what a model needs to keep the sequences apart.
 
-A row is a list of samples, and a sample a mapping of fields with ``input_ids`` among them. A field that has one
-value for each token is laid into the row at the place of its sequence; any other belongs to the sequence as a
-whole and is collected in a list, whose order ``rows`` and ``starts`` tell.
-
-Attention masks, outputs and losses keep the sequences of a row apart. Packed and unpacked training have the same
-gradients, if nothing of a sequence reaches another one (the mask, and positions that begin again) and if each
-token, or each sequence, weighs the same as without packing (the weights).
+A row is a list of samples, and a sample a mapping of fields with ``input_ids`` among them. Packed and unpacked
+training have the same gradients if no sequence reaches another one of its row (by mask and positions), and each
+token, or each sequence, weighs the same as without packing (by the weights).
 """
 
 import math

@@ -1,15 +1,8 @@
 """Packings by optimisation: the programme of the cutting-stock problem, and least squares over small packs.
 
-The programme has a column for each pack and a row for each length: use as few packs as possible, so that there
-is a place for every sequence. A place may be taken by a shorter sequence, which one further column for each
-length says; these bound the prices and have the method converge in few rounds (J. M. Valério de Carvalho,
-2005). There are too many packs to list, so columns are generated (P. C. Gilmore, R. E. Gomory, 1961): the
-prices of the places are a proof that no packing is better, or show packs that are worth more than 1, and these
-are found by dynamic programming.
-
-The bound in the result is proved in whole numbers: prices are rounded down, the best pack under them is found
-exactly, and no packing can use fewer rows than the price of all sequences divided by the price of that pack (A.
-A. Farley, 1990).
+Columns, the packs, are generated (Gilmore, Gomory 1961): the prices of the places prove that no packing is better,
+or show packs worth more than 1. A shorter sequence may take a place, by a further column for each length (Valério
+de Carvalho 2005). The lower bound is proved in whole numbers (Farley 1990).
 """
 
 import math

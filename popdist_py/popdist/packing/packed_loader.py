@@ -43,14 +43,7 @@ def order_by_length(lengths: Numbers) -> Numbers:
 
 
 class PackedRows:
-    """The rows of all epochs of one dataset: which samples share which row, computed from the row's number alone.
-
-    A strategy says how many rows hold the lengths (300, 200, 12). Each epoch deals the samples of a length anew to
-    the places that this length has in all rows. No list of rows is built: the places of each length are numbered
-    over the packs, and a permutation of the samples of that length, made from seed, epoch and length, says who
-    takes which. So the rows of an epoch follow from seed, epoch and strategy, and take no memory beyond the
-    samples ordered by length.
-    """
+    """The rows of all epochs of one dataset: which samples share a row, computed from the row's number alone."""
 
     def __init__(self, lengths: Numbers, strategy: PackingStrategy, *, seed: int, shuffle: bool) -> None:
         """Put samples of these lengths into rows; ``strategy`` must be for just these lengths."""
@@ -66,6 +59,8 @@ class PackedRows:
         self._last_row_of_pack: NDArray[np.int64] = np.cumsum(counts_of_packs)
         self._first_row_of_pack = self._last_row_of_pack - counts_of_packs
         self._sizes = np.array([len(pack) for pack in strategy.packs])
+        # No list of rows is built: the places of each length are numbered over the packs, and in each epoch a
+        # permutation of the samples of that length says who takes which.
         self._places = _number_places(strategy)
         self._orders: tuple[int, dict[int, Permutation]] = (-1, {})
 
@@ -221,12 +216,7 @@ class Packing:
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """The loader of ``dataset``; see ``popdist.data_loader``.
-
-        Raises:
-            DatasetError: If the dataset cannot be packed so.
-            CollectiveError: If the instances differ in lengths, strategy or sizes.
-        """
+        """The loader of ``dataset``; DatasetError if it cannot be packed, CollectiveError if instances differ."""
         collate = collate_fn or Collator(
             max_length=self.max_length, padding=self.padding, token_fields=self.token_fields
         )
@@ -466,11 +456,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Put ``numbers``, the same on all instances of a host, into memory that they share.
-
-    Small ones stay where they are, and so do those of a host without room. The memory is given back when the job
-    ends.
-    """
+    """Put ``numbers``, if large, into memory that a host's instances, which all have them, share."""
     host = host_group_of(context.current_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers

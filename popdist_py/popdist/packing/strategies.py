@@ -1,11 +1,8 @@
 """Which sequences share a row of the batch: packing as a matter of counts, not of samples.
 
-A strategy says how often each pack (a set of lengths that fit into one row) is used. It follows from the
-histogram of lengths alone, so a corpus of 16 million sequences costs what its 512 different lengths cost.
-Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens, sequences are the pieces.
-
-The names are those of M. M. Krell, M. Kosec, S. P. Perez, A. Fitzgibbon: "Efficient Sequence Packing without
-Cross-contamination" (https://arxiv.org/abs/2107.02027), which measured the first three.
+A strategy says how often each pack (a set of lengths that fit into one row) is used. It follows from the histogram
+of lengths alone. Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens, sequences are the
+pieces. The names are those of Krell, Kosec, Perez and Fitzgibbon (https://arxiv.org/abs/2107.02027).
 """
 
 import hashlib

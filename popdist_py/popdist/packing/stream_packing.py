@@ -1,9 +1,8 @@
 """Packing of a stream whose lengths are not known before: best fit over a bounded buffer.
 
-Samples are read into a buffer. When it is full, the longest one opens a row, and the row is filled with the
-longest sample that still fits, until none does: best fit decreasing, with so much knowledge as the buffer holds.
-What leaves the buffer is replaced from the stream, so the buffer always offers the same choice until the stream
-ends. The rows follow from the stream alone, so that every process that reads it finds the same ones.
+When the buffer is full, its longest sample opens a row, which is filled with the longest sample that still fits,
+until none does; the stream replaces what has left. The rows follow from the stream alone, so that every process
+that reads it finds the same ones.
 """
 
 from bisect import bisect_right, insort

@@ -1,8 +1,7 @@
 """The default group of torch.distributed, for code that asks torch where it is and calls collectives of torch's.
 
-A program's helpers often do: without a default group each instance takes itself for the main one, and averages
-nothing. The group that is made here has the backend ``popdist`` and finds the other ranks in the store that
-popdist has, so nothing more listens. One that the program has made is left as it is.
+Without a default group, such code takes each instance for the main one. The group that is made here has the
+backend ``popdist`` and finds the other ranks in popdist's store. One that the program has made is left as it is.
 """
 
 from datetime import timedelta
@@ -26,11 +25,7 @@ def place_in_default_group() -> tuple[int, int]:
 
 
 def disagreement(places: list[tuple[int, int]]) -> str | None:
-    """Why the instances cannot have a default group together, in words; None if they can.
-
-    Args:
-        places: Of each instance, in their order, as :func:`place_in_default_group` gave it there.
-    """
+    """Why the instances, each at its place in its default group, cannot have one together; None if they can."""
     if set(places) == {NONE}:
         return None
     for instance, (number, size) in enumerate(places):
@@ -47,14 +42,7 @@ def disagreement(places: list[tuple[int, int]]) -> str | None:
 
 
 class DefaultGroup:
-    """The default group that popdist has made.
-
-    Args:
-        store: Where the instances find each other; None for one alone.
-        rank: This instance.
-        size: Instances of the job.
-        timeout_seconds: How long a lost or late rank is waited for.
-    """
+    """The default group that popdist has made; ``store`` is None for an instance alone."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_seconds: float) -> None:
         register()

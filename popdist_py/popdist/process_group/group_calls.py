@@ -1,9 +1,8 @@
 """The collectives of one group of torch's over plain CPU tensors, in the form in which torch's C++ calls them.
 
-Each takes lists of tensors and an object of options, checks them, so that a wrong one is an error here and not a
-missing rank, and does the collective in its turn: for tensors of any strides, lists of tensors, and splits. What
-cannot be combined in shared memory, such as complex numbers or bits, goes on to gloo. What is wrong raises what
-gloo raises: RuntimeError, mostly.
+Each checks its tensors and options, so that a wrong one is an error here (RuntimeError mostly, as gloo raises) and
+not a missing rank, and does the collective in its turn: for tensors of any strides, lists, and splits. What cannot
+be combined in shared memory, such as complex numbers or bits, goes on to gloo.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -393,12 +392,9 @@ def check_peer(call: str, rank: int, size: int) -> None:
 
 
 def check_single(call: str, *tensors: Sequence[object]) -> None:
-    """Raise RuntimeError unless each of the lists has one element.
-
-    gloo reads several as those of several devices, and combines them with each other.
-    """
+    """Raise RuntimeError unless each of the lists has one element."""
     for listed in tensors:
-        if len(listed) != 1:
+        if len(listed) != 1:  # gloo reads several as those of several devices, and combines them with each other
             raise RuntimeError(f"popdist::{call}: expected a single tensor, got {len(listed)}")
 
 

@@ -1,8 +1,7 @@
 """The registration of the backend ``popdist`` with torch.
 
-torch calls :func:`register` when it is imported, through the entry point ``torch.backends`` of this distribution.
-An exception there would break ``import torch`` for every program of the environment, and time spent there is spent
-by all of them: nothing here opens, starts or reads anything, and the process group is imported when one is made.
+torch calls :func:`register` when it is imported, through the entry point ``torch.backends`` of this distribution:
+an exception there would break every program with torch, and nothing here opens, starts or reads anything.
 """
 
 import contextlib

@@ -1,17 +1,9 @@
 """The process group of the backend ``popdist``: shared memory for what CPUs do often, gloo and NCCL for the rest.
 
-DeviceMesh, DTensor, FSDP and the functional collectives ask a group for the backend of a device, so the group
-holds a gloo group for the CPU and, where there is one, an NCCL group for CUDA.
-
-There is one way to its collectives, torch's: each of its methods calls torch's own, in any form that torch has for
-it, and that one calls an operator such as ``c10d::allreduce_``. So ``make_fx``, FakeTensorMode, TorchDispatchMode,
-CommDebugMode and the profiler see a call as they see gloo's. For tensors on the CPU the operators have kernels
-here. They call the collectives of the group if it is one of popdist's; other groups' calls go to the backends of
-those, as with torch's own kernels. Those would run the gloo group beneath a group of popdist's, and would hold
-Python's lock while gloo waits for a thread that wants it.
-
-A group written in Python must never be traced. In a compiled DistributedDataParallel, C++ calls the group in the
-middle of what is being traced; a Python method would be traced as a frame of its own, and that fails.
+Each of its methods calls torch's own, and that one an operator such as ``c10d::allreduce_``, so the profiler and
+modes of the dispatcher see what they see of gloo. For CPU tensors the operators have kernels here, which call the
+collectives of a group of popdist's, and the backends of any other. No method may be traced: a compiled model may
+call the group meanwhile.
 """
 
 import threading
@@ -67,17 +59,14 @@ Work = Any  # dist.Work, of which torch's stubs do not say that its groups retur
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
-    """gloo, by which torch reaches the whole group when it sets a timeout or asks for memory for tensors.
-
-    ``pool`` is memory for the tensors that the group makes for its collectives; None where it makes none.
-    """
+    """gloo, by which torch reaches the whole group when it sets a timeout or asks for memory for tensors."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, on_timeout: Callable[[float], None]
     ) -> None:
         super().__init__(store, rank, size, timeout)
         self._on_timeout = on_timeout
-        self.pool: StoragePool | None = None
+        self.pool: StoragePool | None = None  # memory for tensors that torch asks for
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether the group makes tensors on this device that its collectives need not copy."""
@@ -122,17 +111,9 @@ def _named(method: Any, name: str) -> Any:  # noqa: ANN401 - a function
 
 
 class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
-    """A process group of torch's over popdist's collectives; made by torch.
+    """A process group of torch's over popdist's collectives; made by torch."""
 
-    torch calls several operations by an older and a newer name, and its methods of the older names call those of
-    the newer ones here. No other may be defined: torch's method of the newer name would call it, and so this one
-    again.
-
-    ``members`` are the ranks of this group's ranks in the job, for errors. For ``share_tensors`` see
-    `popdist.contract.read_share_tensors`. ``calls`` are the group's collectives over plain CPU tensors.
-    """
-
-    calls: GroupCalls
+    calls: GroupCalls  # the group's collectives over plain CPU tensors
 
     def __init__(
         self,
@@ -141,8 +122,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         size: int,
         *,
         timeout: timedelta,
-        members: tuple[int, ...],
-        share_tensors: bool | None = None,
+        members: tuple[int, ...],  # the ranks of the group's ranks in the job, for errors
+        share_tensors: bool | None = None,  # see `popdist.contract.read_share_tensors`
     ) -> None:
         install_kernels()
         accept_monitored_barriers()
@@ -187,6 +168,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else call.work
 
+    # torch's methods of the older of two names call those of the newer one here. No other may be defined: torch's
+    # method of the newer name would call it, and so this one again.
     allreduce_coalesced = _method("allreduce_coalesced")
     broadcast = _method("broadcast")
     reduce = _method("reduce")
@@ -238,10 +221,7 @@ for _own in vars(PopdistProcessGroup).values():
 
 @cache
 def accept_monitored_barriers() -> None:
-    """Have ``torch.distributed.monitored_barrier`` take these groups, once in a process.
-
-    torch refuses every group whose backend is not named gloo, also one that can do it.
-    """
+    """Have ``torch.distributed.monitored_barrier``, which knows the name gloo only, take these groups, too."""
     torchs_own = distributed_c10d.monitored_barrier
 
     @wraps(torchs_own)
@@ -260,10 +240,7 @@ def accept_monitored_barriers() -> None:
 
 
 class _Operator(NamedTuple):
-    """A collective's operator: the method of a backend for it, and the names of its arguments.
-
-    Arguments called ``data`` are the method's own; the others stand in its options.
-    """
+    """A collective's operator: its method, options, and arguments, of which ``data`` are no options."""
 
     method: str
     options: Any
@@ -327,16 +304,12 @@ _current: Final = _Current()
 
 
 class DispatchedCall:
-    """A call of a group's method on its way through the dispatcher, from ``with`` to the kernel here.
-
-    A work that has gone through the dispatcher has lost its methods in Python, so the kernel leaves its own here;
-    what the operator returns then is a placeholder. Options that the caller has made need not be made again.
-    """
+    """A call of a group's method on its way through the dispatcher, from ``with`` to the kernel here."""
 
     def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
-        self.options = arguments[-1] if arguments else None
+        self.options = arguments[-1] if arguments else None  # those of the caller need not be made again
         self.may_move = may_move
-        self.work: Any = None
+        self.work: Any = None  # left by the kernel: what the dispatcher returns has lost its methods in Python
         self._outer: DispatchedCall | None = None
 
     def __enter__(self) -> Self:

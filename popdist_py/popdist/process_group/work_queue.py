@@ -1,8 +1,7 @@
 """The queue of a group's collectives, which are done one after the other, as they were issued.
 
-A synchronous call runs in the thread that makes it, unless others are still to be done. An asynchronous one is
-done by the group's own thread, which is started with the first of them; so groups wait for their peers
-independently. What follows a collective by a callback of its future runs in that thread, too: a collective that is
+A synchronous call runs in the thread that makes it, unless others are still to be done; an asynchronous one in the
+group's own thread. What follows a collective by a callback of its future runs there, too: a collective that is
 issued there has its turn at once, before what was issued after the first one.
 """
 
@@ -40,11 +39,7 @@ class PendingWork(dist.Work):
         self._future: Future[Results] = Future()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the collective is done.
-
-        Args:
-            timeout: How long to wait; 0 means as long as the group does. After a timeout the collective goes on.
-        """
+        """Wait until the collective is done, or RuntimeError after ``timeout``, if not 0; it goes on then."""
         seconds = timeout.total_seconds()
         if seconds > 0 and not wait_until(self._future.done, seconds):
             raise RuntimeError(f"timeout: the collective was not done within {seconds:g} seconds")
@@ -84,11 +79,10 @@ class PendingWork(dist.Work):
 
 
 class _Failure:
-    """The value of a future whose collective failed; who asks it for tensors gets the error.
+    """The value of a future whose collective failed; who asks it for tensors gets the error."""
 
-    torch's C++ pickles a value to find its tensors. DistributedDataParallel's reducer takes the first one, so that
-    an exception as the value, which is what torch's ``set_exception`` sets, would end the process there.
-    """
+    # torch's C++ pickles a value to find its tensors, of which DistributedDataParallel's reducer takes the first:
+    # an exception as the value, which torch's ``set_exception`` sets, would end the process there.
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -137,13 +131,10 @@ class DoneWork(dist.Work):
 
 
 class WorkQueue:
-    """The collectives of one group, and the thread that does those that are not done at once.
-
-    ``abort`` ends a wait that is going on in the thread, with an error.
-    """
+    """The collectives of one group, and the thread that does those that are not done at once."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort
+        self._abort = abort  # ends a wait that is going on in the thread, with an error
         self._tasks: SimpleQueue[tuple[PendingWork, Callable[..., None], Sequence[Any]] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._lock, self._issue = Lock(), Lock()  # held by the thread that does a collective, and to hand one over
@@ -153,10 +144,7 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Do the collective ``do(*arguments)``, of which ``outcome`` comes, in its turn.
-
-        A synchronous one is done when this returns; an asynchronous one may be done later.
-        """
+        """Do the collective ``do(*arguments)`` in its turn: now, or if ``is_async`` perhaps later."""
         if not is_async and not self._pending:
             with self._lock:
                 _outside_inference(do, arguments)

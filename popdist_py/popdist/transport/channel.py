@@ -1,13 +1,8 @@
 """A channel: a thread that does collectives one after the other while the program goes on.
 
-A channel has connections of its own, because nothing says in which order its collectives come between those of the
-program. All instances of the job issue as many, in the same order and with tensors that fit; nothing proves that
-here. On the CPU a collective is made of messages, which any thread may begin and for which the channel's thread
-waits: so the next one is on its way meanwhile. Two instances send to each other at the same time; gloo's own
-all-to-all and all-gather use one direction after the other, and take up to twice as long over a network.
-
-A collective of CUDA tensors runs in a stream of the channel and waits there for what was computed before it was
-issued; the host waits for neither. Memory that it uses is not given to others before it is done with it.
+It has connections of its own, because nothing says in which order its collectives come between those of the
+program. On the CPU a collective is made of messages, which any thread may begin and for which this one waits: so
+the next one is on its way meanwhile. On CUDA it runs in a stream of the channel, and the host does not wait.
 """
 
 import time
@@ -33,10 +28,7 @@ T = TypeVar("T")
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """Wait for other instances in the block: an error of torch's becomes a BackendError that begins with ``what``.
-
-    Torch raises RuntimeError and subclasses of it for everything that goes wrong on the way.
-    """
+    """Wait for other instances in the block: an error of torch's becomes a BackendError after ``what``."""
     progress_page.wait_again()
     try:
         yield
@@ -61,10 +53,7 @@ FollowUp = Callable[[], None]
 
 
 class ChannelWork(NamedTuple):
-    """Collectives that the thread is asked to do, but perhaps for a rest, on tensors of one device.
-
-    On CUDA they may be read and written after the event ``is_ready``.
-    """
+    """Collectives for the thread, on tensors of one device; on CUDA these may be used after ``is_ready``."""
 
     do: Callable[[], FollowUp | None]
     tensors: Sequence[Tensor]
@@ -72,12 +61,7 @@ class ChannelWork(NamedTuple):
 
 
 class Channel:
-    """A thread with connections to all instances of the job, which does collectives as they were issued.
-
-    Nobody else uses the process group, of torch's own, and the collectives of this host. ``abort`` ends the waits
-    of that group with errors, here and on the other instances; ``find_lost`` says which instances are known to be
-    lost. While ``is_in_use``, only its user may issue something; ``num_issued`` is the same on all instances then.
-    """
+    """A thread with connections to all instances of the job, which does collectives as they were issued."""
 
     def __init__(
         self,
@@ -85,12 +69,12 @@ class Channel:
         num_instances: int,
         instance_index: int,
         *,
-        abort: Callable[[Any], None],
+        abort: Callable[[Any], None],  # ends the waits of the group with errors, here and on the other instances
         find_lost: Callable[[], list[int]],
         local_collectives: HostCollectives | None = None,
     ) -> None:
-        self.num_issued = 0
-        self.is_in_use = False
+        self.num_issued = 0  # the same on all instances while it is in use
+        self.is_in_use = False  # then only its user may issue something
         self._process_group = process_group
         self._num_instances = num_instances
         self.instance_index = instance_index
@@ -143,11 +127,7 @@ class Channel:
         return [getattr(self._process_group, way)([as_bytes(row)], instance, tag)]
 
     def issue(self, do: Callable[[], FollowUp | None], tensors: Sequence[Tensor]) -> None:
-        """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise.
-
-        ``do`` reads and writes ``tensors``, at least one and all on one device, and returns what is to be done
-        later, when nothing newer is. Once the channel was closed, nothing is done.
-        """
+        """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise."""
         if self._process_group is None:
             return
         device = tensors[0].device
@@ -159,10 +139,7 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until what was issued is done, up to ``number``; on CUDA, have what is computed later wait for it.
-
-        Raises BackendError if it has failed.
-        """
+        """Wait until what was issued is done, up to ``number``; raises BackendError if it has failed."""
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number
             with self._progress:
@@ -171,7 +148,7 @@ class Channel:
                 if (loss := self._loss()) is not None:
                     raise loss from self._failure
                 raise self._failure
-        for device, stream in self._streams.items():
+        for device, stream in self._streams.items():  # what is computed later waits for it
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def wait_until_idle(self) -> None:

@@ -34,12 +34,8 @@ NICE: Final = 10
 
 
 def lower_priority() -> None:
-    """Have this thread, and those that it starts, not interrupt what computes on their core.
-
-    Each arrival would else take the core from a product of matrices, and its caches with it; so messages are taken
-    in fewer and larger parts. Where a core is free, or waits for messages, nothing changes.
-    """
-    with suppress(OSError):
+    """Have this thread, and those that it starts, not interrupt what computes on their core."""
+    with suppress(OSError):  # each arrival would else take the core from a product of matrices, and its caches
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19))
 
@@ -51,12 +47,7 @@ def check_available(device_types: frozenset[str]) -> None:
 
 
 class Connections:
-    """The connections of a whole job; rank and instance index are the same number.
-
-    The store is used by nobody else under its prefix. ``address`` is that of this host at which the others reach
-    it; None lets gloo choose. ``host`` is what all instances of a host have in common; mapping each other's memory
-    proves that they share one.
-    """
+    """The connections of a whole job; rank and instance index are the same number."""
 
     def __init__(  # noqa: PLR0913 - facts of the job, by name
         self,
@@ -64,8 +55,8 @@ class Connections:
         *,
         num_instances: int,
         instance_index: int,
-        address: str | None,
-        host: str,
+        address: str | None,  # of this host, at which the others reach it; None lets gloo choose
+        host: str,  # what all instances of a host have in common
         timeout_seconds: float,
         header_bytes: int,
     ) -> None:
@@ -129,13 +120,10 @@ class Connections:
             return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """The channel for tensors on ``devices``; None for several types, or CPU tensors within one host.
-
-        All instances are together in the first call for CUDA, and NCCL connects them then: later it might wait for
-        what the program computes meanwhile.
-        """
+        """The channel for tensors on ``devices``; None for several types, or CPU tensors within one host."""
         types = {device.type for device in devices}
         if types == {"cuda"} and "cuda" not in self._channels:
+            # NCCL connects all instances now: later it might wait for what the program computes meanwhile.
             made = self._channel_over(self._start_nccl("channel/nccl"), lambda nccl: nccl.abort())
             with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
                 for device in devices:
@@ -198,10 +186,7 @@ class Connections:
             thread.join()
 
     def _close_connections(self, gloo: Any) -> None:  # noqa: ANN401 - as above
-        """End all waits of a group of gloo's: a wait that takes too long closes its connections.
-
-        One for a lost instance fails at once, and closes nothing.
-        """
+        """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.float32)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))

@@ -1,11 +1,8 @@
 """The choice between the memory of one host and several hosts, and the collectives over several hosts.
 
-This is the one place where it is made, for the instances of a job and for the ranks of a group of torch's. Ranks
-that say that they are on one machine share its memory, if they prove it by mapping that. Where every host has as
-many ranks in a row, a power of two of them, those of a host make up one node of the tree over the ranks: they work
-in the memory of their host first, and then send messages to the ranks with the same index on the other hosts
-(`popdist.transport.two_level`). Where the hosts are not like that, or their ranks may not share memory, each rank
-counts as a host of its own.
+Ranks that say that they are on one machine share its memory, if they prove it by mapping that. Where every host
+has as many ranks in a row, a power of two of them, those of a host are one node of the tree over the ranks: they
+work in its memory first (`popdist.transport.two_level`). Elsewhere each rank counts as a host of its own.
 """
 
 import time
@@ -35,14 +32,7 @@ _SHORTEST_SECONDS: Final = 0.001
 
 
 class HostMessages:
-    """The messages of a rank to and from all others of its group, over gloo. One thread at a time.
-
-    gloo says of a lost peer only that a connection was closed, and a rank that gives up closes all of its own
-    connections. So a rank that finds a loss writes it into the group's store first: a rank that is cut off by that
-    reads there which one was lost.
-
-    The timeout may be changed between collectives.
-    """
+    """The messages of a rank to and from all others of its group, over gloo; for one thread at a time."""
 
     def __init__(
         self,
@@ -64,10 +54,7 @@ class HostMessages:
         self.start(sent, received)()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send contiguous tensors to some ranks and receive from some; a function that waits for all of them.
-
-        All ranks make the same calls in the same order. A tensor without elements is neither sent nor awaited.
-        """
+        """Send contiguous tensors to some ranks and receive from some; a function that waits for all of them."""
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
             works += [
@@ -120,6 +107,7 @@ class HostMessages:
 
     def _agree_on(self, reason: str) -> str:
         """The first reason that a rank gave; this rank's where the store has gone with the rank that kept it."""
+        # gloo says of a lost peer that its connection was closed, and a rank that gives up closes all of its own.
         with suppress(RuntimeError):
             if self._store.check([_FAILURE]):
                 return str(self._store.get(_FAILURE), "utf-8")
@@ -132,11 +120,8 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """The boot and the network that processes must have in common to share memory; empty where unknown.
-
-    Processes of other network namespaces, such as those of another pod, cannot hand descriptors to this one.
-    """
-    try:
+    """The boot and the network that processes must have in common to share memory; empty where unknown."""
+    try:  # processes of other networks, such as those of another pod, cannot hand descriptors to this one
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
         return ""
@@ -180,8 +165,7 @@ class Member:
 def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> "HostCollectives | SeveralHosts":
     """The collectives of a group that fit its hosts; all ranks call this.
 
-    ``host`` is what all ranks of a host have in common, empty where that is unknown. ``connect_gloo`` connects the
-    ranks of several hosts.
+    ``host`` is what all ranks of a host have in common, empty where that is unknown.
     """
     machines = member.values_of_all("machine", host)
     num_local = num_in_a_row(machines)
@@ -214,12 +198,9 @@ def ranks_of_each(machines: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The place of a rank among the hosts of its group, each with ``num_local`` of the ``members`` in a row.
+    """The place of a rank among the hosts of its group, each with ``num_local`` of the ``members`` in a row."""
 
-    A rank is a position among the members, whose own numbers are those of the messages.
-    """
-
-    rank: int
+    rank: int  # a position among the members, whose own numbers are those of the messages
     num_local: int
     members: Sequence[int]
 
@@ -275,11 +256,7 @@ class MessagePeers:
 
 
 class SeveralHosts:
-    """The collectives of `popdist.host_memory.host_collectives`, for ranks that do not all share a host.
-
-    Whatever goes wrong in a call ends the group: every rank raises BackendError with the reason that was found
-    first, and every later call does so again. ``local`` are the collectives of this rank's host, if it has some.
-    """
+    """The collectives of `popdist.host_memory.host_collectives`, for ranks that do not all share a host."""
 
     def __init__(self, place: RankPlace, messages: HostMessages, local: HostCollectives | None) -> None:
         self.rank, self.size = place.rank, place.size

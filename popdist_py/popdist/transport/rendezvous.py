@@ -1,10 +1,8 @@
 """The store in which the instances of a job find each other: a key-value store that every one of them can reach.
 
-Under poprun instance 0 serves it on a socket that its agent passed on, so the port was never free for others.
-Under torchrun, and wherever torch's own variables are set, it is torch's ``env://`` store under a name of our
-own. Under ``mpiexec`` instance 0 opens a socket and broadcasts its address through MPI. Under ``srun``
-instance 0 serves the store at the first free one of a few ports of its node, and writes there which step it is of;
-the others try the same ports until one answers with their own step's name.
+Under poprun instance 0 serves it on a socket that its agent passed on. Under torchrun, and wherever torch's own
+variables are set, it is torch's ``env://`` store. Under ``mpiexec`` instance 0 broadcasts its address through MPI.
+Under ``srun`` it serves at one of a few ports of its node, and the others look there for their own step's name.
 """
 
 import os
@@ -43,16 +41,12 @@ def is_one_host(contract: Contract) -> bool:
 
 
 def own_address(contract: Contract) -> str | None:
-    """The address at which the other instances reach this host.
-
-    That of loopback when all of them are here. Else the one that leads to poprun's choice for instance 0's host,
-    so that a job keeps to one network; None when no poprun has chosen one.
-    """
+    """The address at which the other instances reach this host; None when no poprun has chosen one."""
     if is_one_host(contract):
         return LOOPBACK
     if contract.store is None:
         return None
-    family = _family(contract.store.host)
+    family = _family(contract.store.host)  # the address that leads to instance 0's, so a job keeps to one network
     with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: connect(2) only looks up the way
         asked.connect((contract.store.host, contract.store.port))
         return str(asked.getsockname()[0])
@@ -115,12 +109,9 @@ def _listens(descriptor: int) -> bool:
 
 
 def _own_address() -> str:
-    """This host's address for others; its name where it takes itself for loopback, as Debian's hosts do.
-
-    The name of a pod is known to that pod alone, its address to all of them.
-    """
+    """This host's address for others; its name where it takes itself for loopback, as Debian's hosts do."""
     name = socket.gethostname()
-    try:
+    try:  # the name of a pod is known to that pod alone, its address to all of them
         address = socket.gethostbyname(name)
     except OSError:
         return name

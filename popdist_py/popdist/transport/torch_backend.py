@@ -1,13 +1,8 @@
 """Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL for CUDA tensors.
 
-Headers go from each instance to each other one directly: a lost or late instance is known by its number, and a
-subset of the instances needs no connections of its own.
-
-A subset begins to share memory when its instances first have data for each other: before, nobody knows that they
-will. All of them reach that place together, as their headers prove, and they exchange where their pages are in the
-way of headers. No store is asked: the instance that keeps the store may have left.
-
-Where the instances share a host, headers and CPU tensors go through its memory in place of gloo.
+Where the instances share a host, headers and CPU tensors go through its memory in place of gloo. Headers go from
+each instance to each other one directly: a lost or late instance is known by its number, and a subset of the
+instances needs no connections of its own.
 """
 
 import struct
@@ -168,7 +163,7 @@ _SUBSET_MESSAGE: Final = struct.Struct("<16sq")
 
 
 class MemoryOfSubsets:
-    """The memory that subsets of the instances share: those subsets that this instance is in."""
+    """The memory that subsets of the instances share from their first data on: those with this instance in it."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -176,11 +171,7 @@ class MemoryOfSubsets:
         self._failures: dict[tuple[int, ...], str] = {}
 
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        """The collectives of ``instances``, which all ask for them at the same time.
-
-        None on all of them where the job does not share a host's memory, or one has no room. Raises BackendError
-        if one was lost or did not come in time, now or when they first asked.
-        """
+        """The collectives of ``instances``, which all ask at the same time; None on all if one cannot share."""
         if instances in self._failures:
             raise BackendError(self._failures[instances])
         if instances not in self._made:
@@ -235,18 +226,14 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
 
 
 class TorchBackend:
-    """A backend of some or all instances of a job, ascending and at least two, over the connections of the job.
-
-    ``device_types`` are those of the devices whose tensors are accepted. ``subsets`` is the memory that parts of
-    the job share; None for the backend of the whole job.
-    """
+    """A backend of some or all instances of a job, ascending and at least two, over the connections of the job."""
 
     def __init__(
         self,
         connections: Connections,
         instances: tuple[int, ...],
-        device_types: frozenset[str],
-        subsets: MemoryOfSubsets | None = None,
+        device_types: frozenset[str],  # those whose tensors are accepted
+        subsets: MemoryOfSubsets | None = None,  # of the whole job, for a part of it
     ) -> None:
         self.instances = instances
         self.instance_index = connections.instance_index

@@ -1,13 +1,8 @@
 """The reduction between hosts: first in the memory of each host, then between the members with the same place.
 
-The members are the instances of a job or the ranks of a group of torch's. Where every host has as many members in
-a row, and those of a host make up one node of the tree (`popdist.tree`), they add in its memory: each gets a share
-of the sum. The members with the same place on their hosts, the *peers*, then send each other parts of these;
-each adds one part and sends the other peers the result. So a member sends and receives twice its share of one row,
-however many hosts there are, as in a ring. Elsewhere each member counts as a host of its own.
-
-An element is added in the order of the tree alone, so its bits do not depend on the hosts, on the length of the
-rows, or on the chunks in which they travel.
+The members are the instances of a job or the ranks of a group of torch's; those with the same place on their hosts
+are *peers*. Each adds a part of its host's share and sends its peers the result: twice its share of one row, as in
+a ring. An element is added in the order of the tree alone, so its bits depend on no host, row or chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,10 +33,7 @@ Arrival = Callable[[], Tensor]
 
 
 class Peers(Protocol):
-    """A member's peers, itself among them, and their way to send each other contiguous tensors of one shape.
-
-    All of them make the same calls in the same order. A call need not wait for the others.
-    """
+    """A member's peers, itself among them, which all send each other contiguous tensors by the same calls."""
 
     def all_gather(self, tensor: Tensor) -> Arrival:
         """Send ``tensor`` to all peers; what arrives is every peer's."""
@@ -78,24 +70,13 @@ class WaitingPeers:
 
 
 class TwoLevelReduction:
-    """Reductions over all members; every member makes the same calls in the same order.
-
-    Half dtypes are combined in float32, but in a rounded sum. Every call raises BackendError if a member was lost
-    or did not come in time.
-
-    Args:
-        peers: The peers of this member.
-        nodes: For each peer, in their order: the nodes of the tree that its host brings.
-        num_items: Items of the whole tree.
-        local_collectives: Collectives of the members of this host, one row of each; None where
-            each member counts as a host of its own.
-    """
+    """Reductions over all members; every member makes the same calls in the same order."""
 
     def __init__(
         self,
         peers: Peers,
-        nodes: Sequence[Sequence[Node]],
-        num_items: int,
+        nodes: Sequence[Sequence[Node]],  # for each peer, in their order: those that its host brings
+        num_items: int,  # of the whole tree
         local_collectives: HostCollectives | None = None,
     ) -> None:
         self._peers = peers
@@ -110,13 +91,7 @@ class TwoLevelReduction:
         self._pairs = node_additions([node for owned in nodes for node in owned], num_items)
 
     def all_reduce(self, rows: Sequence[Tensor], op: Op = "sum", into: Tensor | None = None) -> None:
-        """Combine the rows of all members: the same bits on each of them.
-
-        Args:
-            rows: Flat tensors of equal length, one for each node of this member; used up if hosts have several.
-            op: How they are combined; "mean" divides the sum by the number of members.
-            into: Where the result goes; None means the first of ``rows``.
-        """
+        """Combine flat rows of all members, one for each node and used up, into ``into`` or the first."""
         out = rows[0] if into is None else into
         length = len(out)
         width = -(-length // (max(1, length // CHUNK_SIZE) * self._size)) * self._size
@@ -127,10 +102,7 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Room for what a member sends to all others by :meth:`reduce_scatter`: zeros, of the dtype of the sum.
-
-        Its four dimensions are: place of the receiver on its host, its host, node of the sender, numbers.
-        """
+        """Zeros for :meth:`reduce_scatter`: by receiver's place on its host, host, sender's node, number."""
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
@@ -210,12 +182,8 @@ def _step(op: Op) -> Op:
 
 
 def in_turns(works: Iterable[Iterator[None]]) -> None:
-    """Do works that yield whenever they have sent something: others go on while it travels.
-
-    Each is begun before those before it go on, and every member takes the same turns, so what they send to each
-    other does not get mixed up.
-    """
-    begun: list[Iterator[None]] = []
+    """Do works that yield whenever they have sent something: others go on while it travels."""
+    begun: list[Iterator[None]] = []  # every member takes the same turns, so what they send is not mixed up
     for work in works:
         begun = [other for other in (work, *begun) if _goes_on(other)]
     while begun:
@@ -236,13 +204,11 @@ _PAIR: Final = 2
 
 
 class BucketAllReduce(Protocol):
-    """The sum of one flat buffer, again and again, made while the program goes on computing.
+    """The sum of one flat buffer, made while the program computes; all instances call it in the same order."""
 
-    All instances call its methods in the same order. Nobody waits in a circle. All begin their sums in one order.
-    The channel's thread waits for its own host before it waits for others, and for results only when it has added
-    all that was sent (:meth:`start_waiting`). So who waits for a sum waits for somebody who waits for an earlier
-    one, or for nobody.
-    """
+    # Nobody waits in a circle: all begin their sums in one order, the channel's thread waits for its own host
+    # before others, and for results only when it has added all that was sent. So who waits for a sum waits for
+    # somebody who waits for an earlier one, or for nobody.
 
     def post_receives(self) -> None:
         """Post receives for what will come: all have agreed to send."""
@@ -258,15 +224,7 @@ class BucketAllReduce(Protocol):
 
 
 class PostedSum:
-    """The sum of a flat buffer on CPUs, of messages whose receives are posted before they are sent.
-
-    gloo sends nothing before the receiver has posted a receive, and that message would wait behind the data that
-    are on their way. An instance sends each other one its share of a buffer as soon as the buffer is complete, and
-    the channel's thread adds what arrives and sends everybody the result. Two instances with one buffer each, and
-    all where it is short, send the whole buffer instead: one round of messages in place of two.
-
-    Each of ``instances`` brings its ``nodes`` of the tree over ``num_items``; the sum goes into ``into``.
-    """
+    """The sum of a flat buffer on CPUs, of messages whose receives are posted before they are sent."""
 
     def __init__(
         self,
@@ -280,6 +238,7 @@ class PostedSum:
         self._own = instances.index(channel.instance_index)
         self._others = [(place, other) for place, other in enumerate(instances) if place != self._own]
         self._into = into
+        # Short buffers, and those of two instances, are sent whole: one round of messages in place of two.
         self._is_whole = len(into) <= FEW or sum(map(len, nodes)) == _PAIR
         width = -(-len(into) // len(nodes))
         runs = [slice(k * width, (k + 1) * width) for k in range(len(nodes))]
@@ -297,6 +256,7 @@ class PostedSum:
 
     def post_receives(self) -> None:
         """See :class:`BucketAllReduce`."""
+        # gloo sends nothing before, and the request of a late receive would wait behind other data.
         with self._channel.posting():
             for place, other in self._others:
                 for row in [row for (owner, _), row in self._received.items() if owner == place]:
@@ -358,22 +318,15 @@ class LocalRanks:
 
 
 class HostSum:
-    """The sum of a flat buffer on CPUs, in the memory of each host first, in the channel's thread.
-
-    The instances with the same place on their hosts go on with it. The parts are put together at the end, in the
-    program's thread.
-
-    The instances of each host bring its ``nodes`` of the tree together. ``into`` is a multiple of the host's
-    instances long.
-    """
+    """The sum of a flat buffer on CPUs, in each host's memory first, then between the same places on the hosts."""
 
     def __init__(
         self,
         local_collectives: LocalRanks,
         channel: Channel,
-        nodes: Sequence[Sequence[Node]],
+        nodes: Sequence[Sequence[Node]],  # those that the instances of each host bring together
         num_items: int,
-        into: Tensor,
+        into: Tensor,  # a multiple of the host's instances long
         op: Op,
     ) -> None:
         self._local_collectives = local_collectives
