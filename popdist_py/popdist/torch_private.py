@@ -1,7 +1,7 @@
 """The private names of torch that popdist and poptorch use: these and no others.
 
-Each is looked up once, here, and the function there says what happens in a torch without it. Where a name is
-missing, what takes its place is slower or checks less; only where nothing can take its place is it an error.
+Each function says what happens in a torch without its name: something slower, or that checks less, takes its
+place; only where nothing can, is it an error.
 """
 
 import warnings
@@ -13,9 +13,8 @@ from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch import distributed as dist
-from torch._C import _distributed_c10d
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
@@ -26,8 +25,8 @@ from popdist.errors import BackendError, PopdistWarning
 
 try:
     from torch.nn.modules.batchnorm import _BatchNorm
-except ImportError:  # then layers of other dimensions, and those derived from them, are not found
-    _BatchNorm = torch.nn.BatchNorm2d  # type: ignore[misc]
+except ImportError:  # then a layer of somebody's own is found only if its class is derived from one of these
+    _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # type: ignore[misc,assignment]
 
 BatchNorm = _BatchNorm
 
@@ -78,7 +77,7 @@ def _lacks(name: str) -> str:
     return f"torch {torch.__version__} lacks {name}, so its tensors cannot be shared in place"
 
 
-_create_work_from_future: Final = _find(_distributed_c10d, "_create_work_from_future")
+_create_work_from_future: Final = _find(_find(torch._C, "_distributed_c10d"), "_create_work_from_future")  # noqa: SLF001 - as above
 
 
 def work_of(future: Any) -> Any:  # noqa: ANN401 - torch's stubs lack the class
@@ -92,16 +91,13 @@ _set_unwrap_func: Final = _find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:  # noqa: ANN401 - as above
-    """Finish a future with ``value``, of which ``reveal`` raises the error for whoever waits.
-
-    Without the name: whoever waits in Python gets ``value``.
-    """
+    """Finish a future: waiting for it calls ``reveal(value)``, which raises; without the name it gives ``value``."""
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)
 
 
-_eval_frame: Final = _find(torch._C._dynamo, "eval_frame")  # noqa: SLF001 - as above
+_eval_frame: Final = _find(_find(torch._C, "_dynamo"), "eval_frame")  # noqa: SLF001 - as above
 _set_code_exec_strategy: Final = _find(_eval_frame, "set_code_exec_strategy")
 _strategy: Final = _find(_eval_frame, "_FrameExecStrategy")
 
@@ -109,11 +105,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def skip_tracing(function: F) -> F:
-    """A decorator: the compiler runs the function, and what it calls, as it is.
-
-    It is what ``torch.compiler.disable`` does, without the seconds that importing the compiler takes. Without the
-    names: that one.
-    """
+    """``torch.compiler.disable`` without the seconds of importing the compiler. Without the names: with them."""
     if _set_code_exec_strategy is None or _strategy is None:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     strategy = _strategy()
@@ -123,23 +115,17 @@ def skip_tracing(function: F) -> F:
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
-    """Whether autograd's engine, in C++, has called a function in Python, of which this is the frame.
-
-    Nothing of Python's stands between then: the engine runs beneath torch's own function that starts it, or in a
-    thread of its own. Where :func:`_engine_starter` finds otherwise: no.
-    """
+    """Whether autograd's engine, in C++, has called the Python function of this frame. Without the name: no."""
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
+    # the engine runs right beneath torch's own function that starts it, or in a thread of its own
     caller = function_frame.f_back
     return caller is None or caller.f_code is _engine_starter()
 
 
 @cache
 def _engine_starter() -> CodeType | None:
-    """The code of torch's own that starts the engine: what stands above a hook that the engine calls.
-
-    None in a torch where nothing of Python's is there, or the very code that has asked for the backward pass.
-    """
+    """The code of torch's function that starts the engine, or None where no such function stands above a hook."""
     found = list[FrameType | None]()
 
     def hook(_gradient: torch.Tensor) -> None:
@@ -201,7 +187,7 @@ ASKED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 """An attribute for which DistributedDataParallel asks its module. In a torch that does not: it is not refused."""
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
@@ -211,11 +197,8 @@ _set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor") 
 
 @cache
 def compile_scripts_at_once() -> None:
-    """Have torch.jit compile what it has scripted or traced in the first call, not after calls that it watches.
-
-    Those have other bits, and an instance with several replicas makes them for fewer of its replicas. It counts
-    for functions that have not been called yet. Without the name: a warning, once.
-    """
+    """Have torch.jit compile in the first call, not after calls that it watches. Without the name: one warning."""
+    # the watched calls have other bits, and for which replicas an instance makes them depends on the split
     if _set_profiling_executor is not None:
         _set_profiling_executor(False)  # noqa: FBT003 - its own signature
         return
@@ -250,10 +233,8 @@ _worker: Final = _find(_find(data, "_utils"), "worker")
 
 
 def hide_worker_info() -> None:
-    """Have ``get_worker_info()`` return None in this worker. Without the name: RuntimeError.
-
-    A stream that divides itself among workers, and is then divided once more by popdist, would lose items.
-    """
+    """Have ``get_worker_info()`` return None in this worker. Without the name: RuntimeError."""
+    # a stream that divides itself among workers, and is divided once more by popdist, would lose items
     if _find(_worker, "_worker_info") is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
     _worker._worker_info = None  # noqa: SLF001 - as above

@@ -3,7 +3,10 @@
 from contextlib import nullcontext
 from datetime import timedelta
 from inspect import currentframe
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,11 +14,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
+import popdist
 from popdist import torch_private
 from popdist.errors import BackendError, PopdistWarning
 from popdist.gradients import partial_gradients
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.shards import remember
+from popdist.training import ddp_answers
 
 
 def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +91,10 @@ def test_works_and_futures_without_torchs_names(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch_private, "_create_work_from_future", None)
     torch_private.set_failure(plain, "value", reveal)
     assert plain.wait() == "value"
-    with pytest.raises(RuntimeError, match="use the backend gloo"):
-        torch_private.work_of(plain)
+    monkeypatch.delattr("torch._C._distributed_c10d")
+    for names in vars(torch_private), run_path(torch_private.__file__):
+        with pytest.raises(RuntimeError, match="use the backend gloo"):
+            names["work_of"](plain)
 
 
 def test_functions_are_not_traced_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +102,10 @@ def test_functions_are_not_traced_without_torchs_names(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_private, "_set_code_exec_strategy", None)
     monkeypatch.setattr(torch.compiler, "disable", lambda function: [function])
 
-    disabled: object = torch_private.skip_tracing(len)
-    assert disabled == [len]
+    monkeypatch.delattr("torch._C._dynamo")
+
+    for names in vars(torch_private), run_path(torch_private.__file__):
+        assert names["skip_tracing"](len) == [len]
 
 
 def test_what_follows_a_backward_pass_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +162,41 @@ def test_gloo_groups_without_torchs_names(monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.delattr(next(owner for owner in owners if name in vars(owner)), name)
 
     assert connect().size() == 1
+
+
+@pytest.mark.parametrize("name", ["_timeout", "other"])
+def test_nccl_groups_without_torchs_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The options have the timeout that is asked for; without its name they stay as NCCL makes them."""
+    timeout = timedelta(seconds=30)
+    nccl = Mock(side_effect=lambda *arguments: arguments, Options=lambda: SimpleNamespace(**{name: None}))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+
+    made = torch_private.connect_nccl(HashStore(), 0, 1, timeout)[-1]
+
+    assert vars(made) == {name: timeout if name == "_timeout" else None}
+
+
+def test_batch_norms_without_torchs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of torch itself are found, and those derived from them, and no others."""
+    own = type("Own", (torch.nn.BatchNorm3d,), {})(2)
+    monkeypatch.delattr("torch.nn.modules.batchnorm._BatchNorm")
+    kind = run_path(torch_private.__file__)["BatchNorm"]
+
+    assert isinstance(torch.nn.BatchNorm1d(2), torch_private.BatchNorm)
+    for layer in torch.nn.BatchNorm1d(2), torch.nn.BatchNorm2d(2), own, torch.nn.SyncBatchNorm(2):
+        assert isinstance(layer, kind), layer
+    assert not isinstance(torch.nn.InstanceNorm2d(2), kind)
+
+
+def test_ddp_that_asks_for_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not refused: the model has no such attribute."""
+    model = popdist.ReplicatedModel(torch.nn.Linear(2, 2))
+    asked = torch_private.ASKED_BY_DDP
+    with pytest.raises(popdist.WeightsError, match="DistributedDataParallel around a ReplicatedModel"):
+        hasattr(model, asked)
+    monkeypatch.setattr(ddp_answers, "ASKED_BY_DDP", "another")
+
+    assert not hasattr(model, asked)
 
 
 def test_workers_of_streams_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ class GroupedNorm:
         """Normalise ``x``, of shape (samples, channels, ...)."""
         layer = self.layer
         if not layer.training or _calibrated:
-            return BatchNorm.forward(layer, x)
+            return nn.BatchNorm1d.forward(layer, x)
         turn = NormTurn.current
         if turn is None or turn.size != self.size:
             where = "outside of its micro batches" if turn is None else f"in a loop with groups of {turn.size}"
@@ -208,7 +208,7 @@ def group_norms(module: nn.Module, size: int) -> None:
             )
         if before == size:
             continue
-        if known is not None or type(layer).forward not in (BatchNorm.forward, SyncBatchNorm.forward):
+        if known is not None or type(layer).forward not in (nn.BatchNorm1d.forward, SyncBatchNorm.forward):
             raise WeightsError(
                 f"{name} has a forward pass of its own, whose statistics cannot be those of a group: use torch's "
                 "BatchNorm1d, 2d or 3d, or leave out batch_norm_group_size"
