@@ -91,7 +91,7 @@ _set_unwrap_func: Final = _find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:  # noqa: ANN401 - as above
-    """Finish a future: waiting for it calls ``reveal(value)``, which raises; without the name it gives ``value``."""
+    """Finish a future: to wait for it calls ``reveal(value)``, which raises; without the name: ``value``."""
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)

@@ -2,8 +2,7 @@
 
 torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each give a
 process its rank and the number of ranks. Such a process is one instance with one replica, or as many as
-``POPDIST_NUM_TOTAL_REPLICAS`` gives it. So ``torchrun train.py`` and ``srun python train.py`` are real jobs, and
-not several serial ones that overwrite each other's files. Pure: takes the environment, never writes it.
+``POPDIST_NUM_TOTAL_REPLICAS`` gives it. Pure: takes the environment, never writes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from popdist.errors import ContractError
 from popdist.layout import ReplicaLayout
 
 COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
-"""The index of a pod of an indexed Job of Kubernetes."""
+"""https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode"""
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -46,14 +45,9 @@ class Environment:
     """Whether poprun, or who emitted the job for it, has said how many replicas there are."""
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """The replicas of a model: those of the job, or so many on each instance where nothing says the former.
+        """The replicas of a model with so many on each instance, or None for those of the job.
 
-        Args:
-            num_local_replicas: Of the model on this instance, the same number on all. At least 1; None for those
-                of the job.
-
-        Raises:
-            ContractError: If poprun has said another number.
+        Raises ContractError if poprun has given the instances another number.
         """
         layout = self.contract.layout
         if num_local_replicas in (None, layout.num_local_replicas):
@@ -72,9 +66,8 @@ class Environment:
 def detect(env: Mapping[str, str]) -> Environment:
     """The job that ``env`` describes: poprun's contract, else another launcher's ranks, else a job of one.
 
-    Slurm comes last: torchrun and the MPI runtimes are themselves started as its tasks. Raises ContractError
-    if the environment promises a job of several processes and does not describe it completely, or two
-    launchers describe different jobs.
+    Raises ContractError if a job of several processes is not described completely, or two launchers describe
+    different jobs.
     """
     if (contract := Contract.from_env(env)) is not None:
         return Environment(launcher=Launcher.POPRUN, contract=contract, says_replicas=True)
@@ -105,16 +98,13 @@ def _detect_ranks(env: Mapping[str, str]) -> Environment:
         raise ContractError(f"{launchers}: start the program with one launcher, not with two inside each other")
     if found:
         return found[0]
-    if (job := read_slurm(env)) is not None:
+    if (job := read_slurm(env)) is not None:  # last: torchrun and the MPI runtimes are started as its tasks
         return Environment(launcher=Launcher.SLURM, contract=job, first_node=first_node(env.get(NODES, "")))
     return Environment(launcher=Launcher.NONE, contract=Contract())
 
 
 def _read_indexed_job(env: Mapping[str, str]) -> Contract | None:
-    """The index of a pod is a rank where a size is set beside it; torchrun in a pod has ranks of its own.
-
-    https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
-    """
+    """The index of a pod is a rank where a size is set beside it; torchrun in a pod has ranks of its own."""
     return _read_torch({**env, names.RANK: env[COMPLETION_INDEX]}) if _is_indexed(env) else None
 
 
@@ -158,11 +148,8 @@ def _read_torch(env: Mapping[str, str]) -> Contract | None:
 
 
 def _refuse_half(env: Mapping[str, str]) -> None:
-    """Refuse a rank without a size and a size without a rank: each process would take itself for the whole job.
-
-    Their names are everyday words, so what is no number is somebody else's. Rank 0 alone, or a size of 1, may be
-    the whole job, and an MPI's own variables tell more.
-    """
+    """Refuse a rank without a size and a size without a rank: each process would take itself for the whole job."""
+    # the names are everyday words, so what is no number is somebody else's; rank 0, or a size of 1, may be the job
     for name, missing, harmless in ((names.RANK, names.WORLD_SIZE, 0), (names.WORLD_SIZE, names.RANK, 1)):
         text = env.get(name, "")
         is_told_by_mpi = any(variable in env for variable in (names.OMPI_RANK, names.HYDRA_RANK))

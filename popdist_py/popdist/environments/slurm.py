@@ -1,8 +1,7 @@
 """The job that ``srun`` describes to each of its tasks: one task is one instance with one replica.
 
-Only a task of a step is one: a batch script, or the shell of ``salloc``, is told of the tasks that there may be
-and is none of them; it has no ``SLURM_STEP_NUM_TASKS``. Variables: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Pure:
-takes the environment, never writes it.
+A batch script, or the shell of ``salloc``, is no task: it has no ``SLURM_STEP_NUM_TASKS``. Variables: srun(1),
+"OUTPUT ENVIRONMENT VARIABLES". Pure: takes the environment, never writes it.
 """
 
 import re
@@ -27,10 +26,7 @@ _LAST_PORT: Final = 32_000  # below those that Linux gives to outgoing connectio
 
 
 def read_slurm(env: Mapping[str, str]) -> Contract | None:
-    """The instance that a task of ``srun`` is; None in every other process.
-
-    Raises ContractError if the variables of a task are incomplete or contradict each other.
-    """
+    """The instance that a task of ``srun`` is; None in every other process; else ContractError."""
     if SIZE not in env or RANK not in env:
         return None
     rank, size = read_count(env, RANK, minimum=0), read_count(env, SIZE)
@@ -64,10 +60,7 @@ def step_name(env: Mapping[str, str]) -> str:
 
 
 def store_ports(step: str) -> tuple[int, ...]:
-    """Ports at which the tasks of ``step`` may meet, the same for all of them, in the order to be tried.
-
-    Slurm gives a step no port of its own. Neighbouring steps begin far from each other.
-    """
+    """Ports where the tasks of ``step`` can connect, in the order to try: Slurm gives a step none of its own."""
     span = _LAST_PORT - _FIRST_PORT
     start = sum(
         int(number) * factor for number, factor in zip(re.findall(r"[0-9]+", step), (7919, 104729), strict=False)

@@ -1,8 +1,8 @@
 """The part of popdist that is written in C: whether it was built, and from the sources beside it.
 
-A build leaves it out where there is no C compiler; what it does is also written in Python, with the same bits. In
-an editable checkout it lies beside its sources, and stays when these change, as by ``git pull``: so a build writes
-a digest of the sources at the end of the file, where the loader of the system does not look.
+A build leaves it out where there is no C compiler; what it does is also written in Python, with the same bits. It
+stays when its sources change, as by ``git pull``, so a build writes a digest of them at the end of the file, where
+the loader of the system does not look.
 """
 
 import hashlib

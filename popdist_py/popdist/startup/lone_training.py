@@ -1,7 +1,7 @@
 """Whether a program of a job of several processes has trained alone: its imports show it at its end.
 
-The start-up hook asks (``startup/sitecustomize.py``), in whatever Python the program runs, so this is written for
-Python 3.8 and imports nothing. It looks only at modules that are there: who imported none has not trained. Pure.
+The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
+for Python 3.8 and imports nothing. Pure.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """What poprun has every Python program do when it starts, whether or not it imports popdist.
 
-poprun puts this folder first on the PYTHONPATH of its programs, and Python imports a module of this name when it
-starts (https://docs.python.org/3/library/site.html). It has libraries of PopTorch's programs found that are not
-installed, announces the signal at which the program shows its stacks, and sees to it that a program which fails
-under MPI ends. Then it gives way to the ``sitecustomize`` that would have been imported without it: nothing of it
-can be seen in ``sys.path`` or ``sys.modules`` afterwards. It does all but the first in the one process that poprun
-watches, in no helper, and never keeps a program from starting. For Python 3.8 and later; standard library only,
-and little of it: every Python below the program pays for it.
+poprun puts this folder first on the PYTHONPATH, where Python looks for a module of this name
+(https://docs.python.org/3/library/site.html). Then the ``sitecustomize`` is imported that would have been without
+it, and ``sys.path`` and ``sys.modules`` keep nothing of this one, which never keeps a program from starting. For
+Python 3.8 and later; it imports little, because every Python below the program pays for it.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 
 
 def begin() -> None:
-    """Take the page of progress and register what belongs to it, unless a living process has the page."""
+    """Register what poprun wants of this process, unless another living process has the page of progress."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
@@ -76,12 +73,9 @@ def tell_of_lone_training(pid: int, page: int, signals: ModuleType) -> None:
 
 
 class ExitCode:
-    """The attribute ``code`` of SystemExit, and what Python read there when it ended the program.
+    """The attribute ``code`` of SystemExit, which also keeps what Python read there when it ended the program.
 
     A SystemExit leaves no other trace: Python reads its code, forgets it and calls what is registered at exit.
-    So this stands before the attribute of the interpreter's own until then, and does what that does. An
-    interpreter that keeps its types in another way is left alone: then only exceptions other than SystemExit are
-    seen.
     """
 
     def __init__(self) -> None:
@@ -90,12 +84,10 @@ class ExitCode:
         # the code in a tuple, which is empty as long as no SystemExit has ended the program
         self.last_words: tuple[object, ...] = ()
         self._original = SystemExit.__dict__["code"]
-        referents = gc.get_referents(SystemExit.__dict__)  # the dict that the type shows read-only
+        # the dict that the type shows read-only; without it only exceptions other than SystemExit are seen
+        referents = gc.get_referents(SystemExit.__dict__)
         self._attributes = referents[0] if referents and isinstance(referents[0], dict) else None
-        names = (
-            "_clear_internal_caches",
-            "_clear_type_cache",
-        )  # attributes of types are cached; the first from 3.13 on
+        names = ("_clear_internal_caches", "_clear_type_cache")  # of types' attributes; the first from 3.13 on
         self._clear = next((getattr(sys, name) for name in names if hasattr(sys, name)), None)
 
     def __get__(self, error: BaseException | None, kind: type[BaseException] | None = None) -> object:
@@ -125,7 +117,7 @@ class ExitCode:
 
 
 def exit_with_exception(*status: object) -> None:
-    """What sys.exit does from Python 3.12 on; before that it makes an exception only when somebody catches it."""
+    """Do what sys.exit does from Python 3.12 on; before, it makes an exception only when somebody catches it."""
     first = status[0] if status else None
     if isinstance(first, SystemExit):
         raise first
@@ -146,11 +138,9 @@ def watch_ending(page: int) -> None:
 
 
 def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
-    """End a program that has failed at once, when mpi4py would now wait for the other instances.
+    """End a failed program before MPI_Finalize, which would wait for instances that wait for this one.
 
-    Its MPI_Finalize waits for every instance, and those wait for this one. What the program says of its end has
-    been printed, its threads have ended, and everything else that was to be done at exit has been done. One that
-    ends well says on its page that it waits now.
+    It is the last that is called at exit, so what the program prints of its end has been printed.
     """
     ending.end()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -204,7 +194,7 @@ def flush() -> None:
 
 
 def say_finalize(page: int) -> None:
-    """Write on the page, as `popdist.progress` does, that the program waits for the others in MPI_Finalize."""
+    """Write on the page of progress that the program waits in MPI_Finalize, as `popdist.progress` would."""
     import struct  # noqa: PLC0415 - as above
     import time  # noqa: PLC0415
 

@@ -1,9 +1,8 @@
 """Finds libraries of PopTorch's programs where they are not installed: it is asked when all other finders fail.
 
-It answers import statements only, of a program that poprun has started or that has imported popdist or poptorch.
-What asks whether a library is installed, by ``importlib.util.find_spec`` or by metadata, hears what is true: it is
-not. The start-up hook of poprun loads this file without the package around it, and ``import popdist`` loads it, so
-it is for Python 3.8 and later and imports nothing that is not there.
+It answers import statements only: who asks ``importlib.util.find_spec`` or metadata gets the truth, that the
+library is not installed. poprun's start-up hook loads this file alone, in any Python from 3.8 on, so it imports
+next to nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class LastFinder:
             if spec is not None:
                 return spec
         parent = sys.modules.get(name.rpartition(".")[0])
-        if parent is not None and not is_served(parent):
+        if parent is not None and getattr(parent.__spec__, "origin", None) != ORIGIN:
             return None
         if not (_is_popdist_here() if self.is_for_all else _is_popdist_used()):
             return None
@@ -79,11 +78,6 @@ class _Loader:
             module.__dict__.update({name: names[name] for name in ("__doc__", "__getattr__", *names["__all__"])})
 
 
-def is_served(module: ModuleType) -> bool:
-    """Whether ``module`` comes from here."""
-    return getattr(module.__spec__, "origin", None) == ORIGIN
-
-
 def _is_import(frame: FrameType | None) -> bool:
     """Whether ``frame``, which called the finder, belongs to an import, not to ``importlib.util.find_spec``."""
     if frame is None or frame.f_code.co_filename != _MACHINERY:
@@ -94,7 +88,7 @@ def _is_import(frame: FrameType | None) -> bool:
 
 
 def _is_popdist_here() -> bool:
-    """Whether popdist can be imported: poprun starts programs of other Pythons, too."""
+    """Whether popdist can be imported; in a program of another Python it may not be installed."""
     if "popdist" in sys.modules:
         return True
     from importlib.util import find_spec  # noqa: PLC0415 - only programs without popdist come here

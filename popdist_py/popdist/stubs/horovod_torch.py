@@ -71,7 +71,7 @@ def __getattr__(name: str) -> object:
 
 
 def init(comm: object = None) -> None:
-    """Join the job; ``popdist.init()`` if the program has not called it. All instances call it.
+    """Connect the instances of the job as ``popdist.init()`` does; all instances call it.
 
     Raises:
         CollectiveError: If ``comm`` names some processes of the job.
@@ -296,11 +296,7 @@ def _encode(obj: object) -> tuple[bytes, str]:
 
 
 def DistributedOptimizer(optimizer: object, *_arguments: object, **_settings: object) -> Any:  # noqa: ANN401, N802 - Horovod's
-    """Raise an error: popdist reduces gradients before an optimizer sees them.
-
-    Raises:
-        OptimizerError: Always; it says what to write.
-    """
+    """Raise OptimizerError, which says what to write instead."""
     raise OptimizerError(
         f"horovod.torch.DistributedOptimizer({type(optimizer).__name__}): Horovod is not installed, and popdist "
         "reduces gradients of a model, not of an optimizer: train with poptorch.trainingModel, or wrap the model "
