@@ -36,10 +36,8 @@ def run_command(words: list[str]) -> int:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C end poprun like any command, with 130 in a shell, until a job has to be ended in order.
-
-    Python's own handler raises an exception, which is lost when it is raised in a callback of an import.
-    """
+    """Let Ctrl-C end poprun like any command, with 130 in a shell, until a job has to be ended in order."""
+    # Python's own handler raises an exception, which is lost when it is raised in a callback of an import
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 

@@ -1,24 +1,7 @@
 """What poprun raises, as one tree; each branch has an exit code of its own.
 
-    PoprunError                  exit code
-    ├── UsageError                2   an option or argument that cannot be read
-    ├── PlanError                 2   counts, hosts or devices that fit no plan; a plan file that is none
-    ├── PartitionError            2   no such partition, or one that does not fit
-    ├── HostsError                68  hosts that cannot take part in a job
-    ├── MpiNotFoundError          69  MPI was asked for and there is none here
-    ├── IpusTakenError            69  others hold the virtual IPUs that the job needs
-    ├── ServerError               69  the server of virtual IPUs cannot be used
-    │   ├── ServerLostError       69  it is not there, or does not answer
-    │   └── LeaseEndedError       69  it has ended the lease of the job
-    ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
-    ├── OutputError               73  what poprun prints cannot be written
-    ├── PoolError                 74  the pool of virtual IPUs cannot be used
-    ├── ProgramNotExecutableError 126 the program is there and cannot be run
-    └── ProgramNotFoundError      127 there is no such program
-
 2, 126 and 127 are the shell's own; 68, 69, 70, 73 and 74 are EX_NOHOST, EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT
-and EX_IOERR of sysexits.h.
-A job that was started ends with the exit code of its first failing instance instead.
+and EX_IOERR of sysexits.h. A job that was started ends with the code of its first failing instance instead.
 """
 
 import errno

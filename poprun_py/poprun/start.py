@@ -135,14 +135,7 @@ def run_job(
     leased: "LeasedPlan | None" = None,
     outcome: JobOutcome | None = None,
 ) -> int:
-    """Start the job, again after a failure as often as the plan says, and return poprun's exit code at its end.
-
-    It is 0 when all instances ended with 0, else that of the first that failed (128 + n for signal n); 130 after
-    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
-
-    Every agent of this host keeps the descriptors of the leases in ``leased`` open until its program has ended: a
-    lease lasts as long as somebody has it open. ``verbosity`` 1 logs decisions, 2 every event.
-    """
+    """Run the job, again after a failure as often as the plan says; returns the exit code of its last attempt."""
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
         screen.log(f"warning: {problem}")
     leases = () if leased is None else leased.leases
@@ -194,11 +187,8 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """How long to wait before the job is started again after ``end``; None if it is not.
-
-    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says so
-    with its exit code, nor one whose program cannot be executed: that would not change.
-    """
+    """How long to wait before a job that ended with ``end`` starts again, at most 30; None if it does not."""
+    # one that was asked to end stays ended; nor does it help one whose program says so, or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
     is_hopeless = failed is not None and failed.cannot_run
@@ -214,15 +204,13 @@ def _next_attempt(
     signals: ReceivedSignals,
     leased: "LeasedPlan | None",
 ) -> JobIdentity | None:
-    """Wait, and give the hosts a new key: the identity of the next attempt, or None if there is none.
-
-    A restart at which hosts are missing counts as one; the next may find them again.
-    """
+    """Wait, and give the hosts a new key: the identity of the next attempt, or None if there is none."""
     network = identity.network
     while True:
         pause_seconds = restart_pause_seconds(end, identity.restart_count, plan.ending.max_restarts)
         if pause_seconds is None:
             return None
+        # one at which hosts are missing counts, too: the next may find them again
         identity = replace(identity, restart_count=identity.restart_count + 1)
         screen.log(
             f"restart {identity.restart_count} of at most {plan.ending.max_restarts} in {pause_seconds:g} s"

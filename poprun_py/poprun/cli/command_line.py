@@ -73,10 +73,7 @@ _NEXT: Final = "\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A command line that was read and checked.
-
-    The fields below ``values`` are the section ``line`` of the table of options, whose rows say what they are.
-    """
+    """A command line that was read and checked; the section ``line`` of the options says what its fields are."""
 
     program: tuple[str, ...] = ()  # with its arguments, as written; may be empty
     given: tuple[OptionValue, ...] = ()
@@ -105,11 +102,9 @@ class CommandLine:
         return not (self.is_dry_run or self.emitted)
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """Make the request, for ``program`` as it was resolved in ``working_directory``.
-
-        Where nobody has said how many instances there are, several hosts have one each.
-        """
+        """Make the request, for ``program`` as it was resolved in ``working_directory``."""
         asked = self.values.get("request", {})
+        # where nobody has said how many instances there are, several hosts have one each
         if len(asked.get("hosts", ())) > 1:
             asked = {"num_instances": len(asked["hosts"]), **asked}
         return LaunchRequest(
@@ -159,10 +154,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """Join layers of options, each of which overrides those before it; the result is in the order of the table.
-
-    Of two options for one field the stronger layer's counts, and within a layer the one further down in the table.
-    """
+    """Join layers of options, of which the last one is the strongest; the result is in the order of the table."""
     found = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
@@ -228,10 +220,7 @@ def long_names() -> tuple[str, ...]:
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Read options up to the program: the texts given to each option, by its name, and the words of the program.
-
-    An option that takes no value has one text: how often it was written.
-    """
+    """Read options up to the program: the texts given to each option, by its name, and the program's words."""
     rest = deque(words)
     texts: dict[Option, list[str]] = {}
     while begins_with_option(rest):
@@ -254,10 +243,7 @@ def begins_with_option(words: Sequence[str]) -> bool:
 
 
 def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Take the first word from ``words``, and its value if that is the next word; its options with their texts.
-
-    Short options may share a word, as in ``-vn2``. The text of an option whose value is missing is None.
-    """
+    """Take the first of ``words``, with its value: its options and their texts; None is a missing value."""
     written, equals, value = words.popleft().partition("=")
     if _habit(written):
         raise _unknown(written)
@@ -279,10 +265,7 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | None:
-    """The text of an option: ``text``, or what follows it in ``words`` where ``text`` is :data:`_NEXT`.
-
-    A switch takes a following word only if that is a boolean. Its text is always yes or no.
-    """
+    """The text of an option: what click read, or the next of ``words``; a switch takes only yes or no of them."""
     if not parameter.option.kind.is_switch:
         return text if text != _NEXT else words.popleft() if words else None
     if text == _NEXT:

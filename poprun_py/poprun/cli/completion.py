@@ -35,10 +35,7 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
 
 
 def host_names_in(kind: str, text: str) -> Iterator[str]:
-    """The names of hosts in the text of a file; hashed names, patterns and addresses are left out.
-
-    Its ``kind`` is ``config`` (ssh_config(5)), ``known_hosts`` (sshd(8)), or ``hosts`` (hosts(5)).
-    """
+    """The names of hosts in the text of a file whose name is ``kind``, without patterns and addresses."""
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if kind == "config":
@@ -70,10 +67,7 @@ class Names:
 
 
 def answer(instruction: str, names: Names | None = None) -> str:
-    """Answer a shell: ``bash_source`` asks for the script to install, ``bash_complete`` for completions of a word.
-
-    Without ``names`` this machine is asked for hosts and partitions.
-    """
+    """Answer a shell: ``bash_source`` asks for the script to install, ``bash_complete`` for completions."""
     shell, _, what = instruction.partition("_")
     known = get_completion_class(shell)
     if known is None or what not in ("source", "complete"):

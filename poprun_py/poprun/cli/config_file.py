@@ -1,8 +1,4 @@
-"""A file of options: YAML that has options for keys, and for values what their flags would be given.
-
-    num-instances: 4
-    host: node[0-3]
-    mpi-local-args: [-x DATA, -x SEED=1]
+"""A file of options: YAML such as ``host: node[0-3]``, with what a flag would be given as the value.
 
 :func:`read_config` and :func:`config_text` are inverse to each other. Errors name the line.
 """

@@ -91,11 +91,9 @@ def _words(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Split ``text`` into words as a shell does; a line that ends with a backslash goes on.
-
-    Quotes around the whole text, which people write for their shell, are removed.
-    """
+    """Split ``text`` into words as a shell does; a line that ends with a backslash goes on."""
     words = shlex.split(text.replace("\\\n", " "))
+    # people write quotes around the whole text, for their shell
     is_quoted = len(words) == 1 and words[0].lstrip().startswith("-") and " " in words[0].strip()
     return shlex.split(words[0]) if is_quoted else words
 
@@ -160,21 +158,16 @@ def one_of(choices: type[Enum], metavar: str = "") -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of the command line.
-
-    ``field`` is the value that it sets, as ``section.name``. Sections are ``request``, whose names are fields of a
-    :class:`LaunchRequest`, its fields that hold settings (``output``, ``ending``, ``vipu``, ``remote``), and
-    ``line``. It is empty for an option that is accepted and has no effect; ``why_no_effect`` then says why.
-    """
+    """An option of the command line."""
 
     name: str
-    field: str
+    field: str  # the value that it sets: request.…, a section of the request such as vipu.…, or line.…
     kind: Kind
     help: str  # with the default, where it is neither a number nor a name that the request has
     short: str = ""
     is_local: bool = False  # no file of options and no variable holds it
     goes_with_plan: bool = False
-    why_no_effect: str = ""
+    why_no_effect: str = ""  # of an option without a field, which is accepted
     group: str = ""
 
     @property

@@ -55,11 +55,7 @@ def emit_job(plan: LaunchPlan, kind: EmitKind, surroundings: Surroundings) -> st
 
 
 def job_name(plan: LaunchPlan) -> str:
-    """A name for the job, from that of its program: ``/data/Train_2.py`` becomes ``train-2``.
-
-    It is a label of RFC 1123, as
-    https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ asks for.
-    """
+    """A label of RFC 1123 for the job, from its program's name: ``/data/Train_2.py`` becomes ``train-2``."""
     script = next((word for word in plan.program if word.endswith(".py")), plan.program[0])
     stem = os.path.basename(script).removesuffix(".py").lower()
     name = re.sub("[^a-z0-9]+", "-", stem)[:_MAX_NAME].strip("-")
@@ -67,10 +63,7 @@ def job_name(plan: LaunchPlan) -> str:
 
 
 def batch_script(plan: LaunchPlan, name: str, words: Sequence[str]) -> str:
-    """``plan`` as a script for sbatch(1), which runs poprun's command ``words`` on the nodes that Slurm gives.
-
-    It asks for what the plan needs, so that poprun finds that in the allocation.
-    """
+    """``plan`` as a script for sbatch(1) that asks for what the plan needs and runs poprun's ``words``."""
     if "\n" in plan.working_directory or "\r" in plan.working_directory:
         raise UsageError(f"--emit sbatch: the working directory {plan.working_directory!r} has a line break in it")
     lines = [f"#SBATCH --{option}={_quoted(value)}" for option, value in _directives(plan, name)]

@@ -1,15 +1,8 @@
 """A plan as a job of Kubernetes: an MPIJob of the Kubeflow MPI Operator, or an indexed JobSet.
 
-An MPIJob has a pod for each host and one for the MPI launcher. The operator writes the file of hosts and gives the
-pods keys; the MPI launcher then starts the program over ssh. Source: https://github.com/kubeflow/mpi-operator, API
-kubeflow.org/v2beta1.
-
-A JobSet has a pod for each instance, and no launcher. The index of the pod is the rank of the instance; everything
-else is the same in all pods, so that the manifest of a thousand instances is as short as that of one. Sources:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
-https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode.
-
-Source for pods: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/.
+An MPIJob has a pod for each host and one for the MPI launcher: https://github.com/kubeflow/mpi-operator.
+A JobSet has a pod for each instance, whose index is the rank of the instance; all else is the same in all pods:
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
 """
 
 import math
@@ -116,17 +109,14 @@ def jobset(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def _launcher_words(plan: LaunchPlan, kind: MpiKind) -> tuple[str, ...]:
-    """The MPI launcher and its options; ssh passes no variables on, so they stand among its words.
-
-    Hydra itself passes on all that the image has set; Open MPI has to be told of ``PATH``, or finds no program
-    that is not where sshd looks.
-    """
+    """The MPI launcher of a plan and its options; ssh passes no variables on, so they stand among its words."""
     total, per_host = str(plan.num_instances), str(plan.num_instances_per_host)
     variables = _common_variables(plan)
     if kind is MpiKind.MPICH:
         exports = [word for name, value in variables.items() for word in ("-genv", name, value)]
         first = ["mpiexec", "-f", HOST_FILE, "-ppn", per_host, "-bind-to", "none"]
     else:
+        # Open MPI has to be told of PATH, or finds no program that is not where sshd looks
         exports = ["-x", "PATH", *(word for pair in variables.items() for word in ("-x", "=".join(pair)))]
         first = ["mpirun", "--allow-run-as-root", "--hostfile", HOST_FILE, "--bind-to", "none"]
     return (*first, *exports, *plan.mpi_global_args, "-n", total, *plan.mpi_local_args)
@@ -165,15 +155,13 @@ def _container(
 
 
 def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: int) -> dict[str, Any]:
-    """A pod with what ``num_instances`` of ``plan`` need: GPUs or cores, shared memory, and time to stop.
-
-    Without a volume of its own a pod has 64 MiB at /dev/shm, where data loaders leave their batches.
-    """
+    """A pod with what ``num_instances`` of ``plan`` need: GPUs or cores, shared memory, and time to stop."""
     resources: dict[str, Any] = {}
     if plan.devices:
         resources["limits"] = {_GPU: num_instances * plan.ipus_per_replica}
     if plan.threads_per_replica is not None:
         resources["requests"] = {"cpu": str(num_instances * plan.threads_per_replica)}
+    # else a pod has 64 MiB at /dev/shm, where data loaders leave their batches
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108 - the pod's own
     return {
         "terminationGracePeriodSeconds": max(1, math.ceil(plan.ending.stop_timeout_seconds)),

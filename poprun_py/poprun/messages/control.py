@@ -1,41 +1,7 @@
 """The control channel: what poprun, its agents and its monitors say to each other, and the connection they use.
 
-Messages are JSON objects, one a line. An agent sends *events*, poprun sends *orders*:
-
-| event             | says                                                | further keys                     |
-|-------------------|-----------------------------------------------------|----------------------------------|
-| `hello`           | the agent lives                                     | instance, pid, shim, runtime, …  |
-| `started`         | the program runs                                    | pid, memory_not_bound if it is not|
-| `failed_to_hold`  | nobody keeps the job's lease on its host any more   | errno                            |
-| `failed_to_bind`  | its cores are not to be had                         | errno, cores                     |
-| `failed_to_start` | the program could not be executed                   | errno, place                     |
-| `stats`           | what the program's tree uses and how far it is      | memory_bytes, progress, …        |
-| `signal_unhandled`| no process of the program handles a signal          | signal                           |
-| `stacks`          | where the program stands                            | text, processes                  |
-| `stream`          | this socket is one of the program's streams         | instance, stream                 |
-| `agent_lost`      | a shim's agent ended, or cannot go on; errno or 0   | instance, errno                  |
-| `runtime_lost`    | who started the shim was killed, and the shim lives | instance                         |
-| `view`            | a monitor wants to look at the job                  |                                  |
-| `exited`          | the program ended; negative codes are signals       | code, at_seconds, was_stopped, … |
-| `shim_lost`       | the MPI runtime killed the shim                     |                                  |
-| `ended`           | nothing of the program's tree is left               |                                  |
-
-| order    | means                                                        | further keys                      |
-|----------|--------------------------------------------------------------|-----------------------------------|
-| `start`  | run the program; three descriptors come along                | words, working_directory, …       |
-| `signal` | pass a signal on to the program's process group              | signal                            |
-| `offer_signal` | pass a signal on to the processes that handle it         | signal                       |
-| `stacks` | say where the program stands                                 |                                   |
-| `stop`   | SIGTERM, then SIGKILL when the grace is over                 | grace_seconds                     |
-| `kill`   | SIGKILL now                                                  |                                   |
-
-The program's words and environment travel in the `start` order, so that no secret stands in a command line; its
-standard streams travel as descriptors (unix(7), SCM_RIGHTS), so that no output passes through the MPI runtime. An
-agent on another host connects one socket for each stream instead, and says `stream` on it first.
-
-On one machine the connection is a unix socket, whose other end the kernel vouches for. Between hosts it is a TCP
-socket on which both ends prove that they know the job's key (`proofs`).
-
+An agent sends *events*, poprun sends *orders*. On one machine the connection is a unix socket, whose other end the
+kernel vouches for; between hosts a TCP socket on which both ends prove that they know the job's key (`proofs`).
 Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
 
@@ -68,20 +34,20 @@ RECEIVE_BYTES = 64 * 1024
 
 EVENT_FIELDS: dict[str, dict[str, type]] = {
     "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
-    "stream": {"instance": int, "stream": int},
-    "agent_lost": {"instance": int, "errno": int},
-    "runtime_lost": {"instance": int},
+    "stream": {"instance": int, "stream": int},  # this socket is one of the program's streams, on another host
+    "agent_lost": {"instance": int, "errno": int},  # a shim's agent ended, or cannot go on; errno or 0
+    "runtime_lost": {"instance": int},  # who started the shim was killed, and the shim lives
     VIEW_EVENT: {},
     "started": {"pid": int},
-    "failed_to_hold": {"errno": int},
+    "failed_to_hold": {"errno": int},  # nobody keeps the job's lease on its host any more
     "failed_to_bind": {"errno": int, "cores": list},
     "failed_to_start": {"errno": int, "place": str},
-    "stats": {"progress": str},
-    "signal_unhandled": {"signal": int},
-    "stacks": {"text": str, "processes": list},
-    "exited": {"code": int, "at_seconds": float, "was_stopped": bool},
-    "shim_lost": {},
-    "ended": {},
+    "stats": {"progress": str},  # what the program's tree uses and how far it is
+    "signal_unhandled": {"signal": int},  # no process of the program handles a signal
+    "stacks": {"text": str, "processes": list},  # where the program stands
+    "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
+    "shim_lost": {},  # the MPI runtime killed the shim
+    "ended": {},  # nothing of the program's tree is left
 }
 """What each event must hold; more may come with it."""
 
@@ -186,10 +152,7 @@ class Link:
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
-        """The messages that have come; None when the other end is gone.
-
-        ``check`` raises a ProtocolError for a message that is to be refused.
-        """
+        """The messages that came, or None when the other end is gone; ``check`` raises a ProtocolError."""
         try:
             data, descriptors = self._read()
         except OSError as error:
@@ -217,10 +180,7 @@ class Link:
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
-    """Connect an agent with poprun at what ``CONTROL_ADDRESS`` says; the key is used for TCP only.
-
-    An OSError if nobody is there, a ProtocolError if who is there is not the poprun of this job.
-    """
+    """Connect an agent with poprun: an OSError if nobody is there, a ProtocolError if it is another job's."""
     if not address.startswith(_TCP):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_seconds)
@@ -253,10 +213,8 @@ def is_remote(address: str) -> bool:
 
 
 def notice_death(connection: socket.socket) -> None:
-    """Let the kernel find out when the other host is gone, whether or not there is something to send (tcp(7)).
-
-    Not for a program's output: there, an end that does not read would count as dead, too.
-    """
+    """Let the kernel find out when the other host is gone, whether or not there is something to send (tcp(7))."""
+    # Not for a program's output: there, an end that does not read would count as dead, too.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)

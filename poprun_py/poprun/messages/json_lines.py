@@ -1,9 +1,7 @@
 """Messages as JSON objects, one a line, and what cuts a stream of bytes into lines.
 
-Not with the package `json`: its regular expressions take longer to load than all that a shim does. This is the
-part of it that is in C, with the arguments that `json` itself gives it, so that the text is the same.
-
-Standard library only: the agents run this in a bare interpreter.
+Standard library only, for the agents' bare interpreter; not the package `json`, whose regular expressions take
+longer to load than all that a shim does, but the part of it in C, with the arguments that `json` itself gives it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The proof that both ends of a connection between hosts know the job's key, and the seals of what they then say.
 
-A challenge from each side is answered with an HMAC (RFC 2104) of both over SHA-256; the key itself is never sent.
-From key and challenges each direction gets a key of its own. Every line then carries an HMAC over its number and
-its text: a line that was invented, changed, repeated or left out is known before anything of it is parsed. Whoever
-can listen on the network can read what is said.
-
-Standard library only: the agents run this in a bare interpreter.
+A challenge from each side is answered with an HMAC (RFC 2104) of both; the key is never sent. Every line then has
+an HMAC over its number and its text: one that was invented, changed, repeated or left out is found before it is
+parsed. Whoever can listen on the network can read what is said. Standard library only.
 """
 
 from __future__ import annotations

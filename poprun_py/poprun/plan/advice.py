@@ -26,11 +26,7 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """Advice on a plan that was made here, a line for each thing, the weightiest first.
-
-    ``left_out`` are words for an MPI launcher that this job's launcher cannot be told. ``are_hosts_seen`` says
-    whether poprun looks at the other hosts before the start.
-    """
+    """The lines of advice on a plan that was made here, the weightiest first; ``left_out`` is of `job_words`."""
     lines = list(_on_machine(plan, facts))
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
@@ -41,11 +37,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Check that this machine has the GPUs and cores of a plan that was read from ``source``.
-
-    What is missing is a :class:`PlanError`. Returned are differences that only make the job slower, a line for
-    each.
-    """
+    """Check that a plan of the file ``source`` can run here, else a PlanError; a line for what makes it slower."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:

@@ -28,11 +28,7 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """The IPU-Link domains of a job; None where nobody has asked for any and there is no pod that has some.
-
-    A PlanError names what would fit, if the job does not fit into the pod, an instance not into a domain, or the
-    instances not evenly into the domains.
-    """
+    """The IPU-Link domains that a job spans, or None without a pod; a PlanError names what would fit."""
     asked = plan.vipu.num_ilds
     if pod is None:
         if asked is not None and plan.num_instances % asked:

@@ -117,10 +117,7 @@ def cpu_slots() -> Iterator[VirtualIpu]:
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """The CPU slots of the machine ``name``: ``num_ipus`` of them.
-
-    None stands for as many as jobs take, of which ``num_shown`` are listed.
-    """
+    """The machine's CPU slots: ``num_ipus``, or if None as many as jobs take, with ``num_shown`` listed."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
@@ -133,17 +130,13 @@ def domain_sizes(ipus: Iterable[VirtualIpu]) -> list[int]:
 def choose_ipus(
     free: Iterable[VirtualIpu], num_ipus: int, domain_size: int, num_domains: int = 1
 ) -> tuple[VirtualIpu, ...]:
-    """The ``num_ipus`` of the ``free`` IPUs to hand out, by index; nothing when they do not suffice.
-
-    They lie in one IPU-Link domain, the fullest one that has room, and there in a block that begins at a multiple
-    of its size where there is one, so that what remains stays together. ``num_domains`` of them, or as many as it
-    takes, have equally many each.
-    """
+    """The ``num_ipus`` of the ``free`` IPUs to hand out, equally many per domain; none if they do not suffice."""
     domains: dict[int, list[VirtualIpu]] = {}
     for ipu in sorted(free, key=lambda ipu: ipu.index):
         domains.setdefault(ipu.domain, []).append(ipu)
     num_domains = max(1, num_domains, -(-num_ipus // domain_size))
     num_each = -(-num_ipus // num_domains)
+    # the fullest domains that have room, so that what remains stays together
     roomy = sorted((ipus for ipus in domains.values() if len(ipus) >= num_each), key=len)[:num_domains]
     if len(roomy) < num_domains:
         return ()

@@ -110,16 +110,14 @@ class JobWords:
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
-    """Read all words of ``request`` for the MPI launcher, in a job that ``mpi`` starts, or no MPI.
-
-    Words for the launcher that are meant for one instance are left out: one launcher starts all of them.
-    """
+    """Read all words of ``request`` for the MPI launcher, in a job that ``mpi`` starts; None starts it without."""
     kind = mpi.kind if mpi else None
     for_job = read_mpi_words(request.mpi_global_args, "--mpi-global-args", kind)
     for_all = read_mpi_words(request.mpi_local_args, "--mpi-local-args", kind)
     own: dict[int, Variables] = {}
     left_out = [*for_job.left_out, *for_all.left_out]
     for index, words in request.instance_mpi_local_args:
+        # words for the launcher are left out: one launcher starts all instances
         for_one = read_mpi_words(words, f"--instance-mpi-local-args {index}", None)
         own[index] = merged(own.get(index, ()), for_one.variables)
         left_out.extend(for_one.left_out)
@@ -151,10 +149,7 @@ def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instanc
 
 
 def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]:
-    """Split words into options of Open MPI with their values: the name without dashes, and its words.
-
-    Words of no such option come singly. A value behind ``=`` becomes a word of its own.
-    """
+    """Split words into options of Open MPI, each with its name and words; other words come without a name."""
     rest = list(reversed(words))
     while rest:
         word = rest.pop()

@@ -1,14 +1,8 @@
-"""The placement of instances: from a host's map of NUMA nodes, caches and cores to the cores of each. Pure.
+"""Placement: from a host's map of NUMA nodes, caches and cores to the cores of each of its instances. Pure.
 
-* ``spreadnuma`` shares a host's NUMA nodes out to its instances: whole nodes for each instance, or one node for
-  several. On a host with one node, and for one instance, there is nothing to bind.
-* ``core`` gives each instance an equal part of the host's cores, which no other instance has.
-* ``compact`` gives each instance as many cores as it has threads, side by side, and leaves the rest of the host
-  free.
-
-``core`` and ``compact`` deal out physical cores, so that two instances never share one while there are enough. A
-part stays within one last-level cache, else within one NUMA node, where all parts can. An instance whose GPUs are
-known to be near some nodes comes to those.
+``spreadnuma`` gives each instance whole NUMA nodes, or several instances one; ``core`` gives each an equal part of
+the physical cores; ``compact`` as many as it has threads, side by side. A part stays within one last-level cache,
+else within one node, where all parts can; an instance whose GPUs are near some nodes comes to those.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,11 +132,7 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
 
 
 def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
-    """Parts of ``size`` units, at least one for each instance.
-
-    They lie in the smallest cache that holds all of them, else in the smallest such node, unless GPUs call them to
-    several nodes; what is free of a host that others use, too, is seldom regular.
-    """
+    """At least one part of ``size`` units for each instance, in the smallest cache or node that holds them all."""
     scopes = [units]
     if not any(demand.near):
         scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]

@@ -197,10 +197,7 @@ class LaunchPlan:
 
     @property
     def takes_lease(self) -> bool:
-        """Whether the job leases GPUs or virtual IPUs from the pools of its hosts.
-
-        A server that hands out the GPUs of this machine gives them itself.
-        """
+        """Whether the job leases GPUs or virtual IPUs from the pools of its hosts."""
         return bool(self.devices) or self.leases_ipus
 
     @property

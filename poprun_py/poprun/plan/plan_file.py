@@ -65,10 +65,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
-    """The plan that ``values``, which a JSON or YAML reader made of the file ``source``, state.
-
-    A PlanError if they state none, or contradict each other; it names the file, the key, and what was found.
-    """
+    """The plan that ``values`` of the file ``source`` state; a PlanError names the file, the key and the value."""
     plan = read_record(LaunchPlan, values, source, version=VERSION, forms=_FORMS)
     check_plan(plan, source)
     return plan

@@ -74,10 +74,7 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Make a plan as :func:`make_plan` does, and the lines of advice on it.
-
-    ``are_hosts_seen`` says whether the other hosts of the job are looked at before it starts.
-    """
+    """The plan of :func:`make_plan` with advice on it; ``are_hosts_seen`` says if other hosts are examined."""
     plan, left_out = _decide(request, facts, pod, is_counted=is_counted)
     return plan, advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen)
 
@@ -132,10 +129,7 @@ def _decide(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Bind the instances of a host to cores, as the placement of ``plan`` says, near their GPUs.
-
-    ``given`` is what leases gave the job there, in the place of what its plan names.
-    """
+    """Bind the instances of a host of ``plan`` to cores; ``given`` is what leases gave it, and wins over it."""
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -153,11 +147,7 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 def _within_allocation(
     request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool
 ) -> LaunchRequest:
-    """Give ``request`` the hosts and the number of instances of an allocation: one task is one instance.
-
-    An allocation of this one node leaves the hosts as they are: the job is one of this machine, and may have any
-    number of instances in the one task of an interactive shell.
-    """
+    """Give ``request`` the hosts and the number of instances of a Slurm allocation: one task is one instance."""
     if allocation is None:
         return request
     if allocation.task is not None:
@@ -169,6 +159,7 @@ def _within_allocation(
     hosts = _hosts(request, allocation)
     if not is_counted and request.num_instances is not None:
         request = replace(request, num_instances=sum(_tasks(allocation, hosts)) or len(hosts))
+    # an interactive shell is one task, in which a job of this machine may have any number of instances
     is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
     if not (is_here and allocation.tasks_per_node == (1,)):
         _check_tasks(request, allocation, hosts)
@@ -235,15 +226,12 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
 
 
 def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int, pod: "Cluster | None") -> int:
-    """The number of instances asked for; ``auto`` is one for each replica's worth of free GPUs of a host.
-
-    It is at least one for each host. With a given number of replicas, ``auto`` is the largest legal number of
-    instances that is not above that; without, each has one replica, and a pod has room for all of them.
-    """
+    """The number of instances asked for; ``auto`` is one for each replica's worth of free GPUs of a host."""
     if request.num_instances is not None:
         return request.num_instances
     num_free = sum(gpu.is_free for gpu in _gpus(request, facts))
     wanted = max(1, num_free // request.ipus_per_replica) * num_hosts
+    # without a number of replicas each instance has one, and a pod has room for all of them
     if request.num_replicas is None and pod is not None:
         wanted = min(wanted, max(1, len(pod.ipus) // request.ipus_per_replica // num_hosts) * num_hosts)
     if request.num_replicas is None or request.num_replicas < 1:

@@ -96,10 +96,7 @@ def read_pod(text: str, source: str) -> Cluster:
 
 
 def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
-    """The part of ``pod`` that the machine with these ``names`` stands for.
-
-    A pod that names hosts is shared out to them evenly. One that names none, or others, is all the machine's.
-    """
+    """``pod`` with the IPUs of the host that has one of ``names``; with all if the pod names no such host."""
     return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 
@@ -110,11 +107,9 @@ def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
 
 
 def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
-    """The allocation of the pod that is asked for, under either name of the option; None for all of the pod.
-
-    A pod that describes none is one, whatever it is called.
-    """
+    """The allocation that is asked for, under either name of the option; None where that is all of the pod."""
     name = vipu.allocation or vipu.cluster
+    # a pod that describes none is one, whatever it is called
     return None if name == pod.name or not pod.allocations else name
 
 

@@ -51,20 +51,14 @@ CACHES: Final = {
 
 
 def wished_job_id(user: Mapping[str, str]) -> str:
-    """The job id that the user has set, so that a job that is called again keeps its name; or an empty text.
-
-    A program that runs under poprun and starts another job passes its own id on without wishing it.
-    """
+    """The job id that the user has set, so that a job that is called again keeps its name; or an empty text."""
+    # a program of a job that starts another job passes its own id on without wishing it
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
 
 
 def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """The variables of the user's that go to other hosts: search paths and settings of training libraries.
-
-    What is particular to a machine or to a login (``HOME``, ``TMPDIR``, ``DISPLAY``, …) stays, and so does what
-    looks like a secret, because the way there is sealed and not encrypted. What is ``named`` goes in any case; a
-    name that ends with ``*`` stands for all that begin so.
-    """
+    """The user's variables that go to other hosts; in ``named``, ``A*`` stands for all names that begin with A."""
+    # what is particular to a machine or a login stays, and what looks like a secret: the way is not encrypted
     beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
         name: value
@@ -78,11 +72,8 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 
 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the MPI launcher of a job on several hosts, and of the programs on this host.
-
-    Hydra sends all that it has to every host, unsealed, and each there picks what is for the shims. So it gets
-    only what may go to other hosts, and what it needs itself.
-    """
+    """The variables of the MPI launcher of a job on several hosts, and of the programs on this host."""
+    # Hydra sends all that it has to every host, unsealed: it gets what may go there, and what it needs itself
     own = {
         name: value
         for name, value in user.items()
@@ -104,11 +95,7 @@ def hash_seed(user: Mapping[str, str]) -> dict[str, str]:
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
-    """The variables to add to the user's for instance ``index``, those of the plan among them.
-
-    What ``user`` or the plan has set decides which of poprun's are left out. ``start`` is what is known of the
-    job's start, if it has come to that.
-    """
+    """The variables to add to those of the ``user`` for instance ``index``, with those that ``plan`` was given."""
     asked = plan.variables_of(index)
     user = {**user, **asked}
     env = {**asked, **plan.contract(index, start).to_env()}

@@ -1,11 +1,8 @@
 """What the user asked for, before anything is known about the machine: values with their defaults, and checks.
 
 Replicas divide over instances, instances over hosts, and every count is at least 1. An error says what was asked,
-the rule it breaks, and the nearest legal choices on either side.
-
-The settings for output, end, hosts and virtual IPUs go from request to plan as they are. A tag of output is worded
-in the field notation of Python's ``str.format``, less what it has no use for: a field is a name and at most a
-width, such as ``{instance:>3}``, and ``{{`` and ``}}`` stand for braces.
+the rule it breaks, and the nearest legal choices. The settings for output, end, hosts and virtual IPUs go from
+request to plan as they are.
 """
 
 import math

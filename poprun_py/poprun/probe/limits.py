@@ -1,11 +1,8 @@
 """What this machine grants the processes of a job, what a job needs of it, and what the kernel has killed.
 
 A process is in control groups (cgroups(7)), which limit its time on cores and its memory; the limit of each group
-holds. Counts of killed processes: proc_vmstat(5), and `memory.events` or `memory.oom_control` of a group.
-
-poprun finds the processes of a job in /proc, and has a socket and two pipes open for each instance; an MPI
-launcher has about as many. poprun raises its own soft limit (getrlimit(2)) as far as the job needs it and the hard
-one allows; the programs start with the user's.
+holds. poprun has a socket and two pipes open for each instance: it raises its own soft limit of open files
+(getrlimit(2)), and the programs start with the user's.
 """
 
 import errno

@@ -1,10 +1,8 @@
 """Where poprun runs: the machine with its cores and CUDA devices, and the allocation of Slurm.
 
-Cores: the kernel's Documentation/admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node. The affinity of a
-process never leaves the cpuset of its control group, nor `Mems_allowed_list` the nodes of it, so both say what the
-control group allows. Devices: the driver's own `nvidia-smi`, asked only where the driver is; poprun never imports
-torch, and a machine without a GPU pays a look at the file system. Variables of Slurm: sbatch(1) and salloc(1),
-"OUTPUT ENVIRONMENT VARIABLES"; inside a step srun(1) tells more.
+Cores: the kernel's Documentation/admin-guide/cputopology.rst; the affinity of a process and ``Mems_allowed_list``
+never leave the cpuset of its control group. Devices: the driver's own ``nvidia-smi``, asked only where the driver
+is. Slurm: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"; inside a step srun(1) tells more.
 """
 
 import os
@@ -62,10 +60,7 @@ def own_names(hostname: str) -> frozenset[str]:
 
 
 def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
-    """The names that mean this machine, among them that of ``hosts`` if it is the only one and resolves to here.
-
-    Asks the resolver, so it is called only just before a job starts. Two different hosts are never both here.
-    """
+    """The names that mean this machine, with the only one of ``hosts`` if the resolver, asked now, says so."""
     names = own_names(socket.gethostname())
     if len(hosts) == 1 and hosts[0] not in names and _is_here(hosts[0]):
         return names | {hosts[0]}
@@ -138,21 +133,14 @@ _INSTRUCTIONS: Final = "Instruction"
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Numbers of the cores, ascending; at least one.
-
-    A container limited to the time of two cores may be allowed to run on all sixty-four of its machine; it then
-    gets the first two, because threads past the quota only wait for each other.
-    """
+    """The numbers of the cores that this process may use, ascending; no more than the control group grants."""
     cores = sorted(os.sched_getaffinity(0))
-    quota = cpu_quota()
+    quota = cpu_quota()  # threads past it would only wait for each other
     return tuple(cores if quota is None else cores[: max(1, int(quota))])
 
 
 def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
-    """The map of the cores ``allowed``, ascending, without those that are offline.
-
-    Where the machine does not say, a core stands alone, in the socket and on the node 0, which share one cache.
-    """
+    """The map of the cores ``allowed`` that are online; where the machine is silent they share one cache."""
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
     return tuple(
@@ -211,12 +199,8 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
-    """The devices that the driver lists and the user leaves visible.
-
-    A line of ``inventory`` is ``index, uuid, address on the PCI bus``, one of ``processes`` is ``uuid, pid``.
-    ``visible`` is ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that
-    is no device of the machine, and so does this; an entry may be the beginning of one uuid.
-    """
+    """The devices that the driver lists and ``visible``, the value of ``CUDA_VISIBLE_DEVICES``, leaves visible."""
+    # lines such as "index, uuid, address on the PCI bus"; and in processes "uuid, pid"
     rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
     uuids = {index: uuid for index, uuid, *_ in rows}
     nodes = {uuid: _node_of(address, pci) for _, uuid, *rest in rows for address in rest}
@@ -224,7 +208,7 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
     found = list(uuids.items()) if visible is None else []
     for name in map(str.strip, visible.split(",") if visible is not None else ()):
         uuid = _uuid_of(name, uuids)
-        if uuid is None:
+        if uuid is None:  # CUDA reads no further, either
             break
         found.append((name, uuid))
     return tuple(

@@ -32,11 +32,7 @@ _MOST_KEPT: Final = 32
 def find_mpi(
     path: str, own_folder: str, cache_file: str | None = None
 ) -> tuple[MpiRuntime | None, tuple[str, ...]]:
-    """The first MPI runtime of a known family, and the launchers found before it that are of none.
-
-    ``path`` is in the form of ``PATH``. ``own_folder``, where Python packages install their commands, is looked
-    through last. ``cache_file`` is where answers are kept; None asks each launcher.
-    """
+    """The first MPI runtime in the folders of ``path``, then ``own_folder``, and unknown launchers before it."""
     answers = _Answers(cache_file)
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):

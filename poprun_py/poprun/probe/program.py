@@ -2,13 +2,6 @@
 
 A word with a slash is a path. Any other is looked for on PATH, as a shell does, and then in the working directory,
 so that `poprun train.py` works; a Python file that cannot be executed by itself runs under poprun's own Python.
-
-A script for Lightning Fabric may leave it to its launcher how many devices there are: `Fabric()`. `fabric run`
-says so by variables (lightning.fabric.cli), and without those each instance would train alone. The same variables
-are errors for a script that says something else, so they are set only where it says nothing.
-
-An installed poprun that is called by its path, or in an environment that is not active, finds another `python` on
-PATH than the one that it was installed for. Where that one lacks what poprun's own Python has, poprun says so.
 """
 
 import os
@@ -35,10 +28,7 @@ _HEAD_BYTES: Final = 256
 
 
 def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -> tuple[str, ...]:
-    """The argv that runs ``words``, in ``working_directory``; its first word is an absolute path.
-
-    ``path`` is in the form of ``PATH``. The error for what is not there names the nearest programs.
-    """
+    """The argv that runs ``words``, in ``working_directory``; its first word is an absolute path."""
     if not words:
         return ()
     program, *arguments = words
@@ -66,10 +56,7 @@ def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def script_of(program: Sequence[str]) -> str:
-    """The script that Python or a shell is given in the words of ``program``; ``-`` where that is its input.
-
-    Empty for another program, and for a module or a command in place of a script.
-    """
+    """The script that Python or a shell is given in ``program``'s words: ``-`` for its input, empty for none."""
     if not program or not (known := _INTERPRETER.fullmatch(os.path.basename(program[0]))):
         return ""
     words = iter(program[1:])
@@ -216,13 +203,13 @@ def fabric_variables(
     *,
     on_cpu: bool,
 ) -> dict[str, str]:
-    """What `fabric run` would set for a program; nothing for one that is no such script, or for one instance.
-
-    ``counts`` are the instances of each host, and the hosts. Whoever sets one of Fabric's variables sets them all.
-    """
+    """What `fabric run` would set for a script; ``counts`` are the instances of each host, and the hosts."""
+    # Fabric() leaves it to its launcher how many devices there are; without these variables each instance would
+    # train alone. They are errors for a script that says something else.
     file = next((word for word in program if word.endswith(".py")), "")
     calls = _calls(_source(file, working_directory))
     given = _arguments_of_fabric(calls)
+    # whoever sets one of these variables sets them all
     if given is None or given & {"devices", "num_nodes"} or counts == (1, 1) or {_USED, _DEVICES} & user.keys():
         return {}
     variables = {_DEVICES: str(counts[0]), _NODES: str(counts[1])}
@@ -270,14 +257,11 @@ def _name(function: "ast.expr") -> str:
 
 
 def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
-    """The advice for a program whose Python lacks a module: ``… has no torch, … : write poprun … train.py``.
-
-    ``said`` are the last lines of its standard error. Where it wrote past poprun its file is looked at, and its
-    Python is asked for what the file imports. The text is empty when poprun's own Python would not have helped.
-    """
+    """What to write for a program that ``said`` that its Python lacks a module, which poprun's own Python has."""
     own_folder = os.path.dirname(sys.executable)
     if not program or os.path.dirname(program[0]) == own_folder:
         return ""
+    # a program that wrote past poprun has said nothing: its file is looked at
     missing = _missing_module(said) if said else _missing_import(program, working_directory)
     if not missing or not _can_find(missing):
         return ""

@@ -21,10 +21,7 @@ def render_plan(
     has_color: bool = False,
     details: "Details | None" = None,
 ) -> str:
-    """``plan`` as text that ends with a line break; JSON and YAML read back with ``--plan``.
-
-    Only the table heeds ``width``, in columns, ``has_color``, and the ``details`` that ``-v`` adds.
-    """
+    """``plan`` as text that ends with a line break; ``width``, ``has_color`` and ``details`` are for the table."""
     match topology_format:
         case TopologyFormat.TABLE:
             from poprun.render.table import render_table  # noqa: PLC0415 - rich is expensive

@@ -63,10 +63,7 @@ def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Deta
 
 
 def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> str:
-    """The parts one below the other, as text for a terminal, without blanks at the ends of lines.
-
-    The lines of a text are left to the terminal to wrap, so that they copy whole.
-    """
+    """The parts one below the other, as text for a terminal, without blanks at the ends of lines."""
     lines = StringIO()
     console = Console(
         file=lines,
@@ -79,7 +76,7 @@ def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> st
         markup=False,
         legacy_windows=False,
     )
-    for part in parts:
+    for part in parts:  # the terminal wraps the lines of a text, so that they copy whole
         console.print(part, soft_wrap=not isinstance(part, Table))
     return "\n".join(line.rstrip() for line in lines.getvalue().splitlines()) + "\n"
 

@@ -1,9 +1,7 @@
-"""A plan as PopRun's own ASCII table.
+"""A plan as PopRun's own ASCII table: rows of hosts, ILDs (IPU-Link domains), instances, bound cores, replicas.
 
-Four rows: hosts, ILDs (IPU-Link domains; one where there is no pod), instances, replicas; and one of the
-cores that the instances are bound to, if they are. A cell spans what belongs to it in the rows below. A table that
-would be wider than ``MAX_WIDTH`` is folded from the bottom up: the replicas of an instance into one range, then
-the instances of a host, then the hosts.
+A cell spans what belongs to it in the rows below. A table wider than ``MAX_WIDTH`` is folded from the bottom
+up: the replicas of an instance into one range, then the instances of a host, then the hosts.
 """
 
 from collections.abc import Iterator, Sequence

@@ -19,11 +19,7 @@ FOLDER = os.O_PATH | os.O_DIRECTORY
 
 @contextmanager
 def opened_parent(path: str, *, makes: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder that ``path`` leads to, for the length of a block: its descriptor, and the name in it.
-
-    The name is of no link, and may not be there yet. ``makes`` makes missing folders. Refused are links of other
-    users, links in a circle, and missing or closed folders.
-    """
+    """Open the folder of the file at ``path`` for the length of a block: its descriptor, and the file's name."""
     folder, name = _reach(path, makes=makes)
     try:
         yield folder, name
@@ -61,10 +57,7 @@ def _names(path: str) -> list[str]:
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """The target of the link ``name``; None if it is no link or not there. Another user's link is an error.
-
-    The message has the path to type in its place; ``rest`` are the names behind the link, last one first.
-    """
+    """The target of the link ``name``, or None if it is none; ``rest`` are the names behind it, last one first."""
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -86,10 +79,7 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
 
 
 def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
-    """Open ``name`` in a folder, where it must not be a link; ``makes_folder`` makes a folder first.
-
-    An error has the whole path.
-    """
+    """Open ``name``, which must be no link, in a folder; ``makes_folder`` makes a folder of that name first."""
     try:
         if makes_folder:
             with suppress(FileExistsError):
@@ -106,10 +96,7 @@ def _place(folder: int, name: str) -> str:
 
 
 def check_target(path: str) -> None:
-    """Check that a file can be written at ``path``, by making one beside it for a moment.
-
-    Refused are a missing or closed folder, and a path to a folder, a device or a pipe.
-    """
+    """Check that an ordinary file can be written at ``path``, by making one beside it for a moment."""
     with opened_parent(path) as (folder, name):
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -123,10 +110,7 @@ def check_target(path: str) -> None:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace the file at ``path``; a reader sees the old one or the new one, even after a crash of the machine.
-
-    A symbolic link that is followed stays one: the file that it names is replaced.
-    """
+    """Replace the file at ``path``; a reader sees the old one or the new one, even after the machine crashed."""
     with opened_parent(path) as (folder, name):
         temporary = _temporary_name()
         descriptor = open_below(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -1,23 +1,7 @@
 """Values of dataclasses in files and messages, read and written by the table of fields that a dataclass is.
 
-A mapping of names to values stands for a dataclass; its keys are the fields, all of them and no others. The type
-of a field says what must stand under its key:
-
-| type                          | in the file                                        |
-|-------------------------------|----------------------------------------------------|
-| ``bool int float str``        | the same; a whole number may stand for a float     |
-| an ``Enum``                   | the value of a member                              |
-| a dataclass                   | a mapping                                          |
-| ``X | None``                  | as ``X``, or null                                  |
-| ``tuple[int, ...]``           | ascending numbers as ranges: ``0-3,6``             |
-| ``tuple[tuple[K, X], ...]``   | a mapping of ``K``, texts or numbers, to ``X``     |
-| ``Mapping[str, X]``           | the same                                           |
-| ``tuple[X, ...]``             | a list                                             |
-| ``range``                     | a list of its start and its stop                   |
-| ``Annotated[X, rule, ...]``   | as ``X``; each rule checks or converts what is read |
-| ``Any``                       | anything, for a rule to convert                     |
-
-Whatever is wrong is a PlanError with the name of the file, where in it, and what was found.
+A mapping stands for a dataclass; its keys are the fields, all of them and no others; `_Reader.read` has
+what stands for each type. What is wrong is a PlanError with the name of the file, where in it, and what was found.
 """
 # ruff: noqa: ANN401 - types and values of any dataclass go through here
 
@@ -84,11 +68,7 @@ def read_record(
     version: int | None = None,
     forms: Mapping[str, Form] = NO_FORMS,
 ) -> Record:
-    """The value of the dataclass ``kind`` that ``values`` state; inverse of :func:`write_record`.
-
-    Messages name the file ``source`` and call such a mapping ``noun``. A file with a ``version`` has it under that
-    key, beside the fields. ``forms`` are for fields of ``kind`` that stand in a text in a form of their own.
-    """
+    """The dataclass ``kind`` that the ``values`` of the file ``source`` state; messages call them ``noun``."""
     reader = _Reader(source=source, noun=noun)
     extra: tuple[str, ...] = ()
     if version is not None:

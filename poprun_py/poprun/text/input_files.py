@@ -1,9 +1,8 @@
 """Files that a user names: read whole within bounds, and what JSON or YAML makes of them.
 
-A file may come from somebody else, by mistake or on purpose. It has :data:`MAX_BYTES` at most, and in YAML, which
-is read slowly, :data:`MAX_YAML`. Lists and mappings stand :data:`MAX_DEPTH` deep in each other at most, and YAML
-has no aliases, with which a few lines stand for more values than there is memory. Whatever is beyond these bounds
-is an error at once.
+A file may come from somebody else, by mistake or on purpose. It has :data:`MAX_BYTES` at most, in YAML, which is
+read slowly, :data:`MAX_YAML`, and goes :data:`MAX_DEPTH` deep; YAML has no aliases, with which a few lines stand
+for more values than there is memory.
 """
 
 import json
@@ -26,10 +25,7 @@ STDIN: Final = "-"
 
 
 def read_text(file: str, asked: str) -> str:
-    """The text of ``file``, or of the standard input for ``-``, in UTF-8.
-
-    A UsageError, which begins with what ``asked`` for it, if it cannot be read, is too long, or not in UTF-8.
-    """
+    """The text of ``file``, or of standard input for ``-``; a UsageError begins with ``asked``, the option."""
     data = b""
     try:
         with open(file, "rb") if file != STDIN else nullcontext(sys.stdin.buffer) as stream:

@@ -85,11 +85,7 @@ def _piece(first: str, last: str) -> str:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """The hosts that ``text`` names, in its order.
-
-    Names have commas between them. A bracket holds numbers and ranges, whose leading zeros are kept, and one name
-    may have several brackets. Blanks around a name are dropped, and so are the brackets of an IPv6 address.
-    """
+    """The hosts that a list such as ``a,node[00-03]-ib`` names, in its order; leading zeros are kept."""
     items = [_read_item(item, text) for item in _split(text)]
     num_hosts = sum(math.prod(map(_size, parts)) for parts in items)
     if num_hosts > MAX_HOSTS:
@@ -125,10 +121,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Write hosts in range notation, in their order; :func:`parse_hosts` reads it back.
-
-    Consecutive names that differ only in their last number become one item.
-    """
+    """Write hosts in range notation, in their order; :func:`parse_hosts` reads it back."""
     return ",".join(_fold_run(list(run)) for _, run in groupby(map(_cut, hosts), key=_affixes))
 
 

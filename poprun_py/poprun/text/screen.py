@@ -1,9 +1,7 @@
 """What poprun says on the two output streams of its caller, for a person at a terminal or as PopRun logs.
 
-poprun: warning: 4 instances share 2 cores           on a terminal
-    09:30:12.345 4711 POPRUN [W] 4 instances share …     anywhere else
-
-Only :func:`own_line` looks at the clock and at the stream.
+A line is ``poprun: warning: 4 instances share 2 cores`` on a terminal, and anywhere else
+``09:30:12.345 4711 POPRUN [W] 4 instances share 2 cores``.
 """
 
 import codecs
@@ -47,11 +45,7 @@ _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
 
 
 def write_any_letter() -> None:
-    """Make both streams replace letters that their encoding lacks, so that printing never fails.
-
-    Rules of tables become ASCII, bytes of names that were no text are written as they were (PEP 383), and other
-    letters become their numbers, as in Python's own text.
-    """
+    """Make both streams replace letters that their encoding lacks, so that printing never fails."""
     codecs.register_error(_READABLE, _in_other_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -69,11 +63,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """The exit code of a program whose work is ``run``; an error has its own, and ``report`` is given its message.
-
-    Every command of poprun's ends so: a mistake of the user's, a full disk or a lack of memory is one message, and
-    no traceback.
-    """
+    """The exit code of the command ``run``; an error has its own, and ``report`` gets its message."""
     try:
         return run()
     except BrokenPipeError:
@@ -116,10 +106,7 @@ def run_click(command: "click.Command", name: str) -> int:
 
 
 def print_out(text: str) -> None:
-    """Write ``text`` to standard output and flush it.
-
-    A full disk is an :class:`OutputError`; a reader that has gone is a `BrokenPipeError`.
-    """
+    """Write ``text`` to standard output and flush it; a full disk is an :class:`OutputError`."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -149,10 +136,7 @@ def width() -> int:
 
 
 def visible(text: str, *, keeps: str = "") -> str:
-    r"""``text`` with control characters escaped: an escape becomes ``\x1b``.
-
-    Text that another user or a program wrote goes through this before it is shown. What is in ``keeps`` stays.
-    """
+    r"""``text`` of another user or program for the screen: an escape becomes ``\x1b``; ``keeps`` are not."""
     if text.isprintable():
         return text
     return "".join(
@@ -185,10 +169,7 @@ _WORDS: Final = {"warning: ": Level.WARNING, "error: ": Level.ERROR}
 
 
 def own_line(text: str, level: Level = Level.INFO) -> str:
-    """``text`` as a log line of poprun's, with its line break, with control characters escaped, and not too long.
-
-    A text that begins with ``warning:`` or ``error:`` has that level, any other one ``level``.
-    """
+    """``text`` as a log line of poprun's; one that begins with ``warning:`` or ``error:`` has that level."""
     text = _shown(text)
     if sys.stderr.isatty():
         return f"poprun: {text}\n"

@@ -67,11 +67,7 @@ def size_of_grid(count: int, columns: int, size: tuple[int, int], gap: int) -> t
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """An element: ``<name attributes>children</name>``.
-
-    Attributes are escaped; children are markup already. An attribute that is None is left out. A `_` in its name
-    stands for a `-`, and at the end of its name for nothing.
-    """
+    """``<name attributes>children</name>``: children are markup, and attributes of None are left out."""
     words = [
         f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
         for key, value in attributes.items()

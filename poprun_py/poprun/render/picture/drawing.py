@@ -50,18 +50,14 @@ Description = Callable[[str, str], tuple[Sequence[str], Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSizes:
-    """The sizes of the smallest parts, in pixels.
-
-    ``space`` is between the parts of an instance; twice that between instances. Up to ``max_bars`` replicas of an
-    instance each have a bar. Where ``is_wordy``, labels have words, however wide that makes an instance.
-    """
+    """The sizes of the smallest parts of a picture, in pixels."""
 
     text: int
     chip: tuple[int, int]
     bar: int
-    space: int
-    max_bars: int
-    is_wordy: bool = False
+    space: int  # between the parts of an instance; twice that between instances
+    max_bars: int  # up to so many replicas of an instance each have a bar
+    is_wordy: bool = False  # whether labels have words, however wide that makes an instance
 
     @property
     def heading(self) -> int:

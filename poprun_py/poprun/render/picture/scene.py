@@ -1,9 +1,7 @@
 """What a picture shows of a plan, and what it draws in a frame together.
 
 Folded means: of many things that are alike the first ones and the last are shown, and a gap stands for the others.
-
-A frame is drawn around whole hosts or whole instances. Where a domain is a part of one and of another, its IPUs
-are shaded instead; and nothing is framed in a folded picture, which shows few of many.
+A frame is drawn around whole hosts or instances, and never in a folded picture, which shows few of many.
 """
 
 from collections.abc import Sequence
