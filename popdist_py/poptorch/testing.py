@@ -1,22 +1,19 @@
-"""What programs compare results of models with."""
+"""What tests of programs compare results of models with."""
 
-from typing import Any
-
-import torch
-
-from poptorch.custom_types import tensors_of
+from torch.testing import assert_close
 
 
-def allclose(
-    actual: Any,  # noqa: ANN401 - nested tensors
-    expected: Any,  # noqa: ANN401 - as above
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
-) -> bool:
-    """Whether two nested values have as many tensors, and ``torch.allclose`` holds for each pair of these."""
-    found, wanted = tensors_of(actual), tensors_of(expected)
-    return len(found) == len(wanted) and all(
-        one.shape == other.shape and torch.allclose(one, other, rtol, atol, equal_nan)
-        for one, other in zip(found, wanted, strict=True)
-    )
+def allclose(expected: object, found: object, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+    """Whether two results are nested alike, and their tensors are close, of one dtype and one shape.
+
+    Args:
+        expected: Tensors and numbers, in lists, tuples and dicts.
+        found: What is compared with them.
+        rtol: The largest difference of two numbers, as a part of the expected one.
+        atol: What the difference may be beyond that.
+    """
+    try:
+        assert_close(found, expected, rtol=rtol, atol=atol)
+    except AssertionError:
+        return False
+    return True
