@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from poprun.render.table import Details
     from poprun.start import JobOutcome
 
-_ENGINES_OWN: Final = ("host", "num-instances", "image")
-"""Options that a batch script leaves to what it asks Slurm for."""
+_ENGINES_OWN: Final = ("host", "num-instances", "image")  # what a batch script asks Slurm for in place of poprun
 
 
 def run(words: Sequence[str]) -> int:

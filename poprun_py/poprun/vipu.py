@@ -203,9 +203,7 @@ def _pool() -> AnyPool:
     return pool()
 
 
-_REMEMBER_SECONDS: Final = 5.0
-"""How long the server takes what it has seen of its devices for true."""
-
+_REMEMBER_SECONDS: Final = 5.0  # how long the server takes what it has seen of its devices for true
 _EXTRA: Final = "vipu serve needs two more packages: pip install 'poprun[serve]'"
 _HOST: Final = "127.0.0.1"
 _LEASE_SECONDS: Final = 30

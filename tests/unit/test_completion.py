@@ -2,10 +2,10 @@
 
 import pytest
 
-from poprun.cli.completion import Names, answer, completions, host_names_in, known_hosts
+from poprun.cli.completion import answer, completions, host_names_in, known_hosts
 from poprun.errors import UsageError
 
-NAMES = Names(hosts=lambda: ["gpu1", "gpu2", "login"], partitions=lambda: ["half", "whole"])
+NAMES = {"host": lambda: ["gpu1", "gpu2", "login"], "vipu-partition": lambda: ["half", "whole"]}
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_files(args: list[str], incomplete: str, kind: str) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_scripts(shell: str) -> None:
     """Each shell is given a script that asks poprun."""
-    assert f"_POPRUN_COMPLETE={shell}_complete" in answer(f"{shell}_source", NAMES)
+    assert f"_POPRUN_COMPLETE={shell}_complete" in answer(f"{shell}_source")
 
 
 @pytest.mark.parametrize("instruction", ["csh_source", "bash", "bash_forget", ""])
 def test_other_shells(instruction: str) -> None:
     """Nobody else is known, and the message says who is."""
     with pytest.raises(UsageError, match="give bash_source, zsh_source or fish_source"):
-        answer(instruction, NAMES)
+        answer(instruction)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def without(key: str) -> Callable[[Values], Values]:
             "plan.json: output.shown_instances 2: there is no such instance",
         ),
         (nested("output", tag_format="\ud800"), "output.tag_format must be text that UTF-8 can hold"),
-        (nested("ending", stop_timeout_seconds=-1), "plan.json: ending.stop_timeout_seconds -1.0 is not possible"),
+        (nested("ending", stop_timeout_seconds=-1), "plan.json: ending.stop_timeout_seconds -1 is not possible"),
         (nested("ending", stop_timeout_seconds="5"), "ending.stop_timeout_seconds must be a number, not '5'"),
         (nested("ending", stop_timeout_seconds=float("nan")), "plan.json: ending.stop_timeout_seconds nan"),
         (nested("ending", max_restarts=-1), "plan.json: ending.max_restarts -1 is not possible"),

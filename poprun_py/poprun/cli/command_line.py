@@ -67,8 +67,7 @@ _HABITS: Final = (
 )
 """What users of other launchers write, and how it is done here."""
 
-_NEXT: Final = "\0"
-"""Stands for the words behind the one that click reads; no program can be given such a word."""
+_NEXT: Final = "\0"  # stands for the words behind the one that click reads; no program can be given such a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

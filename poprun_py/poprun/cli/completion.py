@@ -6,8 +6,7 @@ click has the scripts for the shells; what stands before the word is read as pop
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from click import Command
@@ -16,6 +15,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 from poprun.cli.command_line import begins_with_option, long_names, take_options
 from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, Option
 from poprun.errors import PoprunError, UsageError
+
+Names = Mapping[str, Callable[[], Sequence[str]]]
 
 _FILES: Final = ("~/.ssh/config", "~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts", "/etc/hosts")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -58,15 +59,11 @@ def _partitions() -> Sequence[str]:
     return sorted(partition.name for partition in state.partitions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Functions that find names which only this machine knows; they are called only when needed."""
-
-    hosts: Callable[[], Sequence[str]] = known_hosts
-    partitions: Callable[[], Sequence[str]] = _partitions
+NAMES: Final = {"host": known_hosts, "vipu-partition": _partitions}
+"""What finds the values of an option that only this machine knows."""
 
 
-def answer(instruction: str, names: Names | None = None) -> str:
+def answer(instruction: str) -> str:
     """Answer a shell: ``bash_source`` asks for the script to install, ``bash_complete`` for completions."""
     shell, _, what = instruction.partition("_")
     known = get_completion_class(shell)
@@ -76,8 +73,7 @@ def answer(instruction: str, names: Names | None = None) -> str:
     if what == "source":
         return asked.source() + "\n"
     args, incomplete = asked.get_completion_args()
-    items = completions(args, incomplete, names or Names())
-    return "".join(asked.format_completion(item) + "\n" for item in items)
+    return "".join(asked.format_completion(item) + "\n" for item in completions(args, incomplete, NAMES))
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[CompletionItem[str]]":
@@ -112,8 +108,5 @@ def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[st
     if option.kind in (FILE, FOLDER):
         return [CompletionItem(begun, type="file" if option.kind is FILE else "dir")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)
-    if option.kind is HOSTS:
-        found = names.hosts()
-    else:
-        found = names.partitions() if option.name == "vipu-partition" else option.kind.choices
+    found = names[option.name]() if option.name in names else option.kind.choices
     return [CompletionItem(f"{before}{comma}{value}") for value in found if value.startswith(last)]

@@ -20,9 +20,7 @@ from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFo
 LINE: Final = "line"
 """The section of the values that stay on the command line: what is printed, and what is read from files."""
 
-REQUEST: Final = "request"
-"""The section of the fields of a :class:`LaunchRequest` itself."""
-
+REQUEST: Final = "request"  # the section of the fields of a :class:`LaunchRequest` itself
 VARIABLE_PREFIX: Final = "POPRUN_"
 
 HELP_ALL: Final = "--help-all"

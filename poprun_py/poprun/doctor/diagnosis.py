@@ -17,15 +17,9 @@ from poprun.render.table import terminal_text
 from poprun.text.ranges import describe_bytes, fold_hosts, fold_numbers
 from poprun.text.screen import ReportFormat
 
-FORM_VERSION: Final = 1
-"""Of the form of the JSON."""
-
-NEWEST_TORCH: Final = (2, 15)
-"""The newest torch with which the tests were run (scripts/test-torch)."""
-
-MIN_SHARED_BYTES: Final = 2**30
-"""Of /dev/shm; containers often have 64 MiB, and one batch of images takes more."""
-
+FORM_VERSION: Final = 1  # of the form of the JSON that --doctor prints
+NEWEST_TORCH: Final = (2, 15)  # the newest torch with which the tests were run (scripts/test-torch)
+MIN_SHARED_BYTES: Final = 2**30  # of /dev/shm; containers often have 64 MiB, and one batch of images takes more
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted
 
 

@@ -18,9 +18,7 @@ from poprun.probe.machine import machine_facts
 from poprun.process.spawn import answer_of
 from poprun.text.screen import VersionFormat
 
-TORCH_TIMEOUT_SECONDS: Final = 120.0
-"""Importing torch for the first time may have to fetch a gigabyte from a slow disk."""
-
+TORCH_TIMEOUT_SECONDS: Final = 120.0  # the first import may have to fetch a gigabyte from a slow disk
 _TIMEOUT_SECONDS: Final = 10.0
 
 DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "torch")

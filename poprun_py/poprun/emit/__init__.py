@@ -18,9 +18,7 @@ from poprun.render.words import size_of
 from poprun.text.ranges import fold_hosts
 from poprun.text.screen import EmitKind
 
-_MAX_NAME: Final = 40
-"""Characters of a job's name; the operators append to it, and a host's name has at most 63."""
-
+_MAX_NAME: Final = 40  # characters of a job's name; the operators append to it, and a host's name has at most 63
 _QUOTED: Final = frozenset(" \t\"'#")
 
 

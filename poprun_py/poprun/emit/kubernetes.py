@@ -29,9 +29,7 @@ from poprun.plan.program_environment import hash_seed
 from poprun.plan.topology import MpiKind
 from poprun.render.words import size_of
 
-HOST_FILE: Final = "/etc/mpi/hostfile"
-"""Where the MPI Operator tells the launcher of the pods."""
-
+HOST_FILE: Final = "/etc/mpi/hostfile"  # where the MPI Operator tells the launcher of the pods
 _WAIT_FOR_NAMES: Final = f"""\
 tries=0
 while IFS=': ' read -r host _; do
@@ -47,9 +45,7 @@ _SSH_VARIABLES: Final = {MpiKind.OPEN_MPI: "PRTE_MCA_plm_ssh_args", MpiKind.MPIC
 
 _IMPLEMENTATIONS: Final = {MpiKind.OPEN_MPI: "OpenMPI", MpiKind.MPICH: "MPICH"}
 
-_PORT: Final = 29500
-"""Where the instances of a JobSet meet on instance 0; a pod has all ports for itself."""
-
+_PORT: Final = 29500  # where the instances of a JobSet meet on instance 0; a pod has all ports for itself
 _GROUP: Final = "instance"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU: Final = "nvidia.com/gpu"

@@ -24,12 +24,8 @@ else:
 
     from poprun.process import NamedTuple
 
-VIEW_EVENT = "view"
-"""What a monitor says in place of an agent's hello; it is sent views of the job until it hangs up."""
-
-LOST = "lost"
-"""The event that poprun makes up when an agent's connection closes."""
-
+VIEW_EVENT = "view"  # a monitor's, in place of an agent's hello; it is sent views of the job until it hangs up
+LOST = "lost"  # the event that poprun makes up when an agent's connection closes
 RECEIVE_BYTES = 64 * 1024
 
 EVENT_FIELDS: dict[str, dict[str, type]] = {

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from _json import encode_basestring_ascii, make_encoder, make_scanner
 
-MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Longest message; room for the largest environment that Linux lets a program have."""
-
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # room for the largest environment that Linux lets a program have
 Message = dict[str, object]
 
 _BLANKS = " \t\r"

@@ -13,12 +13,8 @@ from typing import Final
 
 from poprun.plan.topology import Gpu, Occupant
 
-IPUS_PER_MACHINE: Final = 4
-"""IPUs of an IPU-Machine."""
-
-MAX_DOMAIN_SIZE: Final = 64
-"""IPUs that IPU-Links connect at most: those of a POD64."""
-
+IPUS_PER_MACHINE: Final = 4  # IPUs of an IPU-Machine
+MAX_DOMAIN_SIZE: Final = 64  # IPUs that IPU-Links connect at most: those of a POD64
 CPU: Final = "cpu"
 GPU: Final = "gpu"
 CORE: Final = "core"

@@ -14,9 +14,7 @@ from poprun.errors import PlanError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import MpiKind, MpiRuntime
 
-Variables = tuple[tuple[str, str | None], ...]
-"""Names and values; None passes on the value that poprun finds."""
-
+Variables = tuple[tuple[str, str | None], ...]  # names and values; None passes on the value that poprun finds
 _VARIABLE: Final = "x"
 _OWN: Final = {_VARIABLE: 1, "tag-output": 0, "output-filename": 1, "allow-run-as-root": 0}
 _OPEN_MPI_ONLY: Final = {

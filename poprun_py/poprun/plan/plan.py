@@ -15,6 +15,7 @@ from popdist.layout import ReplicaLayout
 from poprun.plan.mpi_options import Variables
 from poprun.plan.request import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.plan.topology import Binding, MpiRuntime, ProcessPlacement
+from poprun.text.ranges import Hosts
 
 
 class LauncherKind(StrEnum):
@@ -34,8 +35,7 @@ class StartFacts:
         restart_count: How often the job has been started again.
         master: Where torch's own store of the program will listen.
         store: Where popdist's store listens.
-        devices: CUDA devices that leases gave the job on the instance's host, in slot order; empty for those of
-            the plan.
+        devices: CUDA devices that leases gave the job on the instance's host, in slot order; else empty.
     """
 
     job_id: str = ""
@@ -71,8 +71,7 @@ class InstancePlan:
         local_index: The instance among those of its host.
         replicas: Global indices of its replicas.
         ipus: Its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next.
-        ordinals: Its CUDA devices, as numbers among those of the job on its host; empty on the CPU. IPU j of each
-            of its replicas is device j of them: the replicas take turns.
+        ordinals: Its CUDA devices, as numbers among the job's on its host, for all its replicas; empty on the CPU.
         devices: Names of the same devices on that host.
         cores: Cores that its virtual IPUs stand for, on which its replicas take turns; empty with CUDA devices.
         binding: What its process is bound to, or None.
@@ -115,8 +114,7 @@ class LaunchPlan:
         mpi_local_args: Extra words for the MPI launcher, after its process count; none with the local launcher.
         variables: Variables of all programs, names and values; None is the value that poprun finds.
         instance_variables: Pairs of an instance and variables of its own, which win over those of all.
-        executable_cache_path: Directory for compiled programs, or None; a relative one starts at
-            ``working_directory``.
+        executable_cache_path: Directory for compiled programs, absolute or below ``working_directory``, or None.
         vipu: What is asked of the pool of virtual IPUs.
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
@@ -125,7 +123,7 @@ class LaunchPlan:
 
     program: tuple[str, ...]
     working_directory: str
-    hosts: tuple[str, ...]
+    hosts: Hosts
     num_instances: int
     num_replicas: int
     ipus_per_replica: int

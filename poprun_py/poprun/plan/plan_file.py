@@ -5,13 +5,13 @@ nothing that follows from it. Reading is strict, because a plan that is misread 
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final
 
 from poprun.errors import PlanError
 from poprun.plan.mpi_options import check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.planner import check_settings
 from poprun.plan.request import (
     EndingSettings,
     OutputSettings,
@@ -19,20 +19,13 @@ from poprun.plan.request import (
     VipuSettings,
     check_count,
     check_counts,
-    check_ending,
-    check_output,
-    check_path,
-    check_remote,
-    check_vipu,
 )
 from poprun.plan.topology import ProcessPlacement
-from poprun.text.fields import Form, read_record, write_record
+from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import YamlError, parse_json, parse_yaml
-from poprun.text.ranges import fold_hosts, fold_numbers, parse_hosts
+from poprun.text.ranges import fold_numbers
 
 VERSION: Final = 1
-
-_FORMS: Final[Mapping[str, Form]] = {"hosts": (parse_hosts, fold_hosts)}
 
 _SECTIONS: Final = {
     "output": OutputSettings,
@@ -61,12 +54,12 @@ _OPTION: Final = re.compile("--([a-z-]+)")
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
     """``plan`` as values that JSON and YAML know. Inverse of :func:`plan_from_dict`."""
-    return write_record(plan, version=VERSION, forms=_FORMS)
+    return write_record(plan, version=VERSION)
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
     """The plan that ``values`` of the file ``source`` state; a PlanError names the file, the key and the value."""
-    plan = read_record(LaunchPlan, values, source, version=VERSION, forms=_FORMS)
+    plan = read_record(LaunchPlan, values, source, version=VERSION)
     check_plan(plan, source)
     return plan
 
@@ -95,14 +88,8 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
     try:
         check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
         check_count("--ipus-per-replica", plan.ipus_per_replica)
-        if plan.threads_per_replica is not None:
-            check_count("--threads-per-replica", plan.threads_per_replica)
-        check_output(plan.output, plan.num_instances)
-        check_ending(plan.ending)
+        check_settings(plan, plan.num_instances)
         check_instance_variables(plan.instance_variables, plan.num_instances)
-        check_vipu(plan.vipu, plan.num_instances)
-        check_path("--executable-cache-path", plan.executable_cache_path)
-        check_remote(plan.remote)
     except PlanError as error:
         raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
     if not plan.cores:

@@ -90,7 +90,7 @@ def _decide(
     num_instances = _num_instances(request, facts, len(hosts), pod)
     check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
     num_replicas = request.num_replicas or num_instances
-    _check_settings(request, num_instances)
+    check_settings(request, num_instances)
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
@@ -208,14 +208,15 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
         )
 
 
-def _check_settings(request: LaunchRequest, num_instances: int) -> None:
-    if request.threads_per_replica is not None:
-        check_count("--threads-per-replica", request.threads_per_replica)
-    check_output(request.output, num_instances)
-    check_ending(request.ending)
-    check_vipu(request.vipu, num_instances)
-    check_path("--executable-cache-path", request.executable_cache_path)
-    check_remote(request.remote)
+def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int) -> None:
+    """Check that the values of a request, or of a plan, are possible in a job of ``num_instances``."""
+    if asked.threads_per_replica is not None:
+        check_count("--threads-per-replica", asked.threads_per_replica)
+    check_output(asked.output, num_instances)
+    check_ending(asked.ending)
+    check_vipu(asked.vipu, num_instances)
+    check_path("--executable-cache-path", asked.executable_cache_path)
+    check_remote(asked.remote)
 
 
 def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:

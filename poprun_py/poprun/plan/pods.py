@@ -11,15 +11,14 @@ from typing import Annotated, Any, Final
 from poprun.errors import PlanError
 from poprun.plan.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluster, VirtualIpu
 from poprun.plan.request import VipuSettings
-from poprun.text.fields import Form, between, read_record
+from poprun.text.fields import between, read_record
 from poprun.text.input_files import parse_yaml
-from poprun.text.ranges import fold_hosts, parse_hosts, parse_numbers
+from poprun.text.ranges import Hosts, parse_numbers
 
 _NAME: Final = re.compile(r"(?:Bow-)?POD[-_]?(\d+)", re.IGNORECASE)
 _SAFE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_IPUS: Final = 2**20
-_IPU_MEMORY_BYTES: Final = 900 * 10**6
-"""In-processor memory of one IPU of an IPU-Machine M2000: 900 MB."""
+_IPU_MEMORY_BYTES: Final = 900 * 10**6  # in-processor memory of one IPU of an IPU-Machine M2000: 900 MB
 
 
 def _check_name(name: str) -> str:
@@ -49,12 +48,11 @@ class PodDescription:
     name: Annotated[str, _check_name]
     num_machines: Annotated[int, between(1, _MAX_IPUS // IPUS_PER_MACHINE)]
     machines_per_domain: Annotated[int, between(1, MAX_DOMAIN_SIZE // IPUS_PER_MACHINE)] | None = None
-    hosts: tuple[str, ...] | None = None
+    hosts: Hosts | None = None
     memory_per_ipu_bytes: int | None = None
     allocations: Mapping[str, Annotated[Any, _machine_numbers]] | None = None
 
 
-_FORMS: Final[Mapping[str, Form]] = {"hosts": (parse_hosts, fold_hosts)}
 _OPTIONAL: Final = [field.name for field in fields(PodDescription) if field.default is None]
 
 
@@ -77,7 +75,7 @@ def read_pod(text: str, source: str) -> Cluster:
         raise PlanError(f"{source}: no YAML ({error})") from None
     if isinstance(values, dict):
         values = dict.fromkeys(_OPTIONAL) | values
-    described = read_record(PodDescription, values, source, noun="a pod", forms=_FORMS)
+    described = read_record(PodDescription, values, source, noun="a pod")
     num_machines, most = described.num_machines, MAX_DOMAIN_SIZE // IPUS_PER_MACHINE
     per_domain = described.machines_per_domain or min(most, num_machines)
     if num_machines > per_domain and num_machines % per_domain:

@@ -16,25 +16,17 @@ from poprun.errors import PlanError
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.ranges import fold_numbers
 
-MAX_COUNT: Final = 2**31 - 1
-"""Ranks are 32-bit numbers in MPI and torch."""
-
+MAX_COUNT: Final = 2**31 - 1  # ranks are 32-bit numbers in MPI and torch
 _NUM_CHOICES: Final = 3
 
 TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stream")
 """What the template of a tag may name."""
 
-PIPE_TAG: Final = "[1,{instance}]<{stream}>:"
-"""PopRun's own tag, which tools read."""
-
-TERMINAL_TAG: Final = "[{instance}] "
-"""The short tag, for people at a terminal."""
-
+PIPE_TAG: Final = "[1,{instance}]<{stream}>:"  # PopRun's own tag, which tools read
+TERMINAL_TAG: Final = "[{instance}] "  # the short tag, for people at a terminal
 _PIECE: Final = re.compile(r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])")
 
-DEFAULT_PORT: Final = 8090
-"""Where a server of virtual IPUs listens."""
-
+DEFAULT_PORT: Final = 8090  # where a server of virtual IPUs listens
 _MAX_PORT: Final = 65535
 
 
@@ -44,12 +36,10 @@ class OutputSettings:
 
     Attributes:
         shown_instances: The instances whose output is shown, ascending; None for all.
-        is_tagged: Whether lines are tagged with their instance; None tags when there are several instances or a
-            ``tag_format``.
+        is_tagged: Whether lines name their instance; None where there are several, or a ``tag_format``.
         tag_format: The tag as a template, see :func:`check_tag_format`; None for the usual one.
         is_folded: Whether lines that several instances print alike are shown once.
-        log_dir: Directory for a log of each instance's streams, or None; a relative one starts at the job's
-            working directory.
+        log_dir: Directory for logs of each instance, absolute or below the job's working directory, or None.
         has_monitor: Whether a live view of the instances takes the place of their lines.
     """
 
@@ -70,11 +60,9 @@ class EndingSettings:
         start_timeout_seconds: How long the instances may take to come to life.
         timeout_seconds: How long the whole job may take, or None.
         max_restarts: How often a failed job is started again.
-        hang_report_seconds: How long instances may wait for others without any progress before poprun tells of
-            it; None never does.
-        hang_timeout_seconds: How long they may before poprun ends the job; None never does.
-        report_file: File for the report of the job as JSON, or None; a relative one starts at the job's working
-            directory.
+        hang_report_seconds: How long a wait without any progress is before poprun reports it; None never does.
+        hang_timeout_seconds: How long such a wait is before poprun ends the job; None never does.
+        report_file: File for the job's report, absolute or below the job's working directory, or None.
     """
 
     stop_timeout_seconds: float = 5.0
@@ -94,8 +82,7 @@ class RemoteSettings:
         subnet: The subnet of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes.
         ssh_config: File with the configuration of ssh, or None for the user's own.
         synchronises_venv: Whether hosts that lack poprun's Python environment get a copy of it.
-        slurm_job: Slurm's number of the job in whose allocation the hosts are: then Slurm starts what runs there;
-            None is ssh.
+        slurm_job: Number of the Slurm job whose allocation has the hosts: Slurm starts what runs there; None: ssh.
     """
 
     subnet: str | None = None
@@ -175,8 +162,7 @@ class LaunchRequest:
         threads_per_replica: Threads for each replica's arithmetic; None shares out the cores.
         is_debugged: Whether programs are to say more of what goes wrong.
         is_deterministic: Whether torch is to use deterministic algorithms only.
-        executable_cache_path: Directory for compiled programs, or None; a relative one starts at the job's working
-            directory.
+        executable_cache_path: Directory for compiled programs, absolute or below ``working_directory``, or None.
         vipu: What is asked of the pool of virtual IPUs.
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
@@ -255,7 +241,7 @@ def check_remote(remote: RemoteSettings) -> None:
 def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
     if not math.isfinite(seconds) or seconds < 0 or not (seconds or may_be_zero):
         bound = "from 0 up" if may_be_zero else "greater than 0"
-        raise PlanError(f"{option} {seconds} is not possible: it is a number of seconds {bound}")
+        raise PlanError(f"{option} {seconds:g} is not possible: it is a number of seconds {bound}")
 
 
 def check_path(option: str, path: str | None) -> None:
@@ -282,9 +268,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
             f"--vipu-server-host {vipu.server_host} and --pod {vipu.pod} cannot go together: the server says "
             "which IPUs there are; leave one out"
         )
-    seconds = vipu.server_timeout_seconds
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise PlanError(f"--vipu-server-timeout {seconds:g} is not possible: it is a number of seconds above 0")
+    _check_seconds("--vipu-server-timeout", vipu.server_timeout_seconds, may_be_zero=False)
     for option, name in (
         ("--vipu-partition", vipu.partition),
         ("--vipu-allocation", vipu.allocation),

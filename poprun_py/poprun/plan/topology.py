@@ -1,7 +1,4 @@
-"""The facts about a machine, its MPI and its allocation, and the cores that instances are bound to.
-
-Pure values; `poprun.probe` finds the facts.
-"""
+"""The facts about a machine, which `poprun.probe` finds, and the cores that instances are bound to. Pure values."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -23,8 +20,7 @@ class MpiRuntime:
         kind: Whose command line it takes.
         path: Absolute path of its ``mpiexec`` or ``mpirun``.
         version: As the runtime prints it, such as ``5.0.2``.
-        forker: Absolute path of MPICH's ``mpiexec.gforker``, which starts jobs of one machine and opens no port;
-            None where there is none, or where it is not used.
+        forker: Path of MPICH's ``mpiexec.gforker``, which starts jobs of one machine without a port, if used.
     """
 
     kind: MpiKind
@@ -136,8 +132,7 @@ class MachineFacts:
         hostname: The machine's own name.
         host_aliases: Every name and address that means this machine, ``localhost`` among them.
         cores: Numbers of the CPU cores that this process may use, ascending; never empty.
-        cpus: Where each core sits, for all that the process's affinity allows; more than ``cores`` when a control
-            group grants less time than they have. Empty when it was not looked at.
+        cpus: Where each core sits that the affinity allows, more than ``cores`` under a quota; empty if unknown.
         memory_nodes: NUMA nodes whose memory the process may use, ascending.
         gpus: The CUDA devices that it may use, in slot order.
         mpi: The MPI runtime found, or None.

@@ -171,13 +171,9 @@ def read_text(path: str) -> str:
 
 
 _LEAST_FILES: Final = 13
-_LEAST_FILES_OF_INSTANCE: Final = 3
-"""Fewer are not enough for any job."""
-
+_LEAST_FILES_OF_INSTANCE: Final = 3  # fewer open files than these two say are not enough for any job
 _WANTED_FILES: Final = 64
-_WANTED_FILES_OF_INSTANCE: Final = 8
-"""So many are enough for poprun and for every launcher, with logs and leases."""
-
+_WANTED_FILES_OF_INSTANCE: Final = 8  # so many are enough for poprun and for every launcher, with logs and leases
 _LOOPBACK: Final = ("127.0.0.1", 9)
 
 

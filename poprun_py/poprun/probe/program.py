@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     import ast
 
 _INTERPRETER: Final = re.compile(r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)")
-_NO_SCRIPT: Final = frozenset("cmehV")
-"""Letters of options behind which stands a command or a module, or nothing."""
-
+_NO_SCRIPT: Final = frozenset("cmehV")  # letters of options behind which stands a command or a module, or nothing
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
 
-_HEAD_BYTES: Final = 256
-"""As much of a script as Linux reads for its ``#!`` line (execve(2))."""
+_HEAD_BYTES: Final = 256  # as much of a script as Linux reads for its ``#!`` line (execve(2))
 
 
 def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -> tuple[str, ...]:

@@ -20,12 +20,8 @@ from poprun.render.words import (
 )
 from poprun.text.ranges import numbered
 
-_MAX_INSTANCES: Final = 64
-"""Up to which nothing is folded."""
-
-_FOLDED_INSTANCES: Final = 16
-"""How many a folded diagram shows of a plan and of a host, at most."""
-
+_MAX_INSTANCES: Final = 64  # instances up to which nothing is folded
+_FOLDED_INSTANCES: Final = 16  # how many instances a folded diagram shows of a plan and of a host, at most
 _FILLS: Final = ("#91c3f6", "#e9b082", "#8ecfa4", "#dfa9da", "#71d0d5", "#f2a7a1", "#c1c37e", "#c1b3f2")
 
 

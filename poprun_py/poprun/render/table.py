@@ -31,19 +31,13 @@ class Details:
     environment: Mapping[str, str]  # what is added to the environment of instance 0
 
 
-MIN_WIDTH: Final = 40
-"""Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
-
-_WHOLE_WIDTH: Final = 60
-"""Columns below which there is no room for the numbers of virtual IPUs."""
-
+MIN_WIDTH: Final = 40  # columns below which the cells would fall apart; a narrower terminal wraps whole rows
+_WHOLE_WIDTH: Final = 60  # columns below which there is no room for the numbers of virtual IPUs
 _MAX_HOSTS: Final = 4
 _MAX_INSTANCES: Final = 8
 _NUM_SHOWN: Final = 3
 _MAX_HOSTS_LENGTH: Final = 30
-_MAX_VALUE_LENGTH: Final = 24
-"""A longer value pushes its origin to the right."""
-
+_MAX_VALUE_LENGTH: Final = 24  # a longer value pushes its origin to the right
 _IPUS: Final = "virtual IPUs"
 _HEADINGS: Final = ("host", "instance", "replicas", _IPUS, "stands for")
 _STYLES: Final = ("bold", "green", "yellow", "magenta", "cyan")

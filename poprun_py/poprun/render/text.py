@@ -16,9 +16,7 @@ MAX_WIDTH: Final = 118
 _TITLE: Final = "poprun topology"
 _LABELS: Final = ("hosts", "ILDs", "instances", "cores", "replicas")
 _LABEL_WIDTH: Final = max(map(len, _LABELS))
-_TITLE_WIDTH: Final = len(_TITLE) + 2 - (_LABEL_WIDTH + 3)
-"""Columns of the title that do not stand above the labels."""
-
+_TITLE_WIDTH: Final = len(_TITLE) + 2 - (_LABEL_WIDTH + 3)  # columns of the title that are not above labels
 _MAX_HOSTS_LENGTH: Final = 60
 
 

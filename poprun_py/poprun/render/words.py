@@ -7,8 +7,7 @@ from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.plan.topology import Binding
 from poprun.text.ranges import counted, fold_hosts, numbered
 
-_MAX_HOSTS_LENGTH: Final = 60
-"""Characters of a list of hosts; a longer one is cut."""
+_MAX_HOSTS_LENGTH: Final = 60  # characters of a list of hosts; a longer one is cut
 
 
 def size_of(plan: LaunchPlan) -> str:

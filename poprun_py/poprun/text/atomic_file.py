@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 _MODE = 0o666
 _MOST_LINKS = 40
 
-FOLDER = os.O_PATH | os.O_DIRECTORY
-"""Flags of a folder in which something is to be opened."""
+FOLDER = os.O_PATH | os.O_DIRECTORY  # flags of a folder in which something is to be opened
 
 
 @contextmanager

@@ -14,18 +14,19 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 from poprun.errors import PlanError
-from poprun.text.ranges import fold_numbers, parse_numbers
+from poprun.text.ranges import Hosts, fold_hosts, fold_numbers, parse_hosts, parse_numbers
 
 Record = TypeVar("Record")
 
 Rule = Callable[[Any], object]
 """What a value becomes; a ValueError, whose text goes on after the value's name, if it is not possible."""
 
-Form = tuple[Callable[[str], object], Callable[[Any], str]]
-"""How a field stands in a text: the function that reads it, and its inverse."""
+_RANGES: Final[Mapping[object, tuple[Rule, Callable[[Any], str]]]] = {
+    tuple[int, ...]: (parse_numbers, fold_numbers),
+    Hosts: (parse_hosts, fold_hosts),
+}
+"""Types that stand in a text in range notation, such as ``0-3,6``, with what reads and writes it."""
 
-NO_FORMS: Final[Mapping[str, Form]] = {}
-_NUMBERS: Final = tuple[int, ...]
 _UNIONS: Final = (Union, UnionType)
 _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
 
@@ -66,29 +67,20 @@ def read_record(
     *,
     noun: str = "a plan",
     version: int | None = None,
-    forms: Mapping[str, Form] = NO_FORMS,
 ) -> Record:
     """The dataclass ``kind`` that the ``values`` of the file ``source`` state; messages call them ``noun``."""
     reader = _Reader(source=source, noun=noun)
-    extra: tuple[str, ...] = ()
     if version is not None:
-        extra = ("version",)
         reader.check_version(values, version)
-    record: Record = reader.record(kind, values, "", forms, extra)
+    record: Record = reader.record(kind, values, "", () if version is None else ("version",))
     return record
 
 
-def write_record(
-    record: Any,
-    *,
-    version: int | None = None,
-    forms: Mapping[str, Form] = NO_FORMS,
-) -> dict[str, object]:
+def write_record(record: Any, *, version: int | None = None) -> dict[str, object]:
     """The value of a dataclass as values that JSON and YAML know; inverse of :func:`read_record`."""
     written: dict[str, object] = {} if version is None else {"version": version}
     for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        written[field.name] = forms[field.name][1](value) if field.name in forms else _written(field.type, value)
+        written[field.name] = _written(field.type, getattr(record, field.name))
     return written
 
 
@@ -96,6 +88,8 @@ def _written(kind: Any, value: Any) -> Any:
     """A value of the type ``kind`` as it stands in a file."""
     if value is None or kind in _WORDS:
         return value
+    if kind in _RANGES:
+        return _RANGES[kind][1](value)
     if get_origin(kind) in _UNIONS:
         (kind,) = set(get_args(kind)) - {NoneType}
         return _written(kind, value)
@@ -107,8 +101,6 @@ def _written(kind: Any, value: Any) -> Any:
         return value.value
     if kind is range:
         return [value.start, value.stop]
-    if kind == _NUMBERS:
-        return fold_numbers(value)
     if get_origin(kind) is Mapping:
         return {key: _written(get_args(kind)[1], each) for key, each in value.items()}
     if pair := _pair(kind):
@@ -131,25 +123,13 @@ class _Reader:
     source: str
     noun: str
 
-    def record(
-        self,
-        kind: Any,
-        values: object,
-        path: str,
-        forms: Mapping[str, Form] = NO_FORMS,
-        extra: tuple[str, ...] = (),
-    ) -> Any:
+    def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
         """The value of a dataclass whose mapping, which has ``extra`` keys, stands at ``path``."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         self.check_keys([*extra, *(field.name for field in fields)], mapping, path)
-        read = {}
-        for field in fields:
-            place, value = f"{path}{field.name}", mapping[field.name]
-            if field.name in forms and value is not None:
-                read[field.name] = self._follow(forms[field.name][0], self.read(str, value, place), place)
-            else:
-                read[field.name] = self.read(field.type, value, place)
-        return kind(**read)
+        return kind(
+            **{field.name: self.read(field.type, mapping[field.name], f"{path}{field.name}") for field in fields}
+        )
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
         """``values`` if they are a mapping."""
@@ -179,6 +159,8 @@ class _Reader:
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
             return None if value is None else self.read(kind, value, path)
+        if kind in _RANGES:
+            return self._follow(_RANGES[kind][0], self.read(str, value, path), path)
         if origin is Annotated:
             found = self.read(inner[0], value, path)
             for rule in inner[1:]:
@@ -186,8 +168,6 @@ class _Reader:
             return found
         if dataclasses.is_dataclass(kind):
             return self.record(kind, value, f"{path}.")
-        if kind == _NUMBERS:
-            return self._follow(parse_numbers, self.read(str, value, path), path)
         if origin is Mapping:
             return dict(self._pairs(inner, value, path))
         if origin is tuple:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
-from typing import Final
+from typing import Annotated, Final
 
 from poprun.errors import PlanError, UsageError
 
@@ -18,6 +18,8 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNIT_STEP: Final = 1024
 
 _RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*")
+
+Hosts = Annotated[tuple[str, ...], "in range notation"]  # names of hosts, which stand in files as one text
 
 MAX_HOSTS: Final = 65_536
 MAX_NAME_LENGTH: Final = 253

@@ -19,13 +19,9 @@ from poprun.errors import HostsError, OutputError, PoprunError, error_of_system
 if TYPE_CHECKING:
     import click
 
-BROKEN_PIPE: Final = 141
-"""The exit code of a program whose output nobody reads any more: that of SIGPIPE in a shell."""
-
+BROKEN_PIPE: Final = 141  # exit code when nobody reads the output any more: that of SIGPIPE in a shell
 _INTERRUPTED: Final = 130
-_NO_ROOM: Final = "failed to map segment"
-"""What the linker says of a library for which there is no address space."""
-
+_NO_ROOM: Final = "failed to map segment"  # what the linker says of a library for which there is no address space
 _READABLE: Final = "poprun-readable"
 _ASCII: Final = {
     **dict.fromkeys("─━", "-"),
@@ -37,9 +33,7 @@ _ASCII: Final = {
 }
 """One letter for one, so that columns stay columns."""
 
-_LONGEST: Final = 1800
-"""Characters of a line, or of an error; a line of a log has a stamp before it."""
-
+_LONGEST: Final = 1800  # characters of a line, or of an error; a line of a log has a stamp before it
 _BYTES_BELOW: Final = 0xDC00
 _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
 

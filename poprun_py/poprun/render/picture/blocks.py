@@ -11,15 +11,9 @@ from html import escape
 from types import MappingProxyType
 from typing import Final
 
-_ASPECT: Final = 1.5
-"""Width over height that a grid comes near to."""
-
-_SHORT_ROW: Final = 0.5
-"""How much a short last row counts against a number of columns, as a logarithm of its distance from the aspect."""
-
-_CHARACTER: Final = 0.6
-"""Width of a character over the size of its font, generously."""
-
+_ASPECT: Final = 1.5  # width over height that a grid comes near to
+_SHORT_ROW: Final = 0.5  # how much a short last row counts, as a logarithm of the distance from the aspect
+_CHARACTER: Final = 0.6  # width of a character over the size of its font, generously
 _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What no XML document may hold (XML 1.0, section 2.2): words of a command line may."""
 

@@ -35,15 +35,9 @@ from poprun.text.ranges import numbered
 
 NUM_HUES: Final = 8
 
-MAX_WIDTH: Final = 1500
-"""Of a picture whose parts allow it: it fits a screen of 1,600 pixels."""
-
-_LEGEND: Final = 34
-"""From the hosts to the base line of the legend."""
-
-_MIN_NAME: Final = 8
-"""Characters of a host's name that every host has room for."""
-
+MAX_WIDTH: Final = 1500  # of a picture whose parts allow it, so that it fits a screen of 1,600 pixels
+_LEGEND: Final = 34  # from the hosts to the base line of the legend
+_MIN_NAME: Final = 8  # characters of a host's name that every host has room for
 Description = Callable[[str, str], tuple[Sequence[str], Mapping[str, object]]]
 """What tells a reader of a group what it is: its first elements and attributes, from its class and its words."""
 

@@ -12,11 +12,8 @@ from poprun.plan.inventory import IPUS_PER_MACHINE
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.words import instances_of_host
 
-MAX_IPUS: Final = 1024
-"""Virtual IPUs up to which nothing is folded."""
-
-FOLDED_IPUS: Final = 256
-"""Virtual IPUs that a folded picture shows of a plan, of a host, and of an instance."""
+MAX_IPUS: Final = 1024  # virtual IPUs up to which nothing is folded
+FOLDED_IPUS: Final = 256  # virtual IPUs that a folded picture shows of a plan, of a host, and of an instance
 
 
 @dataclass(frozen=True, slots=True)
