@@ -115,11 +115,7 @@ class Examination:
 
 
 def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> Examination:
-    """Look at every host of ``plan``, and bring the Python environment to those that lack it, if the plan says so.
-
-    At most one of the hosts is ``here``. ``tell`` tells the user of something that takes long. The HostsError
-    for hosts that cannot take part has a table with all of them, with cause and remedy.
-    """
+    """Look at every host of ``plan``, of which one may be ``here``; a HostsError has a table of all problems."""
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
@@ -253,10 +249,8 @@ class _Examiner:
         return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """Check that every host reaches this machine and the host of instance 0 from its address for the job.
-
-        Here the agents report, there the instances meet: this machine, if it is a host, tries that way, too.
-        """
+        """Check that every host reaches this machine, and the host of instance 0, from its address for the job."""
+        # Here the agents report, there the instances connect: this machine, if it is a host, tries that way, too.
         first = self._plan.hosts[0]
         host = routes[self._here].address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -227,10 +227,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
-    """The problem of a host that did not answer.
-
-    ``code`` is ssh's exit code: that of the command there, unless ssh itself failed, or None when time was over.
-    """
+    """The problem of a host that did not answer; ``code`` is ssh's or the command's, None when time was over."""
     said = words.splitlines()[-1] if words else ""
     if in_slurm:
         ended = "no answer in time" if code is None else f"exit code {code}"

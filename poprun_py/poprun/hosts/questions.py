@@ -59,10 +59,8 @@ class HostConnections:
         self._own = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
-        """Ask each host its question; hosts that are asked no more are left out.
-
-        It may take longer on a machine that is so busy that its own first answer took longer than usual.
-        """
+        """Ask each host its question; hosts that failed to answer before are left out."""
+        # it may take longer on a machine that is so busy that its own first answer took longer than usual
         asked = {
             name: asyncio.create_task(self._connections[name].ask(question))
             for name, question in questions.items()

@@ -1,9 +1,8 @@
 """The program that answers poprun's questions on each host before a job starts.
 
-Its text is sent there over ssh and run in a bare interpreter: any Python 3 that the host has, which then says
-which it is. Each line that comes is a question as JSON. Each line that goes is an answer with a mark in front,
-because a shell's startup files may print lines of their own. The program uses the standard library only, and
-nothing of poprun until the host has shown that its poprun is the same.
+Its text is sent there over ssh and run by any Python 3 that the host has. Each line that comes is a question as
+JSON, each that goes an answer with a mark, because a shell's startup files may print lines, too. It uses the
+standard library only, and nothing of poprun until the host has shown that its poprun is the same.
 """
 
 from __future__ import annotations

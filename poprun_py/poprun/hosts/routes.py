@@ -59,22 +59,16 @@ def ssh_options(config: str | None) -> tuple[str, ...]:
 def remote_words(
     config: str | None, job: str | None, host: str, command: Sequence[str], *, is_kept: bool = False
 ) -> tuple[str, ...]:
-    """The argv that runs ``command`` on ``host``, by srun in Slurm's ``job`` if there is one, else by ssh.
-
-    A command that ``is_kept`` runs as long as the job: ssh then finds out when the host is lost, and ends. Its
-    connection is shared with no other call, which might end it.
-    """
+    """The argv that runs ``command`` on ``host``, by srun in Slurm's ``job`` if there is one, else by ssh."""
+    # one that is kept as long as the job finds out when the host is lost, and shares no connection that might end
     if job is not None:
         return (*srun_words(job, (host,), 1), *command)
     return ("ssh", *ssh_options(config), *(_SSH_KEPT if is_kept else ()), "-T", "--", host, shlex.join(command))
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
-    """The words before a command that Slurm runs ``num_per_host`` times on each host, in a step of ``job``.
-
-    The step shares what the job has with other steps (``--overlap``: a batch script may have some), is bound to no
-    cores that Slurm chooses, and is no MPI job of Slurm's: see srun(1). Ranks go to the hosts in blocks.
-    """
+    """The words before a command that Slurm runs ``num_per_host`` times on each host, in a step of ``job``."""
+    # the step shares what the job has with others, and Slurm neither binds it to cores nor starts it as MPI's
     return (
         *("srun", *(() if job is None else (f"--jobid={job}",)), *_SRUN_OPTIONS),
         *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts) * num_per_host}", f"--ntasks-per-node={num_per_host}"),

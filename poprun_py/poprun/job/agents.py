@@ -1,9 +1,7 @@
 """The control sockets of a job, and the links to its agents that are connected there.
 
-Only one agent for each instance may speak; what is no message is refused, told of, and changes nothing. On one
-machine it is a unix socket without a file, and the kernel says whose process is at the other end. Agents of other
-hosts come over TCP and prove first that they know the job's key (`key_proofs`). The order that starts a program
-brings its words, its environment and its placement.
+Only one agent for each instance may speak; what is no message is refused with a warning. On one machine the kernel
+says whose process is at the other end; agents of other hosts prove that they know the job's key (`key_proofs`).
 """
 
 import os
@@ -50,11 +48,7 @@ Event = tuple[int, dict[str, Any]]
 
 
 class AgentLinks:
-    """The links to the agents of a job, and to the monitors that look at it.
-
-    ``selector`` calls back when somebody speaks: what it calls gives pairs of instance and event. ``warn`` tells
-    the user of what was refused. ``address`` is that of the control socket, as the shims are told it.
-    """
+    """The links to a job's agents and monitors; ``selector`` calls back, ``warn`` says what was refused."""
 
     def __init__(
         self,
@@ -253,10 +247,7 @@ class AgentLinks:
 def start_order(
     plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, endpoints: Sequence[Endpoint]
 ) -> Message:
-    """The order that starts the program of instance ``index``.
-
-    ``endpoints`` is where torch's own store and popdist's will listen, on instance 0's host.
-    """
+    """The order that starts the program of an instance; at ``endpoints`` torch's and popdist's stores listen."""
     master, store = endpoints
     given = identity.devices_of(plan, index)
     binding = plan.instance(index, given).binding

@@ -1,13 +1,8 @@
 """The hang of a job: who waits for whom while no instance makes progress, found and put into words. Pure.
 
-Programs that use popdist say that they wait; those of an MPI job are seen to do so at their end. Their clocks play
-no part: what counts is for how long poprun has heard of no change, from any instance that runs. An instance that
-computes, compiles or saves for long without a word looks the same, so a hang is something to tell of; whether it
-is one, the stacks say.
-
-Other programs say nothing. Where processes compute next to nothing for as long, they are asked for their stacks: a
-main thread that stands in torch.distributed waits for others. One that spins while it waits (NCCL) looks as if it
-computed, and is not found.
+Programs that use popdist say that they wait; others that compute next to nothing are asked for their stacks. What
+counts is for how long poprun has heard of no change from any instance. One that compiles or saves for long looks
+the same, so a hang is only reported; one that spins while it waits (NCCL) is not found.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,10 +29,7 @@ class Hang:
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """The hang of a job, counted from the last progress of any instance; None when nobody waits.
-
-    Nothing counts from before ``since_seconds``, a monotonic time: then the job was suspended.
-    """
+    """The hang since the last progress of any instance, not before ``since_seconds``; None when nobody waits."""
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     waiting: dict[str, list[int]] = {}
     for status in running:
@@ -61,11 +53,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 
 
 def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float) -> Hang | None:
-    """The hang of a job whose programs say nothing; None where all were seen computing after ``since_seconds``.
-
-    ``calls`` are the collectives of torch that instances stand in. Without any, nobody waits for sure, and how
-    long the longest has computed nothing is all that is said.
-    """
+    """The hang of programs that say nothing, by the collectives that they stand in (``calls``); or None."""
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     if any(status.usage is None or status.busy_at_seconds is None for status in running):
         return None

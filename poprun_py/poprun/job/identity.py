@@ -35,11 +35,9 @@ class JobIdentity:
 
     @property
     def open_files_of_launcher(self) -> int:
-        """The soft limit of open files for the launcher; 0 leaves that of poprun.
-
-        On one machine it needs as many as poprun, and the agents give the programs the user's. Other hosts have
-        limits of their own, and nothing is passed on to them.
-        """
+        """The soft limit of open files for the launcher; 0 leaves that of poprun."""
+        # On one machine it needs as many as poprun, and the agents give the programs the user's; other hosts have
+        # their own.
         return 0 if self.network is None else self.open_files
 
     @property

@@ -158,10 +158,8 @@ class Attempt:
         return is_alone or now_seconds - self._launcher_ended_at_seconds >= CAUSE_SECONDS
 
     def _listen(self, timeout_seconds: float) -> None:
-        """Wait for events of agents, launcher and signals, and handle all that have come.
-
-        Children are reaped before the agents are heard: an agent's last word comes before its launcher's end.
-        """
+        """Wait for events of agents, launcher and signals, and handle all that have come."""
+        # children are reaped before the agents are heard: an agent's last word comes before its launcher's end
         self._launcher.reap()
         for key, _ in self._selector.select(timeout_seconds):
             if key.data is self._signals:
@@ -293,10 +291,8 @@ class Attempt:
         self._links.send_to_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
 
     def _clean_up(self) -> None:
-        """End what is left of the job, remove what it left, and show the rest of its output.
-
-        Also when poprun itself fails: an agent whose connection is closed ends its tree.
-        """
+        """End what is left of the job, remove what it left, and show the rest of its output."""
+        # also when poprun itself fails: an agent whose connection is closed ends its tree
         self._links.close()
         if self._plan.mpi is None or not self._plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
             self._await_launcher()
@@ -353,12 +349,7 @@ class Attempt:
 
 
 def end_descendants(grace_seconds: float, kill_seconds: float, spared: Collection[int]) -> list[ProcessKey]:
-    """End all descendants: SIGTERM, SIGKILL after the grace, and a bounded wait for the kernel to remove them.
-
-    Those that are ``spared`` stay, with all below them: who keeps a lease is there for the next attempt, too.
-
-    Returns those that even SIGKILL did not end in time (a process in an uninterruptible system call).
-    """
+    """End all descendants but the ``spared`` and those below them; those that even SIGKILL did not end in time."""
     if not _living(spared):
         return []
     terminate(_living(spared))

@@ -46,10 +46,7 @@ _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that
 
 
 def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
-    """The status of an instance after one event of its agent, which is ``LOST`` when its connection closed.
-
-    A death that comes after a stop order is no failure, so ``phase`` says how far the job has come.
-    """
+    """The status of an instance after an event of its agent; a death in a phase of the end is no failure."""
     kind = event["event"]
     is_over = status.state is InstanceState.ENDED
     if kind == "hello":
@@ -182,11 +179,7 @@ def _seems_to_wait(status: InstanceStatus) -> bool:
 
 
 class HangWatch:
-    """Watches a job for a hang: instances that wait while none makes progress.
-
-    Programs that use popdist say that they wait. Of others it is only suspected, when some compute nothing: then
-    they are asked where they stand, and :meth:`note_calls` is told.
-    """
+    """Watches a job for a hang: instances that wait, by their word or their stacks, while none makes progress."""
 
     def __init__(self) -> None:
         self.hang: Hang | None = None

@@ -58,10 +58,8 @@ _MAX_GROUPS_OF_HANG = 6
 
 
 def read_lines(places: Collection[Place]) -> dict[Place, str]:
-    """The lines at ``places``; those that cannot be read, or not in a second, are left out.
-
-    A program often hangs because of the file system that its source lies on, so a thread reads.
-    """
+    """The lines at ``places``; those that cannot be read, or not in a second, are left out."""
+    # a program often hangs because of the file system that its source lies on, so a thread reads
     found: dict[Place, str] = {}
     reader = threading.Thread(target=_read, args=(sorted(places), found), name="poprun-sources", daemon=True)
     with suppress(OSError):  # there can be no more threads
@@ -109,11 +107,7 @@ def read_standing(text: str, processes: Sequence[object]) -> Standing:
 
 
 def collective_of(standing: Standing) -> str:
-    """The call of torch's in which the main thread of a program waits for others, in words; "" for none.
-
-    In the backward pass DistributedDataParallel waits in C++, below the last call that Python has. The backend
-    popdist waits in calls of its own, below those of torch or of the program.
-    """
+    """The call of torch's in which the main thread of a program waits for others, in words; "" for none."""
     whole = standing.threads[0] if standing.threads else ()
     main = _without_backend(whole)
     if main and main[-1].file.endswith(_BACKWARD):
@@ -188,11 +182,7 @@ def _render_frame(frame: StackFrame, read_line: ReadLine) -> list[str]:
 
 
 class StackInquiry:
-    """A request to all running programs for their stacks, because of a hang or at the user's wish.
-
-    ``send_order`` sends an order to the agent of an instance; ``hang_timeout_seconds`` says when a job that
-    hangs is ended.
-    """
+    """A request to all running programs for their stacks, because of a hang or at the user's wish."""
 
     def __init__(
         self,

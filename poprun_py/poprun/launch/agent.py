@@ -1,10 +1,7 @@
 """The agent of one instance: it starts the program, tells poprun how it ended, and leaves nothing behind.
 
-It lives in a session of its own, so that neither a terminal's Ctrl-C nor the MPI runtime's way of ending a job
-reaches it, and is a subreaper, so that what loses its parent becomes its child. It ends the program's tree in
-order when poprun says so, when poprun is gone (the control socket closes), when its shim is gone (the life pipe
-closes), and when the program has ended by itself.
-
+It has a session of its own, out of reach of Ctrl-C and of the MPI runtime, and is a subreaper. It ends the
+program's tree when poprun says so, when poprun or its shim is gone, and when the program has ended by itself.
 Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
 
@@ -79,12 +76,8 @@ def forget_key(key: HeldKey) -> None:
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
-    """Let the threads of this process run on ``cores`` only, and take its memory from ``memory_nodes``.
-
-    What a process starts inherits both (sched_setaffinity(2), set_mempolicy(2)). Without ``memory_nodes`` the
-    kernel takes memory from the node of the core that touches it first. What is returned says why the memory is
-    not bound, if it is not: containers may forbid that call. An OSError says that a core is not to be had.
-    """
+    """Bind this process to cores and memory nodes; the words returned say why the memory is not bound, if so."""
+    # what a process starts inherits both: sched_setaffinity(2), and set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)
         if os.sched_getaffinity(0) != set(cores):  # the kernel leaves out what is not to be had, without a word
@@ -111,11 +104,9 @@ class TreeEnding:
         return self._deadline_seconds is not None
 
     def stop(self, program: int | None) -> None:
-        """Ask the program to end; what is left of its tree at the deadline is killed.
-
-        Only the program itself is asked first. Its own children are asked once it has ended, so that a program
-        which saves its state on SIGTERM does not lose its data loader's workers while it does.
-        """
+        """Ask the program to end; what is left of its tree at the deadline is killed."""
+        # its children are asked once it has ended: one that saves its state must not lose its data loader's
+        # workers
         self.was_stopped = True
         self._begin(self.grace_seconds)
         if program is not None:
@@ -149,12 +140,10 @@ class TreeEnding:
 
 
 def hold_master_port(address: str) -> socket.socket:
-    """A socket that keeps a free port of ``address`` for torch, without listening there.
-
-    Every instance must know torch's ``MASTER_PORT`` before instance 0's program, which will listen there, runs.
-    The kernel gives the number of a socket that is bound with SO_REUSEADDR and does not listen to nobody who asks
-    for any free port, and a listener that sets SO_REUSEADDR too (as torch's does) may still bind it.
-    """
+    """A socket that keeps a free port of ``address`` for torch, without listening there."""
+    # Every instance must know the port before instance 0's program listens there. The kernel gives a port that is
+    # bound with SO_REUSEADDR to nobody who asks for any free one, and torch's listener, which sets that too, may
+    # bind it.
     holder = socket.socket(_family(address), socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
@@ -296,10 +285,8 @@ class Agent:
             send([runtime], signal.SIGTERM)
 
     def _continue_parents(self) -> None:
-        """Continue the shim and what started it where somebody has stopped them: they have to end now.
-
-        A poprun that lives continues its own children, and may be stopped itself because its user wants it.
-        """
+        """Continue the shim and what started it where somebody has stopped them: they have to end now."""
+        # a poprun that lives continues its own children, and may be stopped itself because its user wants it
         shim, runtime = self._parentage.shim, self._parentage.runtime
         pids = [shim, *([runtime] if self._is_orphan or self._is_remote else [])]
         pids += list(ancestors(runtime))[:1] if self._is_orphan else []
@@ -370,11 +357,7 @@ class Agent:
             self._ending.kill()
 
     def _start(self, order: dict[str, Any]) -> None:
-        """Run the program of the ``start`` order.
-
-        Its environment is what the MPI runtime gave the shim, without poprun's own variables, and what the order
-        adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
-        """
+        """Run the program of the ``start`` order, in the environment of the shim with what the order adds."""
         forget_key(self._key)  # poprun has heard of every agent
         self._ending.grace_seconds = order["grace_seconds"]
         given = self._parentage.environment
@@ -438,10 +421,8 @@ class Agent:
             self._queue({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
-        """Close what the program inherited: its pipes would not close while they are open here.
-
-        Further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended.
-        """
+        """Close what the program inherited: its pipes would not close while they are open here."""
+        # further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended
         for descriptor in self._streams[:NUM_STREAMS]:
             os.close(descriptor)
         for listener in self._ports[1:]:

@@ -1,9 +1,8 @@
 """The host shim: the shim of an MPI job on one machine, which forks the agents of all instances.
 
-An MPI runtime starts a *rank shim* for each instance (`start_rank_shim`). It connects here and hands over what the
-runtime gave it: its environment, and the one descriptor that MPICH names there. So no instance waits for a Python
-that loads what agents need. The connection goes to the agent: its end is the rank shim's, and the other way round.
-The agent hears of the end of the rank shim's parent, too, for Hydra's proxy can die without mpiexec noticing.
+A *rank shim* for each instance (`start_rank_shim`) hands over what the MPI runtime gave it: its environment, and
+the descriptor that MPICH names there. So no instance waits for a Python that loads what agents need. The
+connection goes to the agent, which so hears of the rank shim's end, and the other way round.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ class HostShim(Shim):
     _listener: socket.socket
 
     def fork_agents(self, instances: range) -> bool:
-        """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes.
-
-        A runtime that can start no process may say nothing, so that is found out first.
-        """
+        """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes."""
         self._awaited = set(instances)
         if not has_room():
             self._lose_all(thread_shortage())
@@ -72,11 +68,7 @@ class HostShim(Shim):
             os.close(descriptor)
 
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
-        """Fork the agent of the rank shim that said ``words``: its rank, its parent, the names of ``descriptors``.
-
-        If one of the two is gone by now, the agent hears of it as any other. Raises an OSError where there are
-        too many files, and a ValueError for what is not the rank shim of an awaited instance.
-        """
+        """Fork the agent of the rank shim that said ``words``: its rank, its parent, its descriptors' names."""
         rank, parent, *names = words
         index, runtime, shim = int(rank), int(parent), peer_process(connection)
         if index not in self._awaited:

@@ -1,12 +1,8 @@
 """The launchers: the commands that start shims, one for each instance by MPI or srun, one for all directly.
 
-An MPI runtime is told to bind no process to cores (threads and placement are poprun's) and to take more processes
-than cores without complaint. Flags: MPICH's "Using the Hydra Process Manager" and mpiexec.gforker's usage; Open
-MPI's mpirun(1) and prterun(1). Between hosts no value stands in a command line: the runtime carries the variables
-that are named there, and the tasks of Slurm, which signs what it sends, inherit poprun's environment.
-
-A shim that is killed before its agent has reported leaves no trace on the control socket, and Hydra goes on
-waiting for it. So while a job starts, the shims below the launcher are looked for.
+An MPI runtime is told to bind no process to cores and to take more processes than cores. Flags: MPICH's "Using the
+Hydra Process Manager", mpiexec.gforker's usage, mpirun(1) and prterun(1). Between hosts no value stands in a
+command line: the runtime carries the named variables, and the tasks of Slurm inherit poprun's environment.
 """
 
 import math
@@ -105,11 +101,9 @@ class HostWords(NamedTuple):
 
 
 def _through_hydra(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
-    """The words for Hydra, whose proxies are told where mpiexec is.
-
-    Of what stands in its list, Hydra 5 leaves out the variable that is the last of its environment: it must be
-    none of the shims', so the options for ssh come last.
-    """
+    """The words for Hydra, whose proxies are told where mpiexec is."""
+    # Hydra 5 leaves out the last variable of its environment if it is in its list: so the options for ssh come
+    # last.
     from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - jobs of one host go without
 
     in_slurm = plan.remote.slurm_job is not None
@@ -156,11 +150,7 @@ FORKER: Final = Dialect(here=(), fixed=(), num_processes="-n", rank_variable=HYD
 
 
 def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | None") -> LaunchCommand:
-    """The one command that starts every shim of ``plan``.
-
-    Its order is PopRun's: launcher, fixed words, the user's global words, number of processes, the user's local
-    words, program.
-    """
+    """The one command that starts every shim of ``plan``, its words in PopRun's order."""
     runtime = runtime if network is None else replace(runtime, forker=None)
     dialect = FORKER if runtime.forker else DIALECTS[runtime.kind]
     hosts = HostWords(dialect.here) if network is None else _HOST_WORDS[runtime.kind](plan, network)
@@ -200,11 +190,9 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
 
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
-    """Whether one process forks the agents of a job of MPI, and the runtime's shims hand over to it.
-
-    They hand over environments and descriptors. With words of the user's for it, a runtime may give a shim more,
-    such as cores, and on other hosts it alone starts processes: there each shim forks its own agent.
-    """
+    """Whether one process forks the agents of a job of MPI, and the runtime's shims hand over to it."""
+    # with words of the user's, a runtime may give a shim more, such as cores; on other hosts it alone starts
+    # processes
     return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
@@ -221,10 +209,7 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 
 
 class StartWatch:
-    """Watches the shims while a job starts, to find those that end before their agent has reported.
-
-    It looks now and then: a start that takes the usual moment is over before the first look.
-    """
+    """Watches the shims while a job starts, to find those that end before their agent has reported."""
 
     def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
         # whether an MPI runtime starts all shims, on this machine; else there is nothing to see
@@ -272,10 +257,7 @@ class LauncherProcesses:
         working_directory: str,
         open_files: int = 0,
     ) -> None:
-        """Start every command in the working directory, to which the user's words for the runtime may refer.
-
-        ``open_files`` is their soft limit of open files; 0 for this process's own.
-        """
+        """Start every command in the working directory; ``open_files`` is their soft limit, 0 for poprun's."""
         inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
         reader, writer = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)

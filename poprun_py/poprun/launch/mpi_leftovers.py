@@ -1,12 +1,8 @@
 """The leftovers of killed MPI programs and launchers: shared memory, and session folders of Open MPI.
 
-MPICH and Open MPI talk through files in /dev/shm, which a program removes when it ends in order. One that is
-killed leaves them, and their megabytes are gone until somebody removes them by hand; a container has 64 of them in
-all. A file is taken for a leftover when its name is one that the MPI runtimes use, it is this user's, it has
-changed since the job began, and no process has it open or mapped. Standard library only: the agents run this.
-
-PRRTE keeps a folder ``ompi.<process id>`` while it runs. A launcher that is killed leaves it, and the next one
-that happens to get the same process id cannot start: "The PMIx server's listener thread failed to start".
+A killed program leaves its files in /dev/shm: those with a name of the MPI runtimes, of this user, changed since
+the job began, which no process has open. A killed PRRTE leaves ``ompi.<process id>``, and the next one with this
+id cannot start. Standard library only: the agents run this.
 """
 
 from __future__ import annotations
@@ -30,11 +26,8 @@ _PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
 
 
 def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
-    """Remove every leftover in ``folder`` that is not older than ``age_seconds``; their paths.
-
-    Nothing is removed where other processes than those that can be seen may use the folder, as in a container that
-    shares it with its host.
-    """
+    """Remove every leftover in ``folder`` that is not older than ``age_seconds``; their paths."""
+    # not where processes that cannot be seen may use the folder, as in a container that shares it with its host
     files = set(_files(folder, time.time() - age_seconds)) if _sees_everybody() else set()
     if files:
         files -= _held(files)
@@ -67,10 +60,8 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _held(files: set[str]) -> set[str]:
-    """Those of ``files`` that a process has open or mapped.
-
-    Descriptors are read before maps: a program opens a file, maps it, and closes it, so one of the two shows it.
-    """
+    """Those of ``files`` that a process has open or mapped."""
+    # descriptors first: a program opens a file, maps it, and closes it, so one of the two shows it
     held: set[str] = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -113,11 +104,8 @@ def session_parent(environ: Mapping[str, str]) -> str:
 
 
 def remove_abandoned_sessions(parent: str) -> list[str]:
-    """Remove every session folder in ``parent`` that is this user's and whose launcher has ended; their paths.
-
-    A folder is left alone when it does not bear this machine's name: containers may share ``parent`` and not their
-    process ids. A ``parent`` that cannot be read has none.
-    """
+    """Remove every session folder in ``parent`` that is this user's and whose launcher has ended; their paths."""
+    # containers may share ``parent`` and not their process ids: a folder without this machine's name stays
     removed = list(_abandoned(parent, os.uname().nodename))
     if removed:
         import shutil  # noqa: PLC0415 - there is hardly ever one

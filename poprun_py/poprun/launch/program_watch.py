@@ -1,11 +1,8 @@
 """What an agent sees of its program: what its tree uses, its page of progress, and where it stands.
 
-The page is a file in memory that the program inherits (`popdist.progress` says what stands there); the agent
-passes its bytes on as they are. A Python program announces on it the signal at which it writes its stacks into the
-page's file, behind the page (`popdist.stack_signal`). Nothing else is ever sent that signal: it would end a
-program that does not handle it. Processes that write no stacks are described from /proc.
-
-Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
+The page is a file in memory that the program inherits (`popdist.progress`); the agent passes its bytes on. A
+Python program announces there the signal at which it writes its stacks (`popdist.stack_signal`); processes that
+write none are described from /proc. Standard library only: a bare interpreter loads this in each shim.
 """
 
 from __future__ import annotations
@@ -132,11 +129,8 @@ def _read(pid: int, file: str) -> str:
 
 
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
-    """The memory and processor time of the processes of ``keys``, parents first; those that are gone are left out.
-
-    Of the memory of those after the first, what they share with others is left out; the processor time is that
-    since each began.
-    """
+    """The memory and processor time of the processes of ``keys``, parents first, as far as they still live."""
+    # of the memory of those after the first, what they share with others is left out
     memory_bytes, cpu_ticks, num_processes = 0, 0, 0
     for key in keys:
         try:

@@ -1,13 +1,8 @@
 """The shim, which an MPI runtime or poprun starts. It forks agents and waits for them.
 
-On other hosts, and where the user has words of his own for it, a runtime starts one for each instance. Without a
-runtime, poprun starts a single shim, which forks the agents of all instances: only the first of them waits for
-Python to start. See `host_shim` for the jobs of MPI on one machine.
-
-How a program ended is its agent's to tell, so the shim ends with 0 whatever that was: a runtime that heard of a
-failure would end the other instances before they could be stopped in order. It ends with 1 when an agent was
-killed or could not begin, or when the process that started it has gone (Hydra's proxy can die without mpiexec
-noticing), so that the agents end their trees.
+A runtime starts one for each instance; without one, poprun starts a single shim for all. See `host_shim` for MPI
+on one machine. It ends with 0 however its program ended: a runtime would end the other instances at a failure,
+before they could be stopped in order. It ends with 1 when an agent was killed, or what started the shim has gone.
 """
 
 from __future__ import annotations
@@ -92,10 +87,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
-        """Fork an agent for each of ``instances``; whether that succeeded, else poprun was told.
-
-        What agents need is loaded once for all of them; the only one loads it itself, which leaves less to copy.
-        """
+        """Fork an agent for each of ``instances``; whether that succeeded, else poprun was told."""
         life_reader, life_writer = os.pipe()
 
         def make_parentage() -> Parentage:
@@ -113,11 +105,7 @@ class Shim:
         return True
 
     def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
-        """Fork the agent of instance ``index``; its process id, or None if the system refuses: poprun is told.
-
-        ``make_parentage`` is called in it, and says where it comes from. When it has ended well, it sends a byte
-        to the descriptor ``report``, if there is one.
-        """
+        """Fork the agent of instance ``index``, which writes to ``report`` when it ends well; its id, or None."""
         try:
             agent = os.fork()
         except OSError as error:
@@ -206,11 +194,8 @@ class Shim:
         self._awaited.clear()
 
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
-        """Report to poprun that an agent is lost: one that had not reported leaves no other trace.
-
-        ``number`` is the error number that says why, or 0. Returns when poprun has heard it: then it does not take
-        the end of this process for the first thing that went wrong.
-        """
+        """Report to poprun that an agent is lost, with an error number or 0, and wait until it has heard."""
+        # else poprun would take the end of this process for the first thing that went wrong
         from poprun.messages.control import connect  # noqa: PLC0415 - agents are hardly ever lost
         from poprun.messages.json_lines import ProtocolError  # noqa: PLC0415 - as above
 

@@ -70,11 +70,7 @@ def _steps(view: InstanceView) -> int:
 
 
 def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
-    """The job in at most ``height`` lines of ``width``: a title, and a row for each instance, or the most telling.
-
-    A column that would be empty, or the same in every row, is left out. Where there is no room, columns go in a
-    fixed order, and what is too long is cut between words.
-    """
+    """The job in at most ``height`` lines of ``width``: a title, and a row for each instance that fits."""
     shown = _most_telling(job, max(1, height - _LINES_AROUND))
     rows = [_cells(job.instances[index], speeds[index]) for index in shown]
     kept = [heading for heading in _HEADINGS if heading in _ALWAYS or any(row[heading].plain for row in rows)]

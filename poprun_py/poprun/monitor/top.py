@@ -40,11 +40,7 @@ class RunningJob:
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs of this user in this network namespace, by process id; a click error says that there is no /proc.
-
-    A job of another pid namespace, as of a container, has the number by which the kernel shows it here; where it
-    shows none, the job is left out.
-    """
+    """The jobs of this user in this network namespace, by process id as seen here; a click error without /proc."""
     try:
         text = Path(_SOCKETS).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -68,11 +64,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
 
 
 def watch(job: RunningJob) -> Iterator[JobView]:
-    """Every view that the job sends, until it ends, with the process id that its poprun has here.
-
-    Raises an OSError when it cannot be reached or says nothing for ten seconds, and a ProtocolError when it is of
-    another version of poprun.
-    """
+    """Every view that the job sends until it ends; an OSError or a ProtocolError where it cannot be read."""
     with _connected(job.address) as connection:
         connection.sendall(encode({"event": VIEW_EVENT}))
         connection.settimeout(_SILENCE_SECONDS)
@@ -150,11 +142,9 @@ def _show(job: RunningJob) -> None:
 
 
 class LiveDrawing:
-    """A drawing that stays at the end of a terminal, where each one takes the place of the one before.
+    """A drawing that stays at the end of a terminal, where each one takes the place of the one before."""
 
-    rich's own (`rich.live`) counts lines of the terminal as it was: when that gets narrower, its lines take more
-    of the new ones, and pieces of each drawing remain. Here the whole screen is wiped then.
-    """
+    # rich.live counts lines of the terminal as it was: when that gets narrower, pieces of each drawing remain
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,12 +1,6 @@
 """Processes: started, found, ended, and what a bare interpreter needs for that.
 
-`NamedTuple` is for modules that shims and agents load: `typing` takes longer than all of them. Type checkers see
-typing's own:
-
-if TYPE_CHECKING:
-    from typing import NamedTuple
-else:
-    from poprun.process import NamedTuple
+`NamedTuple` is for modules that shims and agents load: `typing` takes longer than all of them.
 """
 
 from __future__ import annotations

@@ -36,11 +36,7 @@ class ProcessKey(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A child that has ended: its id, its exit code, negative for a signal, and the most memory that it held.
-
-    The kernel counts what the child held before it executed its program, too. A peak that is not above this
-    process's own says nothing of the program, and is 0.
-    """
+    """A child that has ended: its id, exit code, negative for a signal, and most memory, 0 if unknown."""
 
     pid: int
     code: int
@@ -84,10 +80,7 @@ def has_ended(pid: int) -> bool:
 
 
 def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Every living descendant of the process ``root``, parents before children, without zombies.
-
-    Descendants whose id is in ``apart_from`` are left out, with all below them.
-    """
+    """Every living descendant of ``root``, parents first, without those in ``apart_from`` and below them."""
     children: dict[int, list[_Stat]] = {}
     for stat in _all_stats():
         children.setdefault(stat.parent, []).append(stat)
@@ -131,10 +124,8 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """The descendants of this process that handle ``signum``, without those below another one that does.
-
-    A helper that was forked from a program has the program's handlers, and is the program's to tell.
-    """
+    """The descendants of this process that handle ``signum``, without those below another one that does."""
+    # a helper that was forked from a program has the program's handlers, and is the program's to tell
     found: list[ProcessKey] = []
     covered: set[int] = set()
     for key in descendants(os.getpid()):
@@ -160,10 +151,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Every living descendant of this process, which must be a subreaper: without a child it has none at all.
-
-    Descendants whose id is in ``apart_from`` are left out, with all below them.
-    """
+    """Every living descendant of this process, a subreaper, without those in ``apart_from`` and below them."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -204,10 +192,7 @@ def terminate(keys: Iterable[ProcessKey]) -> None:
 
 
 class StoppedChildren:
-    """The children of this process that somebody has stopped, and that have to act: they are continued.
-
-    That comes a second after they were seen: a pause of the whole job stops this process meanwhile, too.
-    """
+    """The children of this process that somebody has stopped, and that have to act: they are continued."""
 
     def __init__(self) -> None:
         self._seen: list[ProcessKey] = []

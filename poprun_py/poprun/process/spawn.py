@@ -1,9 +1,7 @@
 """Starting processes: with the descriptors they need, an end when their parent dies, and a bounded time to answer.
 
-poprun starts the launcher's commands with it, and each agent its program. Standard library only, and little of it:
-each shim of an MPI job loads this in a bare interpreter.
-
-Not with `subprocess`: importing it would cost each start of a job more than the usual question does.
+Not with `subprocess`, whose import costs each start of a job more than the usual question does. Standard library
+only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
 
 from __future__ import annotations
@@ -50,10 +48,7 @@ def die_with_parent(signum: int) -> None:
 
 
 def take_memory_from(nodes: Collection[int]) -> None:
-    """Have the kernel take this process's memory from these NUMA nodes only; what it starts inherits that.
-
-    Raises an OSError if a node is not to be had, or the call is forbidden, as it is in many containers.
-    """
+    """Have the kernel take this process's memory from these NUMA nodes only, or raise an OSError."""
     import ctypes  # noqa: PLC0415 - only what is bound to a node needs it
 
     number = _SET_MEMPOLICY.get(os.uname().machine)
@@ -87,11 +82,8 @@ class ProcessStart(NamedTuple):
 
 
 def start_process(start: ProcessStart) -> int:
-    """Fork and execute; the process id, which is also the id of the new session and group.
-
-    Must be called from the main thread: the death signal comes when the *thread* that forked ends. An OSError
-    has the path of the program, or the working directory, as file name.
-    """
+    """Fork and execute, from the main thread; the process id, which is the id of the new session, too."""
+    # the death signal comes when the *thread* that forked ends
     parent = os.getpid()
     reader, writer = _pipe_for(start)
     try:

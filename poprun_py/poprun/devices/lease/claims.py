@@ -68,10 +68,7 @@ class Claim(ABC):
         """The words that say who has what is wanted, and what can be done about it if ``advises``."""
 
     def wait_until_granted(self, vipu: VipuSettings, log: Log) -> tuple[str, ...]:
-        """Ask as often as ``vipu`` says, until the pool grants the claim; names of what is granted.
-
-        An IpusTakenError if others have it, and the job does not wait, or not any longer.
-        """
+        """Ask as often as ``vipu`` says; the names that were granted, or an IpusTakenError if others have them."""
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False
         while not (names := self._request()):
@@ -96,10 +93,7 @@ def request_ipus(
     allocation: str | None = None,
     hosts: tuple[str, ...] = (),
 ) -> IpuRequest:
-    """The request of a job for ``num_ipus`` virtual IPUs or GPUs, in ``partition`` if it is given.
-
-    ``hosts`` are those that they are to be on, equally many on each; none where it does not matter.
-    """
+    """The request of a job for ``num_ipus`` virtual IPUs or GPUs, equally many on each of ``hosts`` if any."""
     vipu, wanted = plan.vipu, None
     if partition is not None:
         wanted = PartitionRequest(

@@ -49,10 +49,7 @@ _Message = dict[str, Any]
 
 @contextmanager
 def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> Iterator[LeasedPlan]:
-    """Hold what a job needs of each of its hosts for the length of a block; the job with it.
-
-    What a host's pool answers is raised with the host's name; see `poprun.devices.lease.local_lease.leased_here`.
-    """
+    """Hold what a job needs of each of its hosts for the length of a block; the job with its leases."""
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job
         return
@@ -88,10 +85,8 @@ class _HostLeases:
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def reacquire(self, network: JobNetwork) -> JobNetwork:
-        """Acquire anew the leases of hosts that were lost, before a restart; ``network`` with them.
-
-        It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
-        """
+        """Acquire anew the leases of hosts that were lost, before a restart; ``network`` with them."""
+        # It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
         for host in [host for host, holder in self._holders.items() if not holder.is_there()]:
             self._holders[host].release()
@@ -198,10 +193,7 @@ class LeaseHolder:
         return granted
 
     def answer(self, wanted: str, until: float | None) -> _Message:
-        """The next message of the process that has ``wanted``; what it logs meanwhile goes to the user.
-
-        A PoprunError if it is an error; a HostsError if none comes before the monotonic time ``until``.
-        """
+        """The next message that has ``wanted``; an error, or none before ``until``, is a PoprunError."""
         while True:
             message = self._receive(until)
             if wanted in message:

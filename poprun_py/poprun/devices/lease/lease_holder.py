@@ -1,9 +1,7 @@
-"""The process that holds a job's lease on one host: ``python -I lease_holder.py FOLDER``.
+"""The process that holds a job's lease on one host: ``python -I lease_holder.py FOLDER``, started by poprun.
 
-poprun starts it there through ssh. It requests a lease of its host's pool, holds it from attempt to attempt,
-and hands the open file that is the lease to the agents of the job there. poprun says when the job is over. When
-poprun is out of reach, this process ends at once and gives nothing back: the agents have the file open until their
-programs have ended, and the lease ends with them.
+It holds the lease from attempt to attempt, and hands the open file that is the lease to the agents there. When
+poprun is out of reach, it ends at once and gives nothing back: the lease ends with the last of the agents.
 """
 
 import json

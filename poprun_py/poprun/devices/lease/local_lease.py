@@ -1,9 +1,6 @@
 """What a job takes of the pool of this machine: virtual IPUs, GPUs, and cores that its instances alone have.
 
 It takes them in that order, which is the same for all jobs: so two jobs never wait for each other.
-
-A process of this machine holds its lease as an open file with a lock. The process that holds the lease of a job on
-another host (`lease_holder`) takes it in the same way there.
 """
 
 import os
@@ -54,12 +51,8 @@ _CORE_QUEUE: Final = "core/"
 def leased_here(
     job: LeasedPlan, facts: MachineFacts | None, *, is_fixed: bool, log: Log = screen.log
 ) -> Iterator[LeasedPlan]:
-    """Hold what a job needs of this machine for the length of a block; the job with it.
-
-    A job that a program of another job starts runs on that one's GPUs, and needs no lease of its own on them.
-    ``facts`` are what the plan was made from, None for a plan that was read; one that ``is_fixed`` needs just
-    those devices that it names.
-    """
+    """Hold what a job needs of this machine for the length of a block; if ``is_fixed``, what its plan names."""
+    # a job that a program of another job starts runs on that one's GPUs, and needs no lease of its own on them
     plan = job.plan
     with ExitStack() as stack:
         if plan.takes_lease and not job.has_gpus:
@@ -88,10 +81,7 @@ def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
 def ipu_claims(
     plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
 ) -> "Sequence[IpuClaim | GpuClaim]":
-    """The claims of a job on virtual IPUs and on GPUs of this machine; see :func:`leased_here`.
-
-    A pod's IPUs are in the ``partition``, and the GPUs beside them in none.
-    """
+    """The claims of a job on virtual IPUs and on GPUs of this machine, of a pod's IPUs in the ``partition``."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         gpus = find_gpus(os.environ) if facts is None else facts.gpus
@@ -230,10 +220,7 @@ class GpuClaim(LocalClaim):
 
 
 class CoreClaim(LocalClaim):
-    """A claim on cores that the instances have to themselves, beside what the job was ``given`` before.
-
-    ``facts`` are what it may use of this machine; None when it needs just those cores that its plan names.
-    """
+    """A claim on cores for the instances alone; without ``facts`` on just those that the plan names."""
 
     def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:
         self._facts = facts

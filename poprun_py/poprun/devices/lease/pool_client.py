@@ -25,10 +25,7 @@ from poprun.text.ranges import counted, fold_hosts
 def facts_under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> tuple[MachineFacts, Cluster | None]:
-    """The facts with the GPUs that a job may get, those that others hold marked, and the pod to plan for, if any.
-
-    A server that the job names is asked only if ``asks_server``.
-    """
+    """The facts, in which the GPUs that others hold are marked, and the pod to plan for, if there is one."""
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
@@ -47,11 +44,7 @@ def facts_under_pool(
 
 @contextmanager
 def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
-    """Hold what a job needs, on all of its hosts, for the length of a block; the plan with the leases.
-
-    A plan that was read, with no ``facts``, needs just what it names. ``network`` is None with only this machine.
-    What cannot be held is an IpusTakenError, a PartitionError, a PlanError, or a HostsError with the host's name.
-    """
+    """Hold what a job needs on all of its hosts for the length of a block; the plan with the leases."""
     is_fixed = facts is None
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
@@ -68,10 +61,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
 
 
 def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -> str:
-    """A line on the virtual IPUs that a job would take now, or why it would not start; the pool stays as it is.
-
-    The job asks no server; ``is_here`` says that this machine is its only host.
-    """
+    """A line on what a job would lease now, or why it would not start; it asks no server and changes no pool."""
     if not is_here:
         counts = [counted(plan.num_ipus_per_host, "virtual IPU")] if plan.leases_ipus else []
         counts += [counted(plan.num_gpus_per_host, "GPU")] if plan.devices else []

@@ -1,9 +1,8 @@
 """The process that renews a job's lease at a server of virtual IPUs: ``python -I -S renewal.py``.
 
-It is a process of its own, outside poprun's tree, so that a poprun that is stopped, busy or killed does not lose
-the lease while programs compute under it. Its standard input is a pipe, of which poprun and its agents hold the
-other end: the first line says what to do, a second one that the job is over, and an end without it that all of
-them were killed. Then it gives the lease back.
+It is outside poprun's tree, so that a poprun that is stopped or killed does not lose the lease while programs
+compute. Of its standard input poprun and its agents hold the other end: the first line says what to do, a second
+one that the job is over, and an end without it that all of them were killed. Then it gives the lease back.
 """
 
 import json

@@ -67,10 +67,8 @@ def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts,
 
 @contextmanager
 def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
-    """Hold the virtual IPUs of a job for the length of a block; the job with them.
-
-    A job that a program of another job starts runs on that one's virtual IPUs, and needs no lease of its own.
-    """
+    """Hold the virtual IPUs of a job for the length of a block; the job with them."""
+    # a job that a program of another job starts runs on that one's virtual IPUs, and needs no lease of its own
     plan, pool = job.plan, _pool_of(job.plan.vipu)
     served = pool.served()
     check_place(plan, served, boot_id())
@@ -168,11 +166,8 @@ class ServerClaim(Claim):
 
 @contextmanager
 def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """Renew a lease for the length of a block and, if this process is killed, as long as its agents live.
-
-    The block has the descriptor that the agents keep open. When all here were killed the lease is renewed for
-    ``linger_seconds`` more: so long may programs of other hosts still run.
-    """
+    """Renew a lease for the length of a block, and for ``linger_seconds`` after all here were killed."""
+    # the agents keep the descriptor open; programs of other hosts may still run when all here were killed
     seconds = {"lease_seconds": lease_seconds, "linger_seconds": linger_seconds}
     job = {"server": asdict(server), "key": key, **seconds}
     life_reader, life_writer = os.pipe()
@@ -221,10 +216,7 @@ def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
-    """Check that the job runs where the server's IPUs are, unless they are a pod's, which stand for any host.
-
-    ``boot_id`` is the run of the kernel here, which is the server's on its own machine.
-    """
+    """Check that the job runs where the server's IPUs are, unless they are a pod's, which stand for any host."""
     if served.cluster.kind != POD and (len(plan.hosts) > 1 or served.boot_id != boot_id):
         raise _elsewhere(served.cluster, "cores" if served.cluster.kind == CPU else "GPUs")
 
@@ -240,11 +232,7 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
 def given_ipus(
     plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str], partition: str | None
 ) -> LeasedDevices:
-    """What ``plan`` runs on with the IPUs called ``names`` that the server gave it.
-
-    ``cluster`` has GPUs as :func:`as_here` gives them; ``hosts`` are called as the cluster calls them, if it
-    names any.
-    """
+    """The devices and cores of ``plan`` with the IPUs called ``names``; ``hosts`` bear the cluster's names."""
     if cluster.kind == GPU:
         in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]
         _check_visible(cluster, in_slot_order[: plan.num_gpus_per_host])

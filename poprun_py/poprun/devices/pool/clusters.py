@@ -18,11 +18,7 @@ def choose_cluster(
     ipus_per_host: int | None = None,
     pod: Cluster | None = None,
 ) -> Cluster:
-    """The virtual IPUs of this machine: its part of a described pod, else its GPUs, else shares of its cores.
-
-    ``ipus_per_host`` says how many there are, of GPUs the first ones; None is all GPUs, or as many shares of the
-    cores as jobs take.
-    """
+    """The virtual IPUs of this machine: its part of a described pod, else its GPUs, else shares of its cores."""
     if pod is not None:
         return on_machine(pod, (hostname, hostname.partition(".")[0]))
     if not gpus:

@@ -1,9 +1,8 @@
 """The files of a pool's folder, in which every user writes: opened, read, made and locked so that none misleads.
 
 Whatever stands in the folder may have been put there by another user. So a file is opened relative to the open
-folder, never by a path; links are not followed, and a pipe keeps nobody waiting. Only then is it looked at: it
-must be a plain file with one name, and what stands in it is its owner's word. A file is written under a new name
-that nobody can guess, and renamed; another user's file is never opened for writing.
+folder; links are not followed, and a pipe keeps nobody waiting. It must be a plain file with one name. It is
+written under a new name that nobody can guess, and renamed; another user's file is never opened for writing.
 """
 
 import fcntl
@@ -52,10 +51,7 @@ class PoolFile:
 
 
 class PoolFolder:
-    """The open folder of a pool, whose ``path`` is for messages only.
-
-    A file is named by its kind and its key: ``lease-`` and 32 hexadecimal digits. Every method raises PoolError.
-    """
+    """The open folder of a pool, whose ``path`` is for messages only; every method raises PoolError."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -97,10 +93,7 @@ class PoolFolder:
         return PoolFile(kind=kind, key=key, uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Make a file, or replace one, as a whole; root may write it for the user ``uid``.
-
-        One that ``is_lasting`` counts after a crash of the machine, too.
-        """
+        """Make or replace a file as a whole, as root for the user ``uid``, if ``is_lasting`` for after a crash."""
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
         new = f"{_NEW}-{secrets.token_hex(16)}"
@@ -139,10 +132,8 @@ class PoolFolder:
         return descriptor
 
     def is_locked(self, kind: str, key: str, uid: int | None = None) -> bool | None:
-        """Whether a process has locked a file of the user ``uid``, or of anybody; None where there is none.
-
-        To be able to read it is enough. What is no plain file, or another user's, is not there.
-        """
+        """Whether a process has locked a file of the user ``uid``, or of anybody; None where there is none."""
+        # to be able to read a file is enough to try its lock
         try:
             with self._opened(kind, key) as (descriptor, owner):
                 if descriptor is None or (uid is not None and owner != uid):
@@ -155,10 +146,7 @@ class PoolFolder:
         return False
 
     def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
-        """Remove this user's files of some kinds, but not the keys that ``keeps`` has, and those never finished.
-
-        Nobody else may write meanwhile.
-        """
+        """Remove this user's files of some kinds, but not the keys in ``keeps``, while nobody else writes."""
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):
                 with suppress(OSError):

@@ -1,12 +1,8 @@
 """The processes behind leases, and whether they still live; and whether a server hands out the pool.
 
-Each lease has a file that its job keeps locked with flock(2): poprun, and each of its agents, which outlive a
-poprun that is killed until their programs have ended. The kernel takes the lock away when the last of them has
-gone, however it went. That holds between users and between containers that share the pool, where ids say nothing.
-A lease of another boot has ended. If the file is gone, the process's id, start time and pid namespace decide.
-
-The lease of a client of a server has no lock: nothing on this machine knows whether that client lives, except the
-server, which ends the lease. While there is no server nobody knows, and the lease stays.
+Each lease has a file that poprun and its agents keep locked with flock(2): the kernel takes the lock away when the
+last of them has gone. That holds between users and containers, where ids say nothing. If the file is gone, the
+process's id, start time and pid namespace decide. The lease of a client of a server ends by that server only.
 """
 
 import os
@@ -57,10 +53,7 @@ def pid_namespace() -> str:
 
 
 def lives(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
-    """Whether the job is still there for which ``holder`` took a lease.
-
-    ``is_locked`` tells whether the lease's file is locked; None where there is no such file of that user.
-    """
+    """Whether the job of ``holder`` lives; ``is_locked`` tells of the lease's file, None where there is none."""
     if holder.key is not None:
         return True
     if holder.boot_id != boot_id():

@@ -1,9 +1,8 @@
 """The place of a machine's pool: a folder, found or made, and checked before anything in it is touched.
 
-The default is a folder below ``/var/tmp``, which outlives a reboot and is on a local disk. Every user may write in
-it, because there is no daemon that could write for them. It has the sticky bit: nobody but root and the folder's
-owner can rename, replace or remove what another user has put there. What is checked is the open folder, and
-everything in it is opened relative to it (`folder`): nobody can put another folder in its place meanwhile.
+The default outlives a reboot and is on a local disk. Every user may write there, since no daemon could write for
+them; the sticky bit keeps each user's files from all but root and the folder's owner. The open folder is checked,
+and all in it is opened relative to it: nobody can put another in its place meanwhile.
 """
 
 import errno
@@ -41,11 +40,7 @@ def pool_folder(named: str | None) -> str:
 
 @contextmanager
 def opened_place(path: str, *, makes: bool) -> Iterator[int]:
-    """The folder of the pool at ``path``, open for the length of a block; its descriptor.
-
-    If ``makes``, it is made where there is none, and must be one to write in. A folder that cannot be trusted is a
-    PoolError.
-    """
+    """Open the folder of the pool at ``path`` for the length of a block; a PoolError if it cannot be trusted."""
     if makes:
         _make(path)
     try:
@@ -120,10 +115,8 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
 
 
 def file_system_of(path: str, mounts: Iterable[str]) -> str:
-    """The type of the file system that holds ``path``, by lines of ``/proc/self/mountinfo``; empty if none does.
-
-    ``path`` is absolute, without links. Of two mounts at one place the later one counts: proc_pid_mountinfo(5).
-    """
+    """The type of the file system that holds ``path``, by lines of /proc/self/mountinfo; empty if none does."""
+    # of two mounts at one place the later one counts: proc_pid_mountinfo(5)
     best, found = "", ""
     for line in mounts:
         left, _, right = line.partition(" - ")

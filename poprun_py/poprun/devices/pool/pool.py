@@ -40,10 +40,7 @@ class Ticket:
 
 
 class Pool:
-    """The pool in the folder at ``path``, which is made when it is first written to.
-
-    Every method raises PoolError when it cannot be used, as when others keep it locked for ``busy_seconds``.
-    """
+    """The pool in the folder at ``path``, made when it is first written to; a PoolError if it cannot be used."""
 
     def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
@@ -58,10 +55,7 @@ class Pool:
             return PoolState()
 
     def enqueue(self, holder: Holder, request: PoolRequest) -> Ticket:
-        """Queue at the end for ``holder``; it has what is requested if nobody stands before and it is free.
-
-        A PartitionError if the partition that is requested does not fit; then nothing is left in the queue.
-        """
+        """Queue at the end for ``holder``, who has what is requested if nobody stands before it and it is free."""
         with self._writing() as (folder, contents):
             key = holder.key or secrets.token_hex(16)
             lease = Lease(
@@ -90,10 +84,8 @@ class Pool:
             return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
 
     def release(self, ticket: Ticket) -> None:
-        """Give everything back, and the partition that was made for this lease with it.
-
-        Only this user's own files are removed, so it needs no lock, whatever else stands in the pool.
-        """
+        """Give everything back, and the partition that was made for this lease with it."""
+        # only this user's own files are removed, so it needs no lock, whatever else stands in the pool
         try:
             with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
                 end_lease(folder, ticket.key)
@@ -104,11 +96,7 @@ class Pool:
     def create_partition(
         self, name: str, cluster: Cluster, size: int, *, allocation: str | None = None, user: str | None = None
     ) -> Partition:
-        """Make a partition of free IPUs of ``cluster``, for the client ``user`` of this server or for this user.
-
-        A PlanError if that is no name or number, a PartitionError if there is one of that name or the size is no
-        power of two, an IpusTakenError if too few are free.
-        """
+        """Make a partition of free IPUs of ``cluster`` for ``user``, a client of this server, or for this user."""
         check_count("--size", size)
         if not (name and name.isprintable()):
             raise PlanError(f"partition {name!r} is not possible: a name has characters that can be printed")
@@ -138,10 +126,7 @@ class Pool:
             remove_partition(folder, _changeable(contents, name))
 
     def reset_partition(self, name: str, cluster: Cluster) -> Partition:
-        """Choose anew the IPUs of a partition that no job holds, among those of ``cluster``.
-
-        An IpusTakenError if too few others are free; then it keeps its own.
-        """
+        """Choose anew the IPUs of a partition that no job holds; it keeps its own if too few others are free."""
         with self._writing() as (folder, contents):
             state = contents.state
             old = _unused(state, name)
@@ -258,11 +243,8 @@ _PATIENT_SECONDS: Final = 60.0
 
 
 def wait_for_turn(pool: Pool, ticket: Ticket, request: PoolRequest, timeout_seconds: float) -> None:
-    """Return when a retry of ``ticket`` may be granted, or after ``timeout_seconds``.
-
-    That is when nobody who asked before waits for the same any more, and what is requested is free, also because
-    a job has ended that could not give it back.
-    """
+    """Return when a retry of ``ticket`` may be granted, or after ``timeout_seconds``."""
+    # a job may have ended that could not give its IPUs back, so the pool is read and nobody waits for a message
     began = time.monotonic()
     with opened_folder(pool.path, makes=True) as folder:
         while (waited := time.monotonic() - began) < timeout_seconds:

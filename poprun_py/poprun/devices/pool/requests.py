@@ -45,10 +45,7 @@ class PartitionRequest:
     resets: bool | None = None  # whether its IPUs are chosen anew; None does where some are not there any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Whether the partition ``found`` gets other IPUs before the job runs in it.
-
-        ``is_known`` says whether there is such an IPU. A PartitionError if it does not fit and may not change.
-        """
+        """Whether ``found`` gets other IPUs first; a PartitionError if it does not fit and may not change."""
         if found.size != self.size:
             if self.may_change:
                 return True
@@ -84,10 +81,7 @@ class PoolRequest:
         return self.queue_name if self.partition is None else self.partition.name
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
-        """Names of what somebody at the head of the queue gets now, none while he waits; and IPUs chosen for it.
-
-        No IPUs are chosen for a partition that stays as it is; a PartitionError if it neither fits nor may change.
-        """
+        """Names of what the head of the queue gets now, none while it waits; and the IPUs newly chosen for it."""
         wanted, kept = self.partition, frozenset[str]()
         if wanted is not None and (found := state.partition(wanted.name)) is not None:
             if found.lease is not None:
@@ -111,10 +105,7 @@ class IpuRequest:
     partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
-        """Check that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
-
-        A PartitionError if there is no such allocation, a PlanError if there can never be as many.
-        """
+        """Check that there can be as many IPUs in ``cluster``; ``where`` ends the sentence if not."""
         check_names(cluster, self.allocation)
         num_there = len(cluster.part(self.allocation))
         if not cluster.is_open and self.num_ipus > num_there:
@@ -123,10 +114,7 @@ class IpuRequest:
             raise PlanError(f"the job needs {needed}, and {whole} has {num_there}{where}")
 
     def of(self, cluster: Cluster) -> PoolRequest:
-        """The request for IPUs of ``cluster``.
-
-        A PartitionError if as many do not divide over the hosts, a PlanError if the cluster knows other hosts.
-        """
+        """The request for IPUs of ``cluster``; an error if as many do not divide over its hosts."""
         num_chosen = self.partition.size if self.partition else self.num_ipus
         pick: Choose = cluster.pick(num_chosen, self.allocation, self.num_domains)
         if cluster.hosts and self.hosts:
@@ -175,11 +163,7 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """The words that say why a job does not get what it wants of ``cluster`` now, and who has it.
-
-    ``own`` is the number of the job's own place in the queue; ``shares`` says that processes outside the pool do
-    not matter; ``advises`` adds what can be done about it; ``place`` says where the cluster is.
-    """
+    """The words that say why a job does not get what it wants, and who has it; ``own`` is its lease's number."""
     if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
         lease = state.lease(found.lease)

@@ -17,12 +17,7 @@ from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
 
 
 class Renewals:
-    """The times at which leases end unless they are renewed.
-
-    Time in which this process itself did not run (it was stopped, or the machine slept) counts for nobody: clients
-    could not renew anything while nobody listened. Such a gap is a call of :meth:`expired` that comes much later
-    than ``poll_seconds`` after the last one.
-    """
+    """The times at which leases end unless they are renewed."""
 
     def __init__(
         self, lease_seconds: float, poll_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -53,7 +48,7 @@ class Renewals:
         now = self._clock()
         gap = now - self._polled_at - self._poll_seconds
         self._polled_at = now
-        if gap > self._poll_seconds:
+        if gap > self._poll_seconds:  # this process was stopped, and clients could renew nothing meanwhile
             self._ends = {key: end + gap for key, end in self._ends.items()}
         return [key for key, end in self._ends.items() if end <= now]
 
@@ -90,10 +85,7 @@ class ClientLeases:
         return len(keys)
 
     def request(self, request: LeaseRequest) -> LeaseAnswer:
-        """Put a client into the queue, and give it what it wants when its turn has come.
-
-        A PlanError or PartitionError if it can never have that: then it is in no queue any more.
-        """
+        """Put a client into the queue, and give it what it wants when its turn has come."""
         with self._lock:
             state = self._pool.state()
             leases = _by_key(state)
@@ -106,10 +98,7 @@ class ClientLeases:
         return answer
 
     def renew(self, key: str) -> None:
-        """Let a lease last for its whole time from now on.
-
-        Raises LeaseEndedError if there is none of that key any more.
-        """
+        """Let a lease last for its whole time from now on; a LeaseEndedError if there is none of that key."""
         with self._lock:
             if key not in self._renewals:
                 raise LeaseEndedError(

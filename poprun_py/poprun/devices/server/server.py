@@ -1,10 +1,8 @@
 """The HTTP server of `vipu serve`: who may ask, what and how much of it at a time, and how long it may take.
 
-A request is checked in this order: its headers are counted, its token is compared, its body is read up to a limit,
-its JSON is read, and each of its fields is checked. What fails is answered in one line, with no traceback.
-
-A connection lasts a bounded time, whatever its client does. When there are too many, the one goes that has been
-longest about sending its request, so slow clients cannot keep others out.
+A request's headers are counted, its token compared, its body read up to a limit, its JSON and each field checked.
+What fails is answered in one line. A connection lasts a bounded time; when there are too many, the one goes that
+has been longest about sending its request, so slow clients cannot keep others out.
 """
 
 import asyncio
@@ -236,10 +234,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def serve(app: Starlette, listener: socket.socket, when_ready: Callable[[], None]) -> None:
-    """Answer until SIGTERM or Ctrl-C; then what was asked is still answered, for a few seconds.
-
-    ``when_ready`` is called once, when a signal would be heeded.
-    """
+    """Answer until SIGTERM or Ctrl-C, and call ``when_ready`` when these would be heeded."""
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,

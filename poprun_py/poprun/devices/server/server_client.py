@@ -89,10 +89,7 @@ def make_token(file: str) -> bool:
 
 
 class RemotePool:
-    """The pool that a server hands out to ``client``, who is called ``user@host``.
-
-    Every method raises ServerError when the server cannot be used, and what the pool of this machine would raise.
-    """
+    """The pool that a server hands out to ``client``, called ``user@host``; it raises what a local pool would."""
 
     def __init__(self, server: ServerAddress, client: str) -> None:
         self.server = server

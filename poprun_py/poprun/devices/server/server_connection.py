@@ -59,11 +59,8 @@ def describe_error(error: PoprunError) -> tuple[str, int]:
 
 
 def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
-    """Have a server do ``command`` with ``values``; its answer.
-
-    A ServerLostError may be gone at the next try; a LeaseEndedError says that the lease has ended; any other
-    ServerError that this is no server for this client. Else it is what the server says, of the same kind as there.
-    """
+    """Have a server do ``command`` with ``values``; its answer, or the error that it answers with."""
+    # a ServerLostError may be gone at the next try; other ServerErrors say that this is no server for this client
     status, version, text = _exchange(server, command, json.dumps(values).encode())
     if version != str(VERSION):
         raise ServerError(

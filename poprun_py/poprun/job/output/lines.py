@@ -26,10 +26,7 @@ class LineSplitter:
         self._is_drawing = False
 
     def feed(self, data: bytes) -> bytes:
-        r"""The lines that ``data`` completes, each with its ending.
-
-        A ``\r`` at the very end waits for the next byte, which may be its ``\n``.
-        """
+        r"""The lines that ``data`` completes, with their endings; a ``\r`` at the end waits for the next byte."""
         data = self._rest + data
         after_bar = data.rfind(b"\r", 0, -1) + 1
         end = max(after_bar, data.rfind(b"\n") + 1)
@@ -47,10 +44,8 @@ class LineSplitter:
 
     @property
     def step(self) -> bytes:
-        r"""The part of a progress bar's next step that has come, whose end is not known; empty if there is no bar.
-
-        Some programs write ``\r`` before each step, some behind it: either way it would be shown one step late.
-        """
+        r"""The part of a progress bar's next step that has come without its end; empty if there is no bar."""
+        # some programs write ``\r`` before each step, some behind it: either way it would be shown one step late
         if self._rest.endswith(b"\r"):
             return self._rest[:-1]
         return self._rest if self._is_drawing else b""

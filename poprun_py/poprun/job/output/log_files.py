@@ -16,12 +16,7 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 
 
 class LogFiles:
-    """The open logs of one attempt of a job: ``<folder>/instance-<n>.out.log`` and ``….err.log``.
-
-    They are appended to. One that can be written no further, such as on a full disk, ends there: the first is told
-    of when it happens, by a call of ``warn`` from the thread that writes, and the job goes on. ``log_dir`` is an
-    absolute path, which is made if it is not there; in it are folders for the job's id and the count of restarts.
-    """
+    """The open logs of one attempt of a job: ``<folder>/instance-<n>.out.log`` and ``….err.log``."""
 
     def __init__(
         self, log_dir: str, job_id: str, restart_count: int, num_instances: int, warn: Callable[[str], None]

@@ -1,10 +1,8 @@
 r"""Progress bars on a terminal that several instances share. Pure.
 
-A bar is a row that ends with ``\r``: the cursor goes back to its beginning, and the next step is written over it.
-Here the last bar that was drawn stays the bottom row: lines of others take its place and it is drawn again below
-them. A step that the next step or a line is drawn over at once is not drawn at all. Bars below each other move the
-cursor up; they may, as long as nobody else has written the rows that they move to. A step that is wider than the
-terminal is cut off: on two rows it could not be drawn over.
+A bar is a row that ends with ``\r``: its next step is written over it. Here the last bar that was drawn stays the
+bottom row: lines of others take its place and it is drawn again below them. Bars below each other move the cursor
+up; they may, as long as nobody else has written the rows that they move to.
 """
 
 import re
@@ -22,10 +20,7 @@ _Writer = tuple[str, tuple[int, ...]]
 
 
 class BottomRow:
-    """The rows around the terminal's cursor, which is always at the beginning of a row.
-
-    ``columns`` says how wide the terminal is at the moment; 0 if nobody knows.
-    """
+    """The rows around the terminal's cursor; ``columns`` says how wide the terminal is now, 0 if nobody knows."""
 
     def __init__(self, columns: Callable[[], int]) -> None:
         self._columns = columns
@@ -38,11 +33,7 @@ class BottomRow:
     def render(
         self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes = b""
     ) -> bytes:
-        """The bytes that show whole ``lines``, steps of bars among them, and then ``step`` on the terminal.
-
-        They came on ``stream`` from one instance, unless they were folded. ``step`` is the beginning of a bar's
-        next step, see `LineSplitter.step`.
-        """
+        """The bytes that show whole ``lines``, and then ``step``, the beginning of a bar's next step."""
         writer = (stream, instances)
         if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:
             step = b""  # it cannot be written twice

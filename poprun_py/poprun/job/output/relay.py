@@ -64,11 +64,7 @@ class OnClosed(Protocol):
 
 
 class OutputStream:
-    """One of poprun's own streams, written to until nobody reads it any more.
-
-    A reader that does not read blocks the caller. ``on_closed`` is called once when the reader has gone, or with
-    ``is_lost`` when the disk is full, which is said.
-    """
+    """One of poprun's own streams; ``on_closed`` is called when its reader has gone or the disk is full."""
 
     def __init__(self, descriptor: int, on_closed: "OnClosed") -> None:
         self._descriptor = descriptor
@@ -223,10 +219,7 @@ class InterruptFilter:
 
 
 class Relay:
-    """Reads every stream until it ends, logs and shows it, remembers the last lines of each standard error.
-
-    Of each of ``pipes`` are given the descriptor, the instance, and the number of its stream.
-    """
+    """Reads every one of ``pipes``, (descriptor, instance, stream), until it ends; logs and shows its lines."""
 
     def __init__(
         self,

@@ -30,12 +30,7 @@ _STDERR: Final = 2
 
 
 class ProgramStreams:
-    """The standard streams of all programs of one attempt of a job.
-
-    One instance without tags and logs inherits poprun's own streams, so debuggers and progress bars work as they
-    do without poprun. Others get pipes; instance 0 reads poprun's standard input, the others read nothing. Between
-    hosts the streams are sockets, which the agents have connected.
-    """
+    """The standard streams of all programs of one attempt: pipes, sockets between hosts, or poprun's own."""
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity) -> None:
         self._plan = plan
@@ -51,10 +46,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """The three descriptors for ``instance``; :meth:`close` them once they have been passed on.
-
-        An instance of a job of several hosts has connected ``sockets``, by the streams' numbers, and needs none.
-        """
+        """The three descriptors for ``instance``, to be closed when passed on; none if it has ``sockets``."""
         if sockets:
             self._fed = sockets.get(_STDIN, self._fed)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -176,10 +168,8 @@ class InputFeed:
                     data = data[self._target.send(data) :]
 
     def _read(self) -> bytes:
-        """The next input; nothing at its end.
-
-        While others have the terminal, a read fails instead of stopping poprun, since SIGTTIN is blocked: read(2).
-        """
+        """The next input; nothing at its end."""
+        # SIGTTIN is blocked: so a read fails, instead of stopping poprun, while others have the terminal
         while self._is_ready(self._source, select.POLLIN):
             try:
                 return os.read(self._source, _READ_BYTES)

@@ -1,9 +1,8 @@
 """The last words of a program: of all that it wrote to its standard error, the lines that tell most. Pure.
 
-They are those of the last traceback, in the form of Python's `traceback` module: a header, indented frames, the
-exception's line and further lines of its message. torch.distributed puts the rank before each line, and a worker's
-traceback stands inside the message of the one that brought it. Groups of exceptions and the boxes that rich draws
-are not read: of those the last lines are shown, which name the exception.
+They are those of the last traceback. torch.distributed puts the rank before each line, and a worker's traceback
+stands inside the message of the one that brought it. Groups of exceptions and the boxes that rich draws are not
+read: of those the last lines are shown, which name the exception.
 """
 
 import re
@@ -64,31 +63,23 @@ Frame = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastWords:
-    """What a program said before it ended.
+    """What a program said before it ended; empty for one that said nothing."""
 
-    ``summary`` is the line that says most: the exception's, else the last one. ``lines`` is the excerpt, of at
-    most ``MAX_EXCERPT_LINES``. Both are empty for a program that said nothing.
-    """
-
-    summary: str = ""
-    lines: tuple[str, ...] = ()
+    summary: str = ""  # the line that says most: the exception's, else the last one
+    lines: tuple[str, ...] = ()  # the excerpt, of at most ``MAX_EXCERPT_LINES``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traceback:
-    """One traceback: its calls in the order in which they were printed, and the exception's line with its message.
+    """One traceback: its calls in the order in which they were printed, and the exception's line and message."""
 
-    ``at`` is the number of the exception's line. ``origin`` says whose it is if not the main thread's, ``link``
-    how it follows from the traceback before it, and ``rank`` what torch.distributed put before its lines.
-    """
-
-    at: int
+    at: int  # the number of the exception's line
     header: str
     frames: tuple[Frame, ...]
     message: tuple[str, ...]
-    origin: str = ""
-    link: str = ""
-    rank: int | None = None
+    origin: str = ""  # whose it is if not the main thread's
+    link: str = ""  # how it follows from the traceback before it
+    rank: int | None = None  # what torch.distributed put before its lines
 
     @property
     def root_cause(self) -> tuple[str, ...]:
@@ -207,11 +198,7 @@ def _is_other(line: str) -> bool:
 
 
 def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback | None:
-    """The traceback nearest to the cause; None where the last lines tell more.
-
-    It is the last one, a thread's or a child's only when there is no other, and a launcher's only when no process
-    that it speaks of has one. The program survived a traceback after which it went on to print much.
-    """
+    """The traceback nearest to the cause; None where the last lines tell more."""
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None

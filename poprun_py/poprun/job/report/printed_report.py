@@ -33,10 +33,8 @@ _KILLED_AT: Final = re.compile(r"PID \d+ RUNNING AT (\S+)")
 def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
-    """The statuses, with the instance that called MPI_Abort as failed, with the code that it gave.
-
-    An MPI launcher ends with that code, or kills the shims; then the code is the one printed on standard error.
-    """
+    """The statuses, with the instance that called MPI_Abort as failed, with the code that it gave."""
+    # an MPI launcher ends with that code, or kills the shims; then the code is the one printed on standard error
     if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
         return list(statuses)
     ended = [status for status in statuses if status.was_stopped or status.problem == SHIM_KILLED]
@@ -53,10 +51,8 @@ def blame_aborter(
 def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
-    """The statuses, where of several lost shims one on the host that Hydra names was lost first.
-
-    Hydra then kills those on the other hosts, and poprun may hear of them earlier.
-    """
+    """The statuses, where of several lost shims one on the host that Hydra names was lost first."""
+    # Hydra then kills those on the other hosts, and poprun may hear of them earlier.
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
     there = [status for status in lost if plan.instance(status.index).host in named]
@@ -195,10 +191,8 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
-    """Whether the launcher has failed only because a process of its own was killed.
-
-    Of a shim, Hydra says so, and PRRTE ends with the code of SIGKILL.
-    """
+    """Whether the launcher has failed only because a process of its own was killed."""
+    # of a shim, Hydra says so, and PRRTE ends with the code of SIGKILL
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
         return False
@@ -215,11 +209,7 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """Print how the job ended; the end with all findings about it.
-
-    ``tails`` are the last lines of each standard error. ``kills_before`` is what the kernel had counted when the
-    job began, and None for a job of several machines, of the others of which nothing is known.
-    """
+    """Print how the job ended, with the last lines (``tails``) of each standard error; the end and findings."""
     left_early = _left_early(end, plan)
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
@@ -241,11 +231,7 @@ def explain(
 def describe_others(
     failed: InstanceStatus, statuses: Sequence[InstanceStatus], words: Mapping[int, LastWords]
 ) -> list[str]:
-    """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first.
-
-    Two failures are alike when they have the same exit code and their programs' last words differ in numbers only:
-    an instance names itself in its message, or an address, and has failed for the same reason.
-    """
+    """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first."""
     cause = _kind(failed, words)
     groups: dict[tuple[int, str], list[int]] = {}
     texts: dict[tuple[int, str], str] = {}

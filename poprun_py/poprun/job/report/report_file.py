@@ -30,11 +30,7 @@ def job_to_dict(
     leases: Sequence[HeldLease] = (),
     given: LeasedDevices | None = None,
 ) -> dict[str, object]:
-    """The job as values that JSON knows: its attempts in order, or the ``error`` for which poprun itself gave up.
-
-    ``plan`` is None where poprun gave up before it had one. ``given`` are the devices and cores that leases gave
-    the job on this machine; None for those that its plan names.
-    """
+    """The job as values that JSON knows: its attempts, or the ``error`` for which poprun itself gave up."""
     return {
         "version": VERSION,
         "poprun_version": contract.VERSION,
