@@ -1,11 +1,14 @@
 """A program that has trained by itself, as its modules show at its end: with modules made up for that."""
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from popdist.startup import lone_training, sitecustomize
 from popdist.startup.lone_training import has_trained_alone
 
 GROUPS = "torch.distributed.distributed_c10d"
@@ -76,6 +79,21 @@ def test_a_group_over_a_store_leaves_its_way_to_print_exceptions(modules: dict[s
     excepthook.__module__ = GROUPS
 
     assert not has_trained_alone(modules, ("train.py",), excepthook, {})
+
+
+def test_a_torch_without_its_private_name_is_not_announced(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing shows then whether a group that was destroyed has connected the process."""
+    system = SimpleNamespace(modules=modules, argv=[], excepthook=sys.__excepthook__)
+    monkeypatch.setattr(sitecustomize, "sys", system)
+    monkeypatch.setattr(sitecustomize, "load_module", lambda *_: lone_training)
+    signals = Mock()
+    sitecustomize.announce_lone_training(os.getpid(), 0, signals)
+    del modules[GROUPS]._default_pg_init_method
+    sitecustomize.announce_lone_training(os.getpid(), 0, signals)
+
+    signals.announce_lone_training.assert_called_once_with(0)
 
 
 def test_a_program_that_trained_nothing_is_left_alone(

@@ -49,13 +49,13 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Whether a library was imported, and not what popdist has in its place: see `popdist.stubs.finder`."""
+    """Whether a library was imported, and not the stand-in of `popdist.stubs.finder`."""
     spec = getattr(modules.get(name), "__spec__", None)
     return name in modules and getattr(spec, "origin", None) != "popdist"
 
 
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
-    """Whether MPI, torch.distributed or another library connected the process; popdist writes that on its page."""
+    """Whether MPI, torch.distributed or another library connected the process to others; popdist is not asked."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True
@@ -66,6 +66,6 @@ def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]
         return False
     if groups.is_initialized():
         return bool(groups.get_world_size() > 1)
-    # A group that is gone leaves the way in which its processes met, and the way to print exceptions.
-    met = groups._default_pg_init_method  # noqa: SLF001 - nothing public tells of it
-    return met is not None or excepthook.__module__ == groups.__name__
+    # a group that was destroyed leaves the address of its store, and torch's way to print exceptions
+    init_method = groups._default_pg_init_method  # noqa: SLF001 - nothing public has it
+    return init_method is not None or excepthook.__module__ == groups.__name__

@@ -43,7 +43,7 @@ def begin() -> None:
     signals.announce(page, signals.register(page))
     import atexit  # noqa: PLC0415 - only the program itself pays for it
 
-    atexit.register(tell_of_lone_training, os.getpid(), page, signals)
+    atexit.register(announce_lone_training, os.getpid(), page, signals)
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
 
@@ -60,8 +60,8 @@ def load_module(*place: str) -> ModuleType:
     return module
 
 
-def tell_of_lone_training(pid: int, page: int, signals: ModuleType) -> None:
-    """Say on the page that this program has trained by itself, if it has."""
+def announce_lone_training(pid: int, page: int, signals: ModuleType) -> None:
+    """Write on the page of progress that this program has trained alone, if it has."""
     if os.getpid() != pid or not signals.is_page(page):
         return
     try:
@@ -149,7 +149,7 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     status = exit_status(ending.last_words[0]) if ending.last_words else int(has_ended_program(error))
     if status == 0:
-        say_finalize(page)
+        announce_finalize(page)
         return
     flush()
     if type(error) is KeyboardInterrupt and not ending.last_words:
@@ -193,7 +193,7 @@ def flush() -> None:
         return
 
 
-def say_finalize(page: int) -> None:
+def announce_finalize(page: int) -> None:
     """Write on the page of progress that the program waits in MPI_Finalize, as `popdist.progress` would."""
     import struct  # noqa: PLC0415 - as above
     import time  # noqa: PLC0415
