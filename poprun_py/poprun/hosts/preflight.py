@@ -36,12 +36,8 @@ from poprun.messages.proofs import new_key
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_hosts
 
-_SILENCE_SECONDS: Final = 60
-"""After which rsync gives a host up."""
-
-_MAX_COPIES: Final = 8
-"""Hosts that are copied to at once."""
-
+_SILENCE_SECONDS: Final = 60  # after which rsync gives a host up
+_MAX_COPIES: Final = 8  # hosts that are copied to at once
 _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
 _SLOTS_SECONDS: Final = 3.0

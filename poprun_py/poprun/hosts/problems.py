@@ -13,14 +13,10 @@ from poprun.plan.topology import MpiKind, MpiRuntime
 from poprun.probe.mpi_runtimes import read_version
 from poprun.text.ranges import fold_hosts, fold_numbers
 
-HOST: Final = "{host}"
-"""Stands for the host's name in a remedy, so that hosts with the same problem share a row."""
-
+HOST: Final = "{host}"  # stands for the host's name in a remedy, so that hosts with the same problem share a row
 _HEADINGS: Final = ("host", "cause", "remedy")
 
-_SAME_EVERYWHERE: Final = ("torch", "numpy")
-"""Packages of which another version trains other bits."""
-
+_SAME_EVERYWHERE: Final = ("torch", "numpy")  # packages of which another version trains other bits
 _SSH_FAILED: Final = 255
 _NO_COMMAND: Final = (126, 127)
 

@@ -26,8 +26,7 @@ _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_COMPLAINT_BYTES: Final = 2000
 _BOOT: Final = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _COMMAND: Final = (sys.executable, "-I", "-S", "-c", _BOOT)
-_USUAL_SECONDS: Final = 0.4
-"""How long this machine takes for its own first answer when it has nothing else to do."""
+_USUAL_SECONDS: Final = 0.4  # how long this machine takes for its own first answer when it has nothing else to do
 
 
 class NoAnswerError(Exception):

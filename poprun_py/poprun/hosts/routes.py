@@ -17,8 +17,7 @@ _SRUN_OPTIONS: Final = (
     *("--distribution=block", "--overcommit", "--kill-on-bad-exit=0"),
 )
 
-Places = Sequence[tuple[str, str]]
-"""A host's addresses as (interface, address)."""
+Places = Sequence[tuple[str, str]]  # a host's addresses as (interface, address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from poprun.job.key_proofs import KeyProofs
     from poprun.job.monitors import Viewers
 
-_TALK_SECONDS: Final = 5.0
-"""How long an agent may take to read a message."""
-
+_TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
 _MOST_REASONS: Final = 10
 _OF_SHIMS: Final = ("agent_lost", "runtime_lost")
 

@@ -23,9 +23,7 @@ from poprun.process.spawn import ProcessStart, start_process
 
 _VIEW_SECONDS: Final = 0.5
 _MAX_LINE: Final = 200
-_MAX_SAID: Final = 32 * 1024
-"""What a socket takes at once, with room for the view."""
-
+_MAX_SAID: Final = 32 * 1024  # what a socket takes at once, with room for the view
 _STDERR: Final = 2
 _LEAVE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.01

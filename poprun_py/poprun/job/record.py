@@ -160,14 +160,10 @@ CAUSE_SECONDS: Final = 1.0
 _LONGEST_STEP_SECONDS: Final = 2.0
 """More than lies between two looks of a poprun that runs: in the rest of a longer step it was stopped."""
 
-_PAUSE_SECONDS: Final = 5.0
-"""A step that is longer was a pause of the whole job, in which nobody hung."""
-
+_PAUSE_SECONDS: Final = 5.0  # a step that is longer was a pause of the whole job, in which nobody hung
 _LOOK_SECONDS: Final = 0.5
 
-_IDLE_SHARE: Final = 0.05
-"""Of a processor: one that waits in torch wakes up now and then."""
-
+_IDLE_SHARE: Final = 0.05  # of a processor: one that waits in torch wakes up now and then
 _IDLE_SECONDS: Final = 1.0
 
 
@@ -182,8 +178,7 @@ class HangWatch:
     """Watches a job for a hang: instances that wait, by their word or their stacks, while none makes progress."""
 
     def __init__(self) -> None:
-        self.hang: Hang | None = None
-        """The hang that was seen at the last look, or None."""
+        self.hang: Hang | None = None  # the hang that was seen at the last look, or None
         self.is_told = False
         """Whether the user was told of this hang; one that comes after some progress is another one."""
         self._since_seconds = 0.0
@@ -337,9 +332,7 @@ class Record:
 _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124
 _LEFT: Final = 128 + signal.SIGTERM
-_HUNG: Final = 75
-"""EX_TEMPFAIL of sysexits.h: another try may go well."""
-
+_HUNG: Final = 75  # EX_TEMPFAIL of sysexits.h: another try may go well
 _LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, RUNTIME_KILLED: 1, SHIM_KILLED: 2}
 """Programs fail because their host or another is lost, not the other way round."""
 

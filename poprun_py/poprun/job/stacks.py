@@ -24,18 +24,10 @@ from poprun.process.spawn import start_thread
 
 _MOST_READING_SECONDS = 1.0
 
-Place = tuple[str, int]
-"""A file and the number of a line in it."""
-
-MAX_FRAMES: Final = 24
-"""Frames of a main thread that are shown; the middle of a longer stack is left out."""
-
-MAX_HELPER_FRAMES: Final = 4
-"""Frames of another thread: its latest calls."""
-
-MAX_HELPERS: Final = 4
-"""Other threads that are shown."""
-
+Place = tuple[str, int]  # a file and the number of a line in it
+MAX_FRAMES: Final = 24  # frames of a main thread that are shown; the middle of a longer stack is left out
+MAX_HELPER_FRAMES: Final = 4  # frames of another thread: its latest calls
+MAX_HELPERS: Final = 4  # other threads that are shown
 _FIRST_FRAMES: Final = 8
 _LIBRARY: Final = os.path.dirname(contract.__file__) + os.sep
 _MAX_LETTERS: Final = 160
@@ -48,12 +40,8 @@ _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _BACKWARD: Final = "/torch/autograd/graph.py"
 _OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
 _OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)|/torch/futures/")
-ReadLine = Callable[[str, int], str]
-"""The source of a file's line, or an empty text: `linecache.getline`."""
-
-_MOST_ANSWER_SECONDS = 4.0
-"""How long agents are waited for; each gives its program half of it."""
-
+ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty text: `linecache.getline`
+_MOST_ANSWER_SECONDS = 4.0  # how long agents are waited for; each gives its program half of it
 _MAX_GROUPS_OF_HANG = 6
 
 

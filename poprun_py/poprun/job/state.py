@@ -7,9 +7,7 @@ from typing import Final, Self
 
 from popdist.progress import Progress
 
-MAX_SAMPLES: Final = 64
-"""Samples of memory that are kept of an instance."""
-
+MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"
 """The problem of an instance whose agent was lost; the kernel has then killed its program."""
 
@@ -28,15 +26,10 @@ SHIM_KILLED: Final = "its shim was killed"
 RUNTIME_KILLED: Final = "the MPI launcher's process on its host was killed"
 """The problem of an instance whose shim has seen the end of the process that started it, such as Hydra's proxy."""
 
-NOT_EXECUTABLE: Final = 126
-NOT_FOUND: Final = 127
-"""What a shell says of a program that it cannot execute, and of one that is not there."""
-
-EXIT_OF_SIGNAL: Final = 128
-"""What a shell adds to the number of the signal that ended a program."""
-
-NOT_BOUND: Final = 70
-"""EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life."""
+NOT_EXECUTABLE: Final = 126  # what a shell says of a program that it cannot execute
+NOT_FOUND: Final = 127  # what a shell says of a program that is not there
+EXIT_OF_SIGNAL: Final = 128  # what a shell adds to the number of the signal that ended a program
+NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,15 +13,11 @@ from contextlib import suppress
 
 from poprun.messages.control import abstract_address, peer_process, peer_user, receive_descriptors
 
-FETCH = b"?"
-"""What an agent says to be given the lease."""
-
+FETCH = b"?"  # what an agent says to be given the lease
 GIVE_UP = b"!"
 """What an agent says when poprun is out of reach: nobody is there any more for whom the lease could be kept."""
 
-TALK_SECONDS = 10.0
-"""How long the two may take to speak with each other."""
-
+TALK_SECONDS = 10.0  # how long the two may take to speak with each other
 _MAX_DESCRIPTORS = 4
 
 

@@ -61,9 +61,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 11, 12
 _RESIDENT_FIELD, _SHARED_FIELD = 1, 2
-LONGEST_SECONDS = 2.0
-"""How long a program may take to write its stacks."""
-
+LONGEST_SECONDS = 2.0  # how long a program may take to write its stacks
 _STILL_SECONDS = 0.1
 _MOST_BYTES = 64 * 1024
 _MOST_PROCESSES = 8

@@ -28,12 +28,8 @@ _FIRST_TO_GO: Final = (_LAST_LINE, _STATE, "CPU", "memory", _HOST, "loss", "step
 
 _WIDEST: Final = 32
 _LEAST_OF_LAST_LINE: Final = 16
-_GAP, _EDGES = 3, 2
-"""Columns between two cells, and around a row."""
-
-Row = dict[str, Text]
-"""A row of the table: its cells by heading."""
-
+_GAP, _EDGES = 3, 2  # columns between two cells, and around a row
+Row = dict[str, Text]  # a row of the table: its cells by heading
 _WELL: Final = frozenset({"running", "ended"})
 
 

@@ -21,9 +21,7 @@ else:
 
     from poprun.process import NamedTuple
 
-STOPPED_SECONDS = 1.0
-"""How often to look for children that are stopped."""
-
+STOPPED_SECONDS = 1.0  # how often to look for children that are stopped
 _KIBIBYTE = 1024
 _PARENT_FIELD, _STATE_FIELD, _START_FIELD = 1, 0, 19
 

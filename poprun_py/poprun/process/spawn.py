@@ -33,8 +33,7 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
 _NUM_STREAMS = 3
 _READ_BYTES = 64 * 1024
-_LEAST_STACK_BYTES = 2**21
-"""Of a thread where ``ulimit -s`` says nothing: pthread_create(3)."""
+_LEAST_STACK_BYTES = 2**21  # of a thread where ``ulimit -s`` says nothing: pthread_create(3)
 
 
 def become_subreaper() -> None:

@@ -19,11 +19,8 @@ from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.request import VipuSettings
 from poprun.text.ranges import fold_hosts
 
-Log = Callable[[str], None]
-"""Writes a line for the user, here or on the machine that poprun runs on."""
-
-ATTEMPT_SECONDS: Final = 1.0
-"""How long to wait between two attempts of a job that does not queue."""
+Log = Callable[[str], None]  # writes a line for the user, here or on the machine that poprun runs on
+ATTEMPT_SECONDS: Final = 1.0  # how long to wait between two attempts of a job that does not queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

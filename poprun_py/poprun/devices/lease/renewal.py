@@ -22,10 +22,8 @@ from poprun.text.screen import log
 
 _INPUT = 0
 _READ_BYTES = 4096
-_RENEWALS = 6
-"""Renewals in the time that a lease lasts: some may be lost."""
-_PATIENCE = 4
-"""Parts of that time: for one of them an answer is waited for."""
+_RENEWALS = 6  # renewals in the time that a lease lasts: some may be lost
+_PATIENCE = 4  # parts of that time: for one of them an answer is waited for
 
 
 class LeaseRenewal:

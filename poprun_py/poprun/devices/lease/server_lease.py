@@ -47,15 +47,10 @@ from poprun.probe.machine import find_gpus, names_of_this_machine
 from poprun.process.process_tree import ancestors, key_of, user_name
 from poprun.text import screen
 
-_LOSS_SECONDS: Final = 15.0
-"""How long after poprun's end the agents of other hosts may still be about to find out."""
-
-_MOST_LETTERS: Final = 200
-"""Of what the job runs, for others to read."""
-
+_LOSS_SECONDS: Final = 15.0  # how long after poprun's end the agents of other hosts may still be about to find out
+_MOST_LETTERS: Final = 200  # of what the job runs, for others to read
 _RENEWAL: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "renewal.py")
-_END_SECONDS: Final = 10.0
-"""How long to wait at most until the lease has been given back."""
+_END_SECONDS: Final = 10.0  # how long to wait at most until the lease has been given back
 _READ_BYTES: Final = 64
 
 

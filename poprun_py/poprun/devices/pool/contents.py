@@ -19,9 +19,7 @@ from poprun.process.process_tree import user_name
 from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import parse_json
 
-LOCK: Final = "lock"
-"""The kind of the file that the job with a lease keeps locked: it has the lease's key."""
-
+LOCK: Final = "lock"  # the kind of the file that the job with a lease keeps locked: it has the lease's key
 _VERSION: Final = 1
 _KINDS: Final = {Lease: "lease", Partition: "partition"}
 

@@ -20,9 +20,7 @@ from poprun.devices.pool.place import opened_place
 from poprun.errors import PoolError
 from poprun.process.process_tree import user_name
 
-BUSY_SECONDS: Final = 120.0
-"""How long to wait for others to finish what they do, of milliseconds each."""
-
+BUSY_SECONDS: Final = 120.0  # how long to wait for others to finish what they do, of milliseconds each
 MAX_FILE_BYTES: Final = 4 * 2**20
 _MAX_FILES: Final = 50_000
 _KEY: Final = re.compile("([a-z]+)-([0-9a-f]{32})")
@@ -31,8 +29,7 @@ _SHORTEST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.02
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_MODE: Final = 0o644
-"""Everybody who may look into the folder reads its files."""
+_MODE: Final = 0o644  # everybody who may look into the folder reads its files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

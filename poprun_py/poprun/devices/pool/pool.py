@@ -238,8 +238,7 @@ def _unused(state: PoolState, name: str) -> Partition:
 _POLL_SECONDS: Final = 0.02
 """How often the first in the queue reads the pool; others more rarely the further behind they are."""
 _RAREST_SECONDS: Final = 1.0
-_PATIENT_SECONDS: Final = 60.0
-"""After so long a wait the pool is read ten times more rarely."""
+_PATIENT_SECONDS: Final = 60.0  # after so long a wait the pool is read ten times more rarely
 
 
 def wait_for_turn(pool: Pool, ticket: Ticket, request: PoolRequest, timeout_seconds: float) -> None:

@@ -17,14 +17,10 @@ MAX_TEXT: Final = 255
 MAX_NUMBER: Final = 2**53
 _MAX_PID: Final = 2**31 - 1
 _MAX_IPUS: Final = 2**24
-_LATEST_SECONDS: Final = 253_402_300_799
-"""The end of the year 9999."""
-
+_LATEST_SECONDS: Final = 253_402_300_799  # the end of the year 9999
 Name = Annotated[str, printable(1, MAX_TEXT)]
 OptionalName = Annotated[str, printable(0, MAX_TEXT)]
-ClientName = Annotated[str, printable(1, 2 * MAX_TEXT + 1)]
-"""A user; of a client of a server ``user@host``."""
-
+ClientName = Annotated[str, printable(1, 2 * MAX_TEXT + 1)]  # a user; of a client of a server ``user@host``
 Names = Annotated[tuple[Name, ...], distinct]
 Pid = Annotated[int, between(1, _MAX_PID)]
 Ticks = Annotated[int, between(0, MAX_NUMBER)]
@@ -60,8 +56,7 @@ def fold_names(names: Sequence[str]) -> str:
 
 _LONGEST_WORDS: Final = 60
 
-REMOTE: Final = "remote"
-"""In the place of a boot's id: the process runs on any host, and a server keeps its lease."""
+REMOTE: Final = "remote"  # in the place of a boot's id: the process runs on any host, and a server keeps its lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

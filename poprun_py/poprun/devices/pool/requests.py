@@ -12,9 +12,7 @@ from poprun.plan.pods import share_of
 from poprun.text.fields import between
 from poprun.text.ranges import counted
 
-MAX_IPUS: Final = 4096
-"""IPUs of a cluster that a server hands out: all of them are in one answer."""
-
+MAX_IPUS: Final = 4096  # IPUs of a cluster that a server hands out: all of them are in one answer
 _MAX_HOSTS: Final = 1024
 
 _IPU: Final = "virtual IPU"

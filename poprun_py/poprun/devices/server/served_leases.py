@@ -53,16 +53,11 @@ class Renewals:
         return [key for key, end in self._ends.items() if end <= now]
 
 
-POLL_SECONDS: Final = 1.0
-"""How often to look for leases that are not renewed any more."""
-
-MAX_CLIENTS: Final = 1000
-"""Leases of clients at one time, those that wait among them."""
-
+POLL_SECONDS: Final = 1.0  # how often to look for leases that are not renewed any more
+MAX_CLIENTS: Final = 1000  # leases of clients at one time, those that wait among them
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
-_LEAST_TRIES: Final = 4
-"""A client that waits asks at least so often in the time that its lease lasts."""
+_LEAST_TRIES: Final = 4  # a client that waits asks at least so often in the time that its lease lasts
 
 
 class ClientLeases:

@@ -156,9 +156,7 @@ def _json(body: bytes) -> object:
 
 
 MAX_CONNECTIONS: Final = 256
-CONNECTION_SECONDS: Final = 20.0
-"""How long a connection may last, the work that is asked for included."""
-
+CONNECTION_SECONDS: Final = 20.0  # how long a connection may last, the work that is asked for included
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _STOP_SECONDS: Final = 3
 _BACKLOG: Final = 512

@@ -9,11 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-HOLD_SECONDS: Final = 0.2
-"""No line waits longer for others to print it."""
-
-MAX_HELD_BYTES: Final = 1024 * 1024
-"""More is not held back: the oldest lines go first."""
+HOLD_SECONDS: Final = 0.2  # no line waits longer for others to print it
+MAX_HELD_BYTES: Final = 1024 * 1024  # more is not held back: the oldest lines go first
 
 
 class Folded(NamedTuple):

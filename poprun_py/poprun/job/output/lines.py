@@ -11,9 +11,7 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import PIPE_TAG, TERMINAL_TAG
 from poprun.text.ranges import fold_hosts, fold_numbers
 
-MAX_LINE_BYTES: Final = 1024 * 1024
-"""A line that grows longer is passed on in parts."""
-
+MAX_LINE_BYTES: Final = 1024 * 1024  # a line that grows longer is passed on in parts
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _NUM_REMEMBERED: Final = 4096
 

@@ -22,9 +22,7 @@ _SHORTAGES: Final = {
         re.IGNORECASE,
     ),
 }
-_NO_DEBUGGER: Final = "bdb.BdbQuit"
-"""How pdb ends a program whose input is empty."""
-
+_NO_DEBUGGER: Final = "bdb.BdbQuit"  # how pdb ends a program whose input is empty
 _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
 

@@ -57,8 +57,7 @@ _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
 _ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
-Frame = tuple[str, ...]
-"""The printed lines of one call: its file, and the line of code if there is one."""
+Frame = tuple[str, ...]  # the printed lines of one call: its file, and the line of code if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
