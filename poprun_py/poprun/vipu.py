@@ -14,6 +14,8 @@ from typing import Final
 import click
 
 from popdist.contract import VERSION
+from poprun.devices.pool.clusters import choose_cluster, pod_of
+from poprun.devices.pool.folder import BUSY_SECONDS
 from poprun.devices.pool.holders import sole_server
 from poprun.devices.pool.listing import (
     Row,
@@ -25,20 +27,31 @@ from poprun.devices.pool.listing import (
     render_json,
     render_rows,
 )
+from poprun.devices.pool.place import POOL_VARIABLE, pool_folder
+from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.records import fold_names
 from poprun.devices.pool.requests import MAX_IPUS
 from poprun.devices.server.served_leases import ClientLeases
-from poprun.devices.server.server_client import TOKEN_VARIABLE, RemotePool, make_token, read_token, token_file
-from poprun.devices.server.target_pool import LocalPool, served_pool, target_pool
+from poprun.devices.server.server_client import (
+    TOKEN_VARIABLE,
+    RemotePool,
+    make_token,
+    pool_at,
+    read_token,
+    token_file,
+)
 from poprun.errors import PartitionError, PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.plan.request import DEFAULT_PORT, VipuSettings
+from poprun.probe.machine import find_gpus, usable_cores
 from poprun.text.screen import print_out, run_click, visible
 
-AnyPool = LocalPool | RemotePool
+AnyPool = Pool | RemotePool
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _TIMEOUT_SECONDS: Final = VipuSettings().server_timeout_seconds
+_POD_VARIABLE: Final = "POPRUN_POD"
+_IPUS_VARIABLE: Final = "POPRUN_IPUS_PER_HOST"
 
 
 def main() -> None:
@@ -78,7 +91,8 @@ def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout:
     from one pool for all users of the machine; POPRUN_POOL names another one. vipu serve hands them out to other
     hosts, too.
     """
-    ctx.obj = partial(target_pool, server_host, server_port, timeout)
+    here = partial(Pool, pool_folder(os.environ.get(POOL_VARIABLE)), BUSY_SECONDS, _cluster_here)
+    ctx.obj = here if server_host is None else partial(pool_at, server_host, server_port, timeout)
 
 
 class _Nouns(click.Group):
@@ -203,6 +217,22 @@ def _pool() -> AnyPool:
     return pool()
 
 
+def _cluster_here() -> Cluster:
+    """The virtual IPUs of this machine, as the variables say."""
+    pod = os.environ.get(_POD_VARIABLE)
+    num_ipus = os.environ.get(_IPUS_VARIABLE)
+    if num_ipus is not None and not num_ipus.isdecimal():
+        raise PlanError(f"{_IPUS_VARIABLE} {num_ipus!r}: give a whole number")
+    return choose_cluster(
+        socket.gethostname(),
+        find_gpus(os.environ),
+        len(usable_cores()),
+        ipus_per_host=None if num_ipus is None else int(num_ipus),
+        pod=pod_of(pod) if pod else None,
+    )
+
+
+_SERVER_BUSY_SECONDS: Final = 10.0
 _REMEMBER_SECONDS: Final = 5.0  # how long the server takes what it has seen of its devices for true
 _EXTRA: Final = "vipu serve needs two more packages: pip install 'poprun[serve]'"
 _HOST: Final = "127.0.0.1"
@@ -253,18 +283,17 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
         if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn", "h11"):
             raise
         raise ServerError(f"{_EXTRA} ({error.name} is missing)") from None
-    local = served_pool()
-    local = LocalPool(local.pool, _remembered(local.cluster))
-    cluster = local.cluster()
+    pool = Pool(pool_folder(os.environ.get(POOL_VARIABLE)), _SERVER_BUSY_SECONDS, _remembered(_served_cluster))
+    cluster = pool.cluster()
     if len(cluster.ipus) > MAX_IPUS:
         raise PlanError(f"{cluster.name} has {len(cluster.ipus):,} IPUs: a server hands out {MAX_IPUS:,} at most")
-    local.state()
+    pool.state()
     file = os.path.abspath(token) if token else token_file(os.environ)
     is_new = make_token(file)
     secret = read_token(file)
-    with sole_server(local.pool.path), server.listen(host, port) as listener:
-        leases = ClientLeases(local, lease_seconds, _log)
-        lines = [_where(listener, cluster, local), f"clients need the token in {file}"]
+    with sole_server(pool.path), server.listen(host, port) as listener:
+        leases = ClientLeases(pool, lease_seconds, _log)
+        lines = [_where(listener, cluster, pool), f"clients need the token in {file}"]
         lines[-1] += ", which was made now" if is_new else ""
         if (num_known := leases.adopt()) > 0:
             lines.append(
@@ -272,14 +301,14 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
             )
         if not server.is_loopback(listener):
             lines.append(_IN_CLEAR)
-        server.serve(server.make_app(local, leases, secret), listener, lambda: _log(*lines))
+        server.serve(server.make_app(pool, leases, secret), listener, lambda: _log(*lines))
         _log("stopped; the leases of jobs stay, and a server that starts again knows them")
 
 
-def _where(listener: socket.socket, cluster: Cluster, local: LocalPool) -> str:
+def _where(listener: socket.socket, cluster: Cluster, pool: Pool) -> str:
     address, port = listener.getsockname()[:2]
     there = f"[{address}]" if ":" in address else address
-    return f"serving {_size(cluster)} of pool {local.pool.path} at http://{there}:{port}"
+    return f"serving {_size(cluster)} of pool {pool.path} at http://{there}:{port}"
 
 
 def _size(cluster: Cluster) -> str:
@@ -291,6 +320,12 @@ def _size(cluster: Cluster) -> str:
 def _log(*texts: str) -> None:
     for text in texts:
         click.echo(f"{time.strftime('%H:%M:%S')} vipu: {visible(text)}", err=True)
+
+
+def _served_cluster() -> Cluster:
+    """What a server hands out: of a pod that is described all of it, wherever its hosts are."""
+    pod = os.environ.get(_POD_VARIABLE)
+    return pod_of(pod) if pod else _cluster_here()
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:

@@ -121,7 +121,8 @@ def test_errors_come_back_as_what_they_are(
     pool: Pool, holders: list[LeaseHolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the host's name; and one that cannot even start says why."""
-    pool.create_partition("p", cpu_cluster("box", 4), 4)
+    pool.cluster = lambda: cpu_cluster("box", 4)
+    pool.create_partition("p", 4)
     plan = plan_for(pool, 1)
     with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
         holder_of(replace(plan, vipu=replace(plan.vipu, partition="p")), holders).acquire(until())

@@ -107,7 +107,7 @@ def pool(request: pytest.FixtureRequest, place: Path) -> Pool:
     folder.mkdir()
     folder.chmod(0o1777)
     os.chown(folder, request.param, -1)
-    return Pool(str(folder), DEADLINE_SECONDS)
+    return Pool(str(folder), DEADLINE_SECONDS, lambda: CLUSTER)
 
 
 def take_and_give_back(pool: Pool) -> bool:
@@ -275,7 +275,7 @@ def test_users_share_a_pool(held: Pool) -> None:
     refused = []
 
     def change() -> None:
-        for act in (lambda: held.remove_partition("p"), lambda: held.reset_partition("p", CLUSTER)):
+        for act in (lambda: held.remove_partition("p"), lambda: held.reset_partition("p")):
             try:
                 act()
             except PartitionError as error:
@@ -291,7 +291,7 @@ def test_users_share_a_pool(held: Pool) -> None:
     assert len(list(Path(held.path).glob("l*-*"))) == 2  # the lease and the lock of ann's job that was killed
     assert done(ANN, lambda: take_and_give_back(held))
     assert list(Path(held.path).glob("l*-*")) == []
-    held.reset_partition("p", CLUSTER)
+    held.reset_partition("p")
     (file,) = Path(held.path).glob("partition-*")
     assert file.stat().st_uid == ANN
     held.remove_partition("p")

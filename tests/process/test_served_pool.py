@@ -1,6 +1,6 @@
 """The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job.
 
-Holds poprun.devices.lease.renewal, poprun.devices.server.server, poprun.devices.server.target_pool, poprun.vipu
+Holds poprun.devices.lease.renewal, poprun.devices.server.server, poprun.vipu
 and poprun.devices.server.server_client.
 """
 

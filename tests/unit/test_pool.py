@@ -35,7 +35,7 @@ MOUNTS = """\
 @pytest.fixture
 def pool(tmp_path: Path) -> Pool:
     """A new pool."""
-    return Pool(str(tmp_path / "pool"))
+    return Pool(str(tmp_path / "pool"), cluster=lambda: CLUSTER)
 
 
 def wish(num_ipus: int) -> PoolRequest:
@@ -141,14 +141,14 @@ def test_who_asks_in_vain_leaves_nothing(pool: Pool) -> None:
 
 def test_partitions_are_kept(pool: Pool) -> None:
     """What is in a partition is in no lease but its own, until it is removed."""
-    made = pool.create_partition("p", CLUSTER, 4)
+    made = pool.create_partition("p", 4)
     assert (made.size, made.lease, made.is_temporary) == (4, None, False)
     with holding(pool, wish(4)) as lease:
         assert not set(lease.ipus) & set(made.ipus)
         with pytest.raises(IpusTakenError, match="no IPU-Link domain has 1 free IPUs"):
-            pool.create_partition("q", CLUSTER, 1)
+            pool.create_partition("q", 1)
     with pytest.raises(PartitionError, match="there is a partition p already"):
-        pool.create_partition("p", CLUSTER, 1)
+        pool.create_partition("p", 1)
     pool.remove_partition("p")
     with pytest.raises(PartitionError, match="there is no partition p: there is none"):
         pool.remove_partition("p")
@@ -157,21 +157,21 @@ def test_partitions_are_kept(pool: Pool) -> None:
 
 def test_a_partition_may_be_given_its_own_ipus_again(pool: Pool) -> None:
     """Where there are no others, too: what it has is as good as free for it."""
-    made = pool.create_partition("p", CLUSTER, 8)
+    made = pool.create_partition("p", 8)
 
-    assert pool.reset_partition("p", CLUSTER).ipus == made.ipus
+    assert pool.reset_partition("p").ipus == made.ipus
     assert len(pool.state().taken) == 8
 
 
 def test_a_partition_in_use(pool: Pool) -> None:
     """Who uses it is told; it is neither removed nor changed, and a second job waits."""
-    pool.create_partition("p", CLUSTER, 4)
+    pool.create_partition("p", 4)
     with holding(pool, in_partition("p", 4)) as lease:
         assert lease.ipus == ("cpu/0", "cpu/1", "cpu/2", "cpu/3")
         with pytest.raises(IpusTakenError, match=f"partition p is in use: process {os.getpid()} of .* holds it"):
             pool.remove_partition("p")
         with pytest.raises(IpusTakenError, match="partition p is in use"):
-            pool.reset_partition("p", CLUSTER)
+            pool.reset_partition("p")
         with holding(pool, in_partition("p", 4)) as second:
             assert second.ipus == ()
     partition = pool.state().partition("p")
@@ -189,7 +189,7 @@ def test_a_partition_that_a_job_made(pool: Pool, is_temporary: bool, is_left: bo
 
 def test_a_partition_of_another_size(pool: Pool) -> None:
     """An error that says which sizes fit, and nothing is lost; where it may be changed it is, and it stays."""
-    pool.create_partition("p", CLUSTER, 2)
+    pool.create_partition("p", 2)
     with pytest.raises(PartitionError, match="partition p has 2 IPUs, and the job fits one of 4: change the job"):
         pool.enqueue(this_process("job"), in_partition("p", 4))
     assert pool.state().leases == ()
@@ -204,7 +204,7 @@ def test_a_partition_of_another_size(pool: Pool) -> None:
 
 def test_who_needs_a_larger_partition_waits_for_room(pool: Pool) -> None:
     """A free partition that is too small is no turn as long as there are not enough IPUs for the larger one."""
-    pool.create_partition("p", CLUSTER, 2)
+    pool.create_partition("p", 2)
     larger = in_partition("p", 4, may_change=True)
     with holding(pool, wish(5)), holding(pool, larger) as waiting:
         began = time.monotonic()
@@ -216,7 +216,7 @@ def test_who_needs_a_larger_partition_waits_for_room(pool: Pool) -> None:
 
 def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:
     """Its IPUs are chosen anew, unless that is refused."""
-    pool.create_partition("p", CLUSTER, 2)
+    pool.create_partition("p", 2)
     with pytest.raises(PartitionError, match="partition p has lost cpu/0"):
         pool.enqueue(this_process("job"), replace(in_partition("p", 2, resets=False), is_known="cpu/0".__ne__))
     there = lambda taken: CLUSTER.pick(2)({*taken, "cpu/0"})  # noqa: E731 - what is left of the cluster
@@ -254,7 +254,7 @@ def test_what_a_crash_of_the_machine_left_is_no_lease(pool: Pool) -> None:
         for kind in ("lease", "lock", "new", "partition"):
             Path(pool.path, f"{kind}-{'0' * 32}").write_bytes(b"\0" * 9)
         assert len(pool.state().leases) == 1
-        pool.create_partition("p", CLUSTER, 1)
+        pool.create_partition("p", 1)
     assert [len(names(pool, kind)) for kind in ("lease", "lock", "new", "partition")] == [0, 0, 0, 1]
 
 
@@ -283,11 +283,12 @@ def test_a_damaged_file_is_left_as_it_is(pool: Pool, content: bytes, problem: st
 
 def test_a_partition_whose_allocation_has_gone(pool: Pool) -> None:
     """It cannot be chosen anew, and the error says what there is."""
-    parted = replace(CLUSTER, allocations={"ann": range(4)})
-    pool.create_partition("p", parted, 4, allocation="ann")
+    pool.cluster = lambda: replace(CLUSTER, allocations={"ann": range(4)})
+    pool.create_partition("p", 4, allocation="ann")
+    pool.cluster = lambda: replace(CLUSTER, allocations={"bob": range(4)})
 
     with pytest.raises(PartitionError, match="there is no allocation ann: there is bob"):
-        pool.reset_partition("p", replace(CLUSTER, allocations={"bob": range(4)}))
+        pool.reset_partition("p")
 
 
 def test_places_that_are_no_places(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -23,9 +23,11 @@ from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
-from poprun.plan.inventory import Cluster, VirtualIpu, size_of_partition
+from poprun.plan.inventory import CPU, Cluster, VirtualIpu, size_of_partition
 from poprun.plan.request import check_count
 from poprun.process.process_tree import user_name
+
+_NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,12 @@ class Ticket:
 class Pool:
     """The pool in the folder at ``path``, made when it is first written to; a PoolError if it cannot be used."""
 
-    def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
+    def __init__(
+        self, path: str, busy_seconds: float = BUSY_SECONDS, cluster: Callable[[], Cluster] = lambda: _NO_IPUS
+    ) -> None:
         self.path = path
         self.busy_seconds = busy_seconds
+        self.cluster = cluster  # finds the virtual IPUs that partitions are made of
 
     def state(self) -> PoolState:
         """What stands in the pool now, without the leases of jobs that have ended; nothing where there is none."""
@@ -94,9 +99,17 @@ class Pool:
                 os.close(ticket.descriptor)
 
     def create_partition(
-        self, name: str, cluster: Cluster, size: int, *, allocation: str | None = None, user: str | None = None
+        self,
+        name: str,
+        size: int,
+        *,
+        allocation: str | None = None,
+        cluster: str | None = None,
+        user: str | None = None,
     ) -> Partition:
-        """Make a partition of free IPUs of ``cluster`` for ``user``, a client of this server, or for this user."""
+        """Make a partition of free IPUs for ``user``, a client of this server, or for this user."""
+        ours = self.cluster()
+        check_names(ours, allocation, cluster)
         check_count("--size", size)
         if not (name and name.isprintable()):
             raise PlanError(f"partition {name!r} is not possible: a name has characters that can be printed")
@@ -110,13 +123,13 @@ class Pool:
                 raise PartitionError(
                     f"there is a partition {name} already: remove it first, or choose another name"
                 )
-            chosen = cluster.pick(size, allocation)(state.taken)
+            chosen = ours.pick(size, allocation)(state.taken)
             if not chosen:
                 raise IpusTakenError(
                     f"no IPU-Link domain has {size} free IPUs that belong together: vipu list ipus shows who has "
                     "them"
                 )
-            stored = _new_partition(name, cluster.name, allocation or "", user=user)
+            stored = _new_partition(name, ours.name, allocation or "", user=user)
             return _give_ipus(folder, stored, chosen)
 
     def remove_partition(self, name: str) -> None:
@@ -125,14 +138,15 @@ class Pool:
             _unused(contents.state, name)
             remove_partition(folder, _changeable(contents, name))
 
-    def reset_partition(self, name: str, cluster: Cluster) -> Partition:
+    def reset_partition(self, name: str) -> Partition:
         """Choose anew the IPUs of a partition that no job holds; it keeps its own if too few others are free."""
+        ours = self.cluster()
         with self._writing() as (folder, contents):
             state = contents.state
             old = _unused(state, name)
-            check_names(cluster, old.allocation or None)
+            check_names(ours, old.allocation or None)
             stored = _changeable(contents, name)
-            chosen = cluster.pick(old.size, old.allocation or None)(state.taken - set(old.ipus))
+            chosen = ours.pick(old.size, old.allocation or None)(state.taken - set(old.ipus))
             if not chosen:
                 raise IpusTakenError(
                     f"partition {name} keeps its IPUs: there are not as many free ones that belong together"

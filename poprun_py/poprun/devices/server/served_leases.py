@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from poprun.devices.pool.pool import Ticket
+from poprun.devices.pool.pool import Pool, Ticket
 from poprun.devices.pool.records import Lease, PoolState, fold_names
 from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest
-from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
 
 
@@ -63,9 +62,8 @@ _LEAST_TRIES: Final = 4  # a client that waits asks at least so often in the tim
 class ClientLeases:
     """The leases of the clients of one server. Methods may be called from any thread, and run one at a time."""
 
-    def __init__(self, local: LocalPool, lease_seconds: float, log: Callable[[str], None]) -> None:
-        self._local = local
-        self._pool = local.pool
+    def __init__(self, pool: Pool, lease_seconds: float, log: Callable[[str], None]) -> None:
+        self._pool = pool
         self.lease_seconds = lease_seconds
         self._log = log
         self._renewals = Renewals(lease_seconds, POLL_SECONDS)
@@ -118,7 +116,7 @@ class ClientLeases:
         self, request: LeaseRequest, lease: Lease | None, state: PoolState, num_clients: int
     ) -> LeaseAnswer:
         """Put the client into the queue, or retry its lease that waits where that may be granted."""
-        cluster = self._local.cluster()
+        cluster = self._pool.cluster()
         request.wanted.check(cluster)
         wanted = request.wanted.of(cluster)
         if lease is None:

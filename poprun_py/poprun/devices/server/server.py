@@ -27,6 +27,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from poprun.devices.pool.holders import boot_id
+from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.records import Partition
 from poprun.devices.server.served_leases import POLL_SECONDS, ClientLeases
 from poprun.devices.server.server_connection import PATH, VERSION, VERSION_HEADER, describe_error
@@ -39,7 +40,6 @@ from poprun.devices.server.server_messages import (
     ServedPool,
     read_message,
 )
-from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import PoprunError, ServerError
 from poprun.text.fields import write_record
 
@@ -57,36 +57,33 @@ class RefusalError(Exception):
         self.status = status
 
 
-def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
+def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
     """All commands of clients: what is sent with each, and what the server does; None answers without fields."""
 
-    def pool(_: Nothing) -> ServedPool:
+    def describe(_: Nothing) -> ServedPool:
         return ServedPool(
-            boot_id=boot_id(),
-            lease_seconds=leases.lease_seconds,
-            cluster=local.cluster(),
-            state=local.state(),
+            boot_id=boot_id(), lease_seconds=leases.lease_seconds, cluster=pool.cluster(), state=pool.state()
         )
 
     def create(wanted: NewPartition) -> Partition:
-        return local.create_partition(
+        return pool.create_partition(
             wanted.name, wanted.size, allocation=wanted.allocation, cluster=wanted.cluster, user=wanted.user
         )
 
     return {
-        "pool": (Nothing, pool),
+        "pool": (Nothing, describe),
         "create-partition": (NewPartition, create),
-        "reset-partition": (PartitionName, lambda wanted: local.reset_partition(wanted.name)),
-        "remove-partition": (PartitionName, lambda wanted: local.remove_partition(wanted.name)),
+        "reset-partition": (PartitionName, lambda wanted: pool.reset_partition(wanted.name)),
+        "remove-partition": (PartitionName, lambda wanted: pool.remove_partition(wanted.name)),
         "take-lease": (LeaseRequest, leases.request),
         "renew-lease": (LeaseKey, lambda wanted: leases.renew(wanted.key)),
         "end-lease": (LeaseKey, lambda wanted: leases.end(wanted.key)),
     }
 
 
-def make_app(local: LocalPool, leases: ClientLeases, token: str) -> Starlette:
+def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
     """The application that answers the clients who know ``token``, and ends leases that are not renewed."""
-    commands = commands_of(local, leases)
+    commands = commands_of(pool, leases)
     threads: list[anyio.CapacityLimiter] = []
 
     def carry_out(command: str, values: object) -> dict[str, object]:
