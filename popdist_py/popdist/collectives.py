@@ -1,11 +1,8 @@
 """The collectives of a job: sums, copies, barriers, JSON values and rows of all instances.
 
-Every call first proves that all instances make the same one, with the same shape, dtype and arguments; so a
-difference is an error on every instance that names who brought what, never a hang and never a wrong result. An
-instance that refuses its arguments says so in the same way.
-
-Everything is gathered and combined here, in one order: floating sums in the order of `popdist.tree` and in at
-least float32, so that every instance has the same bits whatever the number of instances.
+Every call first proves that all instances make the same one, with the same shape, dtype and arguments: so a
+difference is an error on every instance that names who brought what, never a hang and never a wrong result.
+Floats are added in the order of `popdist.tree`, so every instance has the same bits for any number of instances.
 """
 
 import json
@@ -140,20 +137,7 @@ def barrier() -> None:
 
 
 def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
-    """Send a few numbers to all instances without waiting for theirs.
-
-    Args:
-        numbers: At most 32 signed 64-bit integers; the instances may send different counts.
-        what: Whose numbers these are, for messages; the same on every instance.
-
-    Returns:
-        A handle: its ``wait()`` gives the list of every instance's numbers, in instance order. The next collective
-        waits for it too.
-
-    Raises:
-        ValueError: If there are too many numbers, or one does not fit 64 bits.
-        NotInitializedError: Before ``popdist.init()``.
-    """
+    """Send at most 32 signed 64-bit integers to all instances without waiting; ``wait()`` gives those of all."""
     return current_group().start(what, numbers)
 
 

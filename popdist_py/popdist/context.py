@@ -43,34 +43,23 @@ Asked: TypeAlias = tuple[str | None, float, Checks, bool]
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """An initialized job.
+    """An initialized job."""
 
-    Attributes:
-        environment: What the environment said when ``init()`` was called.
-        asked: The arguments of ``init()``.
-        group: The instances that take part in collectives now; fewer inside ``execute_on_instances``.
-        is_checked: Whether the checks are made that cost time.
-        default_group: That of torch.distributed, if it was made here.
-    """
-
-    environment: Environment
+    environment: Environment  # what it said when ``init()`` was called
     asked: Asked
-    group: Group
+    group: Group  # of the instances in collectives now; fewer inside ``execute_on_instances``
     is_checked: bool
-    default_group: "DefaultGroup | None"
+    default_group: "DefaultGroup | None"  # that of torch.distributed, if it was made here
 
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """The job of this process. Its store lives as long as the process: others may still be joining it.
-
-    ``mark`` is the descriptor by which the processes that this one starts see that it has joined.
-    """
+    """The job of this process. Its store lives as long as the process: others may still be joining it."""
 
     job: Job | None = None
     store: "Store | None" = None
     num_inits: int = 0
-    mark: int | None = None
+    mark: int | None = None  # the descriptor by which the processes that this one starts see that it has joined
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
 
 
@@ -86,10 +75,7 @@ def environment() -> Environment:
 
 
 def shares_tensors() -> bool:
-    """Whether tensors may lie in memory that other instances map: ``POPDIST_SHARE_TENSORS=0`` forbids it.
-
-    Raises ContractError if the variable is neither 0 nor 1.
-    """
+    """Whether tensors may lie in memory that other instances map: ``POPDIST_SHARE_TENSORS=0`` forbids it."""
     return read_share_tensors(os.environ) is not False
 
 
@@ -270,20 +256,13 @@ def _torch_registers() -> bool:
 
 
 def ensure_init() -> None:
-    """``init()`` with its defaults, unless there is a job: for what every instance makes before all else.
-
-    Raises:
-        ContractError, BackendError, CollectiveError: As ``init()``.
-    """
+    """Call ``init()`` with its defaults, unless there is a job."""
     if _state.job is None:
         init()
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Compute from now on as the launcher asked; what must be the same on all instances, in words.
-
-    What the launcher left open stays as the program or torch has it. Imports torch only for the job that needs it.
-    """
+    """Compute from now on as the launcher asked; gives what all instances must have alike, in words."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
     import torch  # noqa: PLC0415 - only here
@@ -352,16 +331,12 @@ def finalize() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Finalize, but under poprun and torchrun leave the last connections to the kernel, which closes them last.
-
-    Who sees this instance lost then finds it ended, so the launcher blames the right one. MPI is the exception:
-    its own end waits for every instance, also for those that still wait for this one.
-    """
+    """Finalize at the end of the process; only under MPI are the connections closed before the process ends."""
     if _state.job is None:
         return
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
-        finalize()
-    else:
+        finalize()  # MPI's own end waits for every instance, also for those that still wait for this one
+    else:  # the kernel closes them last: who sees this instance lost finds it ended, so the right one is blamed
         _state.job.group.backend.stop_threads()
 
 

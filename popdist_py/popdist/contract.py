@@ -1,16 +1,8 @@
 """The contract between launcher and library: every environment variable, written and read in one place.
 
-The launcher writes a :class:`Contract` into each program's environment with :meth:`Contract.to_env`; the library
-gets the same value back with :meth:`Contract.from_env`. Nothing else in the project spells one of these names.
-
-Three vocabularies are written so that programs which never heard of this project find what they know:
-
-* PopRun's ``POPDIST_*``. PopRun has no variable for the index and the count of instances: both follow from the
-  replica variables (``index = offset // local``, ``count = total // local``).
-* torch's ``RANK``, ``WORLD_SIZE``, … (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment
-  Variables"), so that ``init_process_group()`` works unaided, and ``TORCHELASTIC_RUN_ID``, by which libraries see
-  that somebody else has started all processes and that these variables are the ones to believe.
-* Open MPI's ``OMPI_COMM_WORLD_*``, which many programs read whatever MPI is underneath.
+The launcher writes a :class:`Contract` into each program's environment; the library reads the same value back.
+Beside PopRun's ``POPDIST_*`` it writes torch's variables (``RANK``, ``TORCHELASTIC_RUN_ID`` ...) and Open MPI's
+``OMPI_COMM_WORLD_*``, so that programs which never heard of this project find what they know.
 """
 
 import re
@@ -82,10 +74,7 @@ _NODE_COUNT: Final = r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?"
 
 
 def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: int | None = None) -> int:
-    """The whole number in variable ``name``.
-
-    Raises ContractError if it is absent and there is no default, is no whole number, or is below ``minimum``.
-    """
+    """The whole number in variable ``name``, or ``default`` if absent; a ContractError if it is none."""
     text = env.get(name)
     if text is None:
         if default is None:
@@ -97,14 +86,7 @@ def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: 
 
 
 def read_share_tensors(env: Mapping[str, str]) -> bool | None:
-    """Whether groups of the backend ``popdist`` may move a program's tensors into memory that ranks share.
-
-    Returns:
-        True for all that can be moved, False for none; where nobody says, None for DistributedDataParallel's.
-
-    Raises:
-        ContractError: If the variable is neither 0 nor 1.
-    """
+    """Whether tensors may be moved into memory that ranks share; None allows DistributedDataParallel's only."""
     text = env.get(SHARE_TENSORS, "").strip()
     if text not in {"", "0", "1"}:
         raise ContractError(
@@ -114,19 +96,13 @@ def read_share_tensors(env: Mapping[str, str]) -> bool | None:
 
 
 def read_threads(env: Mapping[str, str], name: str) -> int | None:
-    """The first number of OpenMP's list in variable ``name``, or None without one.
-
-    A value that OpenMP does not understand, it does not obey either.
-    """
+    """The first number of OpenMP's list in variable ``name``; None without one that OpenMP understands."""
     first = env.get(name, "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
 def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """The numbers of devices in variable ``name``; none when it is absent or empty.
-
-    Raises ContractError if it holds anything but whole numbers with commas between them.
-    """
+    """The device numbers in variable ``name``, with commas between them; none when it is absent or empty."""
     text = env.get(name, "")
     words = text.split(",") if text else []
     if not all(word.isdecimal() for word in words):
@@ -135,11 +111,7 @@ def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
 
 
 def read_node_counts(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """One number for each node of a Slurm job in variable ``name``; none when it is absent or empty.
-
-    Slurm writes 2, 2, 2, 1 as ``2(x3),1``: srun(1), SLURM_TASKS_PER_NODE. Raises ContractError if it is not of
-    that form.
-    """
+    """One number for each node from Slurm's form, such as ``2(x3),1``; none when ``name`` is absent or empty."""
     counts: list[int] = []
     for item in filter(None, env.get(name, "").split(",")):
         match = re.fullmatch(_NODE_COUNT, item.strip())
@@ -158,10 +130,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``host:port``; an IPv6 host stands in brackets.
-
-        Raises ContractError if ``text`` is not of that form.
-        """
+        """Read ``host:port``, with an IPv6 host in brackets; a ContractError if it is of another form."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
             raise ContractError(f"{text!r} is no address: expected HOST:PORT, for example 127.0.0.1:29500")
@@ -239,10 +208,7 @@ class Contract:
         return {name: env[name] for name in (*SHAPE, NUM_THREADS, DETERMINISTIC) if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """This job, joined from another launcher's ranks, with the replicas that ``env`` tells of, if it does.
-
-        Raises ContractError if they do not divide over the instances.
-        """
+        """This job, joined from another launcher's ranks, with the replicas that ``env`` asks for, if it does."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas = read_count(env, NUM_REPLICAS)
@@ -260,11 +226,7 @@ class Contract:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
-        """The contract in ``env``; None when no ``REQUIRED`` variable is set, or just the ``SHAPE``. Never writes.
-
-        Raises ContractError if only some of the required variables are set (each missing one is named), a
-        value is no number or out of range, or torch's variables tell of another job.
-        """
+        """The contract in ``env``; None when no ``REQUIRED`` variable is set, or just the ``SHAPE``."""
         missing = [name for name in REQUIRED if name not in env]
         if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
             return None
@@ -306,10 +268,7 @@ class Contract:
 
 
 def read_master(env: Mapping[str, str]) -> Endpoint | None:
-    """Where torch's ``env://`` store listens, or None when the environment does not say.
-
-    Raises ContractError if the port is no port number.
-    """
+    """Where torch's ``env://`` store listens, or None when the environment does not say."""
     if MASTER_ADDR not in env or MASTER_PORT not in env:
         return None
     return Endpoint(host=env[MASTER_ADDR], port=read_count(env, MASTER_PORT))

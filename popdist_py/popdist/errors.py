@@ -80,10 +80,7 @@ MOST_TOKENS = 2**31 - 1
 def whole_number(
     what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
 ) -> int:
-    """``value``, which the caller named ``what``, as an int; an ``error`` if it is none or out of its range.
-
-    numpy's integers are whole numbers, too; bools and floats are none.
-    """
+    """``value``, which the caller named ``what``, as an int; an ``error`` if it is none or out of its range."""
     if type(value) is int and value >= minimum and (maximum is None or value <= maximum):
         return value  # every step comes here: to ask for the protocol takes ten microseconds
     number = _as_whole(value)
@@ -144,10 +141,7 @@ def name_first(names: Sequence[str], most: int = 3) -> str:
 
 
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
-    """The instances in words: ``instance 3``, ``instances 0 to 2 and 5``; runs of three or more are folded.
-
-    Of more than ``max_runs`` runs only the count and the bounds are named: ``9 instances from 0 to 40``.
-    """
+    """The instances in words: ``instances 0 to 2 and 5``; of more than ``max_runs`` runs the bounds only."""
     runs: list[list[int]] = []
     for instance in sorted(instances):
         if runs and instance == runs[-1][-1] + 1:

@@ -1,10 +1,8 @@
 """A group: instances that do the same collectives in the same order, and prove it by a header before each one.
 
-A header is a fixed number of bytes. Its text is what a person would write, such as
-``all_reduce(float32[3, 4] on cpu, op='sum')``, and equal texts mean equal collectives: so the same words serve the
-comparison and the message of the error. Equal headers on all instances mean that the data which follows fits.
-Different ones raise the same error everywhere, and the group can be used further, because every instance has taken
-the same number of headers.
+A header is a fixed number of bytes. Its text is what a person would write, such as ``all_reduce(float32[3, 4] on
+cpu, op='sum')``: equal texts mean equal collectives, and different ones are the message of the error. All members
+have then read as many headers, so the group can be used further.
 """
 
 import hashlib
@@ -53,10 +51,7 @@ _FLOAT: Final = struct.Struct("=d")
 
 
 def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
-    """A header of ``HEADER_BYTES``: what is about to be done, with numbers of this instance.
-
-    Raises ValueError if there are more than ``MAX_NUMBERS`` numbers, or one does not fit 64 signed bits.
-    """
+    """A header of ``HEADER_BYTES``: what is about to be done, with at most ``MAX_NUMBERS`` 64-bit integers."""
     count = len(numbers)
     if count > MAX_NUMBERS:
         raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
@@ -67,10 +62,7 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
 
 
 def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
-    """The numbers of each of these headers, at least one; None if they do not have the same text.
-
-    Equal headers share one list, so it is not to be written into.
-    """
+    """The numbers of each of these headers, in lists not to be written into; None if their texts differ."""
     first, *others = received
     if others.count(first) == len(others):  # as most of the time
         return [_numbers_of(first)] * len(received)
@@ -131,21 +123,14 @@ class HeaderExchange(Protocol):
     """An exchange of headers that has been started."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every instance's header, in the order of the backend's instances.
-
-        None waits as long as the backend was made to. After a timeout the exchange goes on and can be waited for
-        again. Raises BackendError, which names the instance, if one was lost or its header did not come in time.
-        """
+        """Every instance's header; after a timeout, which is a BackendError, it can be called again."""
 
     def peek(self) -> list[bytes] | None:
         """Every instance's header, if all have come; None if not. Neither waits nor raises."""
 
 
 class Backend(Protocol):
-    """A set of instances that can reach each other. All tensors are dense and contiguous.
-
-    What waits for other instances raises BackendError if one was lost or did not come in time.
-    """
+    """A set of instances that can reach each other, for dense and contiguous tensors."""
 
     @property
     def instances(self) -> tuple[int, ...]:
@@ -165,16 +150,10 @@ class Backend(Protocol):
 
     @property
     def local_collectives(self) -> "HostCollectives | None":
-        """In a job of several hosts, collectives in the memory of this host, among its instances.
-
-        Every host has as many instances, in a row in the order of the job; else None on all instances.
-        """
+        """Collectives among the instances of this host, in a job of several hosts; else None."""
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """A channel for tensors on ``devices`` while the program sends others; None where there is none.
-
-        All instances of the job are together in this call, with devices of the same types.
-        """
+        """A channel for tensors on ``devices`` while the program sends others; all instances call it."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
         """Send a header to every instance, which must each send one as long; does not wait for them."""
@@ -209,28 +188,19 @@ def host_group_of(backend: Backend) -> "HostGroup | None":
 
 
 FIRST_ERROR_SECONDS: Final = 1.0
-"""How long an instance waits before it raises an error of which another one has the cause.
-
-A launcher reports the failure that comes first, and that shall be the cause.
-"""
 
 
 def wait_for_first_error() -> None:
-    """Wait a moment before an error of which another instance has the cause, so that it reports its own first."""
+    """Wait a moment before an error of which another instance has the cause: a launcher reports the first one."""
     time.sleep(FIRST_ERROR_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)
 class PreemptionNotice:
-    """A request to leave, because the machine is wanted back; every header of the whole job carries it.
+    """A request to leave, because the machine is wanted back; every header of the whole job carries it."""
 
-    ``is_given`` says whether this process was asked, ``is_known`` whether all instances know that one of them was.
-    All members of a group have had the same exchanges when they come to the same place of the program, so there
-    ``is_known`` is equal on all of them, however late each was asked.
-    """
-
-    is_given: bool = False
-    is_known: bool = False
+    is_given: bool = False  # whether this process was asked
+    is_known: bool = False  # whether all instances know that one was: equal on all at the same place of a program
 
 
 class Exchange:
@@ -253,10 +223,7 @@ class Exchange:
             send(numbers)
 
     def peek(self) -> list[list[int]] | None:
-        """The numbers that :meth:`wait` will return, if all have come; neither waits nor raises.
-
-        None while an instance is awaited; an empty list if the instances are not in the same collective.
-        """
+        """The numbers that :meth:`wait` will return, if all have come; an empty list if texts differ."""
         if self._numbers is not None:
             return self._numbers
         received = self._pending.peek()
@@ -265,15 +232,7 @@ class Exchange:
         return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
-        """Every instance's numbers, in the order of the group's instances. May be called again.
-
-        Args:
-            timeout_seconds: How long to wait at most; None takes the timeout given to ``popdist.init()``.
-
-        Raises:
-            CollectiveError: If the instances are not in the same collective; names who is in which.
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Every instance's numbers, in the order of the group's instances. May be called again."""
         if self._numbers is None:
             progress_page.wait(self._text, self._group.part)
             try:
@@ -292,28 +251,20 @@ class Exchange:
 
 
 class Group:
-    """The instances that take part in the collectives of this process at the moment.
-
-    ``instances`` are the job-wide numbers of the members, ascending; ``part`` is the same for a part of the job,
-    and empty for the whole. A part says in its headers which one it is, and carries no preemption notice: it does
-    not speak for all.
-    """
+    """The instances that take part in the collectives of this process at the moment."""
 
     def __init__(self, backend: Backend, num_job_instances: int, notice: PreemptionNotice | None = None) -> None:
         self.backend = backend
         self.instances = backend.instances
         self._notice = notice
+        # the members, if they are not the whole job: then headers name them, and carry no preemption notice
         self.part = self.instances if len(self.instances) < num_job_instances else ()
         self._unfinished: list[Exchange] = []
         self._before_next: list[Callable[[], object]] = []
         self._end: str | None = None
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
-        """Send a header to all members without waiting for theirs; ``text`` must be the same on every member.
-
-        Raises ValueError as :func:`pack`, and CollectiveError or BackendError if an exchange started before
-        failed.
-        """
+        """Send a header to all members without waiting for theirs; ``text`` is the same on every member."""
         if self._end is not None:
             raise CollectiveError(f"{text}: {self._end}")
         for exchange in tuple(self._unfinished):
@@ -333,12 +284,7 @@ class Group:
         return exchange
 
     def agree(self, text: str) -> None:
-        """Wait until every member is in the collective ``text``.
-
-        Raises:
-            CollectiveError: If one is in another; every member raises it.
-            BackendError: If one was lost or did not come in time.
-        """
+        """Wait until every member is in the collective ``text``; a CollectiveError if one is in another."""
         self.start(text).wait()
 
     def run(
@@ -348,18 +294,13 @@ class Group:
         data: Any,  # noqa: ANN401 - a tensor, or what nobody changes
         numbers: Sequence[int] = (),
     ) -> T:
-        """Do a collective: when all members are in it, ``send`` exchanges the data, and gets all their numbers.
-
-        A signal handler may raise what it likes meanwhile. Raised before all members are there, the collective is
-        done with what the data was, before the next one; raised later, this instance leaves, as the others
-        cannot do without its data, and each further call is an error.
-        """
+        """Do a collective: when all members are in it, ``send`` exchanges the data, and gets all their numbers."""
         exchange = self.start(text, numbers)
         try:
             received = exchange.wait()
         except (BackendError, CollectiveError):
             raise
-        except BaseException:
+        except BaseException:  # of a signal handler: the collective is done before the next one
             exchange.send_later = partial(self._send, text, send, deepcopy(data))
             raise
         return self._send(text, send, data, received)

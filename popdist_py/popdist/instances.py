@@ -127,12 +127,7 @@ def end_in_failure(group: Group, text: str) -> None:
 
 
 def end_together(group: Group, text: str, failure: str) -> None:
-    """Wait until all instances have come to the end of ``text``.
-
-    Raises:
-        CollectiveError: ``failure``, with the names of the instances that failed, if any did.
-        BackendError: If an instance was lost or came too late.
-    """
+    """Wait until all instances have ended ``text``; a CollectiveError, ``failure``, if some have failed."""
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
         wait_for_first_error()

@@ -1,12 +1,8 @@
-"""Which replicas each instance owns, and which samples each replica gets.
+"""Which replicas each instance owns, and which samples each replica gets. Pure arithmetic.
 
-Replicas are numbered so that an instance owns one contiguous block of them, and instances so that a host owns one
-contiguous block of those.
-
-Samples are dealt in consecutive parts of equal size, the first ones larger by one where they do not divide, as
-``torch.tensor_split`` cuts. The rule composes: to deal a step to all replicas gives replica r the same samples as
-to deal the joined samples of one instance to its local replicas. Pure arithmetic: no environment, no clock, no
-torch.
+An instance owns consecutive replicas, and a host consecutive instances. Samples are dealt in consecutive parts, as
+``torch.tensor_split`` cuts: so it makes no difference whether a step is dealt to all replicas at once, or first to
+the instances and then to the replicas of each.
 """
 
 from dataclasses import dataclass
@@ -15,11 +11,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLayout:
-    """How ``num_replicas`` model replicas are dealt to ``num_instances`` processes.
-
-    Raises:
-        ValueError: If a count is below 1, or the replicas do not divide evenly.
-    """
+    """How ``num_replicas`` model replicas are dealt to ``num_instances`` processes, to each as many."""
 
     num_instances: int  # processes in the job (torch's world size). At least 1
     num_replicas: int  # model replicas in the whole job. A multiple of ``num_instances``
@@ -40,10 +32,7 @@ class ReplicaLayout:
         return self.num_replicas // self.num_instances
 
     def replicas_of(self, instance: int) -> range:
-        """Global indices of the replicas that ``instance`` owns, in local order.
-
-        Raises ValueError if there is no such instance.
-        """
+        """Global indices of the replicas that ``instance`` owns, in local order."""
         if not 0 <= instance < self.num_instances:
             raise ValueError(f"instance {instance} is not one of 0 to {self.num_instances - 1}")
         first = instance * self.num_local_replicas
@@ -62,11 +51,7 @@ def parts(row: range, indices: range, num_parts: int) -> range:
 
 @lru_cache(maxsize=64)
 def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> tuple[range, ...]:
-    """Which samples of a batch belong to each micro batch, replica by replica.
-
-    The batch is dealt to the replicas, and each replica's part to its ``accumulation`` micro batches. With fewer
-    samples than parts, the last ones are empty: a legal, smaller step.
-    """
+    """The samples of each micro batch, replica by replica; the last are empty where there are few samples."""
     samples = range(num_samples)
     shares = [part(samples, replica, num_replicas) for replica in range(num_replicas)]
     return tuple(part(share, index, accumulation) for share in shares for index in range(accumulation))

@@ -35,16 +35,12 @@ _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(slots=True, kw_only=True)
 class _PreemptionState:
-    """What this process will do at a preemption: call ``fn``, if there is one, and end with ``exit_code``.
+    """What this process will do at a preemption."""
 
-    ``previous`` are the handlers of the signals that were there before, and ``num_steps_at_notice`` counts the
-    optimizer steps at the end of the first one after a signal.
-    """
-
-    fn: Callable[[], object] | None = None
+    fn: Callable[[], object] | None = None  # what is called
     exit_code: int = EXIT_CODE
-    previous: dict[int, Any] = field(default_factory=dict)
-    num_steps_at_notice: int | None = None
+    previous: dict[int, Any] = field(default_factory=dict)  # the handlers that the signals had before
+    num_steps_at_notice: int | None = None  # optimizer steps at the end of the first one after a signal
 
 
 _state = _PreemptionState()

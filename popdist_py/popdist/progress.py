@@ -1,15 +1,8 @@
 """How far a program has come: a page of memory that its agent reads at any time.
 
-The page is a file in memory (memfd_create(2)) that poprun's agent makes and the program inherits. Writing costs no
-system call, and a program that hangs or is stopped has still said where it is. Behind the page, the file takes the
-stacks that the program writes when it is asked for them. popdist opens the page when it is imported, and registers
-the signal at which the process writes its stacks. Without poprun there is no page, and what is written is lost.
-
-A reader may meet the writer in the middle of a change. So the number of changes stands at both ends of the page:
-a writer counts up the last one first and the first one last; a reader reads from front to back and takes a page
-whose two numbers are equal (a sequence lock: Lameter, "Effective synchronization on Linux/NUMA systems", 2005). A
-value that changes alone and is written at once needs none of that. Zeros are the page of a program that has said
-nothing. Standard library only.
+The page is a file in memory (memfd_create(2)) that poprun's agent makes and the program inherits: writing costs no
+system call, and a program that hangs has still said where it is. The number of changes stands at both ends of the
+page, so a reader notices that it has met the writer in the middle of a change (a sequence lock).
 """
 
 import math
@@ -105,10 +98,7 @@ class Progress:
 
 
 class ProgressPage:
-    """The page on which this process writes how far it is; before ``open()`` it writes where nobody reads.
-
-    It belongs to the first process that asked popdist for its job, and to none that was forked from that one.
-    """
+    """The page on which this process writes how far it is; before ``open()`` it writes where nobody reads."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self.is_watched = False  # whether an agent reads it
@@ -129,7 +119,7 @@ class ProgressPage:
             return
         found = Progress.read(bytes(memory[:USED_BYTES])) or Progress()
         if found.pid not in (0, os.getpid()) and found.has_joined and stack_signal.is_alive(found.pid):
-            return
+            return  # the page belongs to the first process that asked popdist for its job
         is_announced = found.pid == os.getpid() and stack_signal.catches(found.stack_signal)
         signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
         self.is_watched = True
@@ -189,11 +179,8 @@ class ProgressPage:
         self._words[_NUM_STEPS] += 1
 
     def wait(self, collective: str, members: Sequence[int] = ()) -> None:
-        """Write that the program waits in ``collective``, for ``members`` only when these are not all instances.
-
-        The text of a collective among some instances names them, so members change only with the text.
-        """
-        if collective != self._collective:
+        """Write that the program waits in ``collective``, for ``members``; none stands for all instances."""
+        if collective != self._collective:  # a text among some instances names them, so both change together
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0
             self._memory[_NAME_AT : _NAME_AT + MAX_NAME_BYTES] = _encode(collective)

@@ -1,9 +1,8 @@
 """The signal at which a Python program writes the stacks of its threads behind its page of progress.
 
-`popdist` registers it, and for programs that never import popdist the start-up hook does
-(``startup/sitecustomize.py``). The hook loads this file by its path, into whatever Python the program runs, so it
-is written for Python 3.8 and imports next to nothing. The handler is faulthandler's: it is C, and answers although
-the program is stuck in C itself.
+`popdist` registers it, or the start-up hook (``startup/sitecustomize.py``), which loads this file by its path into
+whatever Python the program runs: so it is written for Python 3.8 and imports next to nothing. The handler is
+faulthandler's, in C, and answers although the program is stuck in C itself.
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ def announce_lone_training(descriptor: int) -> None:
 
 
 def register(descriptor: int) -> int:
-    """Register an unused signal at which this process writes its stacks to ``descriptor``; its number, or 0.
-
-    It is a real-time signal that is neither handled nor ignored nor blocked. The agent sets the offset of the
-    page's file before it sends the signal.
-    """
+    """Register an unused real-time signal at which this process writes its stacks to ``descriptor``; or 0."""
     signum = _free_signal()
     if signum:
         faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)

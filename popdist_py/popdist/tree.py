@@ -1,14 +1,8 @@
 """The one order in which popdist adds: a binary tree over positions, the same for every split.
 
-Floating-point addition is not associative, so a sum has the same bits everywhere only if everyone adds in the
-same order. Here the order belongs to the items' positions 0 to n - 1 and to nothing else: level 0 holds the
-items, each next level holds the sums of the pairs (2i, 2i + 1) below it, and an odd one out passes up unchanged.
-No addition starts from zero, so a single item keeps its bits (0.0 + -0.0 is 0.0, not -0.0).
-
-A process that owns the block ``[start, stop)`` can add up whole subtrees of it and nothing more: the maximal
-*aligned nodes*. Exchanging those and finishing the same tree gives every process the same bits for every split.
-
-Pure, and generic over what is added: numbers, tensors, lists of tensors.
+Level 0 holds the items, each next level the sums of the pairs (2i, 2i + 1) below it, and an odd one out passes up
+unchanged. A process that owns the block ``[start, stop)`` adds up whole subtrees of it, its *aligned nodes*;
+exchanging those and finishing the same tree gives every process the same bits for every split.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,15 +13,10 @@ S = TypeVar("S")
 
 
 class Node(NamedTuple):
-    """One sum of the tree over n items: it covers ``[index * 2**level, (index + 1) * 2**level)``, cut at n.
+    """A sum of the tree over n items: it covers ``[index * 2**level, (index + 1) * 2**level)``, cut at n."""
 
-    Attributes:
-        level: 0 for an item itself, ``height(n)`` for the sum of everything.
-        index: Position among the nodes of its level.
-    """
-
-    level: int
-    index: int  # type: ignore[assignment] # nobody asks a node for the position of a value
+    level: int  # 0 for an item itself, ``height(n)`` for the sum of everything
+    index: int  # type: ignore[assignment] # its position in the level; nobody asks a node for that of a value
 
 
 def height(n: int) -> int:
@@ -43,11 +32,7 @@ def span(node: Node, n: int) -> range:
 
 
 def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
-    """The fewest nodes that together cover items ``[start, stop)`` of ``n`` and nothing else, left to right.
-
-    At most ``2 * ceil(log2(n))`` of them; none for an empty block. Raises ValueError if the block does not lie
-    within ``[0, n)``.
-    """
+    """The fewest nodes that together cover items ``[start, stop)`` of ``n`` and nothing else, left to right."""
     top = height(n)
     if not 0 <= start <= stop <= n:
         raise ValueError(f"the block [{start}, {stop}) does not lie within the {n} items")
@@ -62,26 +47,14 @@ def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
 
 
 class TreeSum(Generic[T]):
-    """Adds items as they come, in tree order, and holds only the sums that cannot be added further yet.
-
-    A pass over all ``n`` items holds at most ``ceil(log2(n)) + 1`` values at any time. ``add(left, right)`` gives
-    the sum; it may change and return ``left``, which then was passed to :meth:`push` and belongs to this object.
-
-    Args:
-        n: Items in the whole tree.
-        add: Adds two values, the one of the lower positions first.
-        start: Position of the first item that will be pushed.
-
-    Raises:
-        ValueError: If there is no such position.
-    """
+    """Adds items as they come, in tree order, and holds only the sums that cannot be added further yet."""
 
     def __init__(self, n: int, add: Callable[[T, T], T], *, start: int = 0) -> None:
         self._height = height(n)
         if not 0 <= start <= n:
             raise ValueError(f"position {start} does not lie within the {n} items")
         self._n = n
-        self._add = add
+        self._add = add  # of the lower positions first; it may change and return its first value
         self._position = start
         self._held: list[tuple[tuple[int, int], T]] = []
         """Level and index of each sum, which is not yet a `Node`: to make one takes longer than to add numbers."""
@@ -119,6 +92,7 @@ class TreeSum(Generic[T]):
 
     def push_sum(self, level: int, index: int, value: T) -> None:
         """Take the sum of a whole subtree, a node, whose first item is the one at :attr:`position`."""
+        # no addition starts from zero: 0.0 + -0.0 is 0.0, and an item alone keeps its bits
         if self._position >= self._n:
             raise ValueError(f"expected no item at position {self._position} of {self._n}")
         self._position = min((index + 1) << level, self._n)
@@ -134,10 +108,7 @@ class TreeSum(Generic[T]):
 
 
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """The sum of all ``n`` items from sums that cover each of them once, such as every process's aligned nodes.
-
-    Raises ValueError if the nodes leave out an item or cover one twice.
-    """
+    """The sum of all ``n`` items from nodes that cover each of them once; a ValueError if they do not."""
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):
         if node.index << node.level != total.position:

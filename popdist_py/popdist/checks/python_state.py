@@ -1,16 +1,8 @@
 """State that a module keeps in Python from one forward pass to the next, found in checked steps.
 
-Buffers and the random states of the process belong to the replica. A hidden state in an attribute, a counter that
-``forward`` advances and a generator of the module's own do not: an instance with two replicas moves them twice
-where two instances move theirs once. Such state can be told from caches and records, which are harmless, by what
-changes in each of the passes that are watched, three of them or more:
-
-- a cache changes now and then; a state that is carried over changes in each forward pass,
-- an object that is changed in place is one, such as a generator that has drawn or a table of means,
-- so is a number that grows by the same amount in each pass, and a tensor that the next pass hands to torch.
-
-What else is assigned anew in each pass is taken for a record of it. So a running mean in a Python number is not
-found.
+Buffers and random states belong to the replica. A hidden state in an attribute, a counter or a generator of the
+module's own do not: an instance with two replicas moves them twice. Caches and records are harmless, so only that
+is reported which changes in each watched pass, and is changed in place, read by the next pass, or a counter.
 """
 
 import hashlib
@@ -53,17 +45,13 @@ Fingerprint = object
 
 @dataclass(slots=True)
 class _Seen:
-    """How an attribute changed in the passes that were watched.
-
-    ``is_same_object`` says that it was changed in place, ``is_read`` that an operation of torch was given a tensor
-    of the attribute as it was before a pass; ``differences`` are those of a number in each pass.
-    """
+    """How an attribute changed in the passes that were watched."""
 
     num_passes: int = 0
     num_changes: int = 0
-    is_same_object: bool = True
-    is_read: bool = False
-    differences: list[float] = field(default_factory=list)
+    is_same_object: bool = True  # it was changed in place
+    is_read: bool = False  # torch was given a tensor of it as it was before a pass
+    differences: list[float] = field(default_factory=list)  # of a number, in each pass
 
 
 class PythonState:

@@ -1,17 +1,8 @@
 """The checks of the steps of models and of optimizers: what is compared, watched and found.
 
-The checks that cost time are made in checked steps alone. They are the first three steps of a model, and then
-every 100th: what goes wrong does so from the start most of the time, or goes on for long. A model counts its own
-steps, from 1: each loop over micro batches that ended with a gradient on all instances, each
-``reduce_gradients()``, and each reduction after a backward pass outside of the loop. So the number is the same on
-all instances when they begin a step together. A new process counts anew, also when it goes on from a checkpoint.
-
-A step is a checked one from its beginning to its end. There are no checks outside of steps, so an evaluation, or
-what runs on some instances only, never waits for others because of one.
-
-A step of one of the program's optimizers, which torch's hooks show, raises an error while the gradients of all
-replicas are not there yet; on weights that all instances of a host share, if the optimizer is another than the
-sharded one that they belong to; and on gradients that popdist has not reduced, if they differ between instances.
+Checks that cost time are made in a model's first three steps and then in every 100th, as what goes wrong mostly
+does so from the start, or goes on for long. All instances count the same number of a step when they begin it.
+Outside of steps nothing is checked, so an evaluation on some instances never waits for the others.
 """
 
 import hashlib
@@ -231,10 +222,7 @@ def _warn(text: str) -> None:
 
 
 def digest_of(batch: Nest) -> int:
-    """A number that tells this batch from others by the first numbers of its first tensors on the CPU.
-
-    0 for a batch without tensors, and for one in which all numbers are the same.
-    """
+    """A number that tells this batch from others by the first numbers of its first CPU tensors; 0 if all equal."""
     digest, has_content = hashlib.blake2b(digest_size=7), False
     for tensor in islice(_cpu_tensors(batch), _MOST_TENSORS):
         head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
@@ -255,14 +243,11 @@ def _cpu_tensors(nest: Nest) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedParameter:
-    """A parameter in memory that the instances of a host share, and the optimizer that may step on it.
-
-    Where it lies at another ``address`` it is no longer shared. When the owner has gone, no optimizer may step.
-    """
+    """A parameter in memory that the instances of a host share; only its owner, an optimizer, may step on it."""
 
     parameter: weakref.ref[Parameter]
-    address: int
-    owner: weakref.ref[object]
+    address: int  # elsewhere in memory it is no longer shared
+    owner: weakref.ref[object]  # when it has gone, no optimizer may step
 
 
 _shared: Final[dict[int, _SharedParameter]] = {}

@@ -1,8 +1,6 @@
 """What was written in a step, and should not have been: found by checksums of parameters, and copies of buffers.
 
-Checksums also show whether weights are equal on all instances. Parameters of the other wrapped models are written
-once for the job, outside of the loop over micro batches, as the model's own are. Buffers of modules that nothing
-wraps belong to no replica: a criterion with a centre, a teacher with BatchNorm.
+Checksums also show whether weights are equal on all instances.
 """
 
 import hashlib
@@ -25,10 +23,7 @@ from popdist.weights import sums_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSums:
-    """A checksum of each parameter of a module, or of its gradient, as it was at one moment.
-
-    It is the sum of the memory, read as 64-bit integers, modulo 2**64.
-    """
+    """A checksum of each parameter of a module, or of its gradient: its memory added as 64-bit integers."""
 
     names: Sequence[str]
     parameters: Sequence[Tensor]
@@ -46,11 +41,7 @@ class ParameterSums:
 
 
 def sum_parameters(module: nn.Module) -> ParameterSums:
-    """The checksums of the parameters of ``module`` that instances must have alike.
-
-    Left out are those that may differ: tensors of a class of their own, such as a DTensor, of which each instance
-    has a part; and those without numbers to add: lazy, sparse, or on the device "meta".
-    """
+    """The checksums of the parameters of ``module`` that all instances must have alike: see `is_comparable`."""
     return sum_tensors((name, it) for name, it in module.named_parameters() if is_comparable(it))
 
 
@@ -79,11 +70,7 @@ def compare_weights(
 def find_difference(
     group: Group, noun: str, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> str | None:
-    """The first tensor that differs between instances, and on which, in words; every instance calls this.
-
-    ``words`` is what each has said of its tensors, 0 for nothing: then it has no say. ``own`` are this instance's,
-    None if it has said 0. Where all are equal, no message is needed.
-    """
+    """The first tensor that differs between instances, and on which, in words; every instance calls this."""
     if not any(words) or len(set(words) - {0}) <= 1:
         return None
     sums = own.sums if own is not None else ()
@@ -109,7 +96,7 @@ def find_difference(
 
 
 def is_comparable(parameter: Tensor) -> bool:
-    """Whether instances must have ``parameter`` alike; see :func:`sum_parameters`."""
+    """Whether instances must have ``parameter`` alike, unlike a DTensor's parts, and it has numbers to add."""
     if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
         return False
     return type(parameter.data) is Tensor
@@ -151,11 +138,7 @@ def _other_parameters(module: nn.Module, others: Iterable[nn.Module]) -> Iterato
 
 
 class UntrackedBuffers:
-    """The buffers of modules that nothing wraps, as they were when each module was first called in a loop.
-
-    A hook on all modules finds them. A module of which only methods are called is not found, and none is where
-    torch.compile has compiled a model, as it would compile it again because of the hook.
-    """
+    """The buffers of modules that nothing wraps, as they were when each was first called in a loop."""
 
     def __init__(self) -> None:
         wrapped = [part for module in modules_in(reduced_modules) for part in module.modules()]

@@ -147,10 +147,7 @@ class StreamFetcher(IterableDataset[Any]):
 
 
 class StreamLoader(ReplicaLoader):
-    """A loader over a stream: the instances agree on each step before the loop receives it.
-
-    That costs one exchange of headers a step, which waits for the slowest instance.
-    """
+    """A loader over a stream: the instances agree on each step, which waits for the slowest of them."""
 
     dataset: StreamFetcher
 

@@ -1,16 +1,8 @@
 """Epochs: their order, their steps dealt to replicas, and the position of a sampler or loader in them.
 
-An epoch is the positions 0 to n - 1 of its order, which may be shuffled. A step takes the next block of them, and
-`popdist.layout` deals it to the replicas. So what replica r sees in step s follows from the job's replicas, never
-from the instances they are dealt to, and each position belongs to one replica of one step. A position is also all
-that must be remembered of an unfinished epoch: what comes before it was seen, by however many replicas.
-
-No list of shuffled indices is built or stored: the index at a position is computed from the position alone. A
-Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) mixes the bits of the position under a key made of
-seed and epoch. It is a bijection on the next power of two. Where it leads out of the range it is applied again
-until it leads back in (cycle walking), which keeps it a bijection on the range itself. Only integer arithmetic
-modulo 2^64 is used, so a seed means the same shuffle on every machine and in every version of numpy. It is no
-cryptography: an adversary could predict it.
+A step takes the next positions of the epoch's order, and `popdist.layout` deals them to the replicas: so what a
+replica sees does not depend on the instances. The index at a position is computed from the position alone, by a
+Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and epoch.
 """
 
 import hashlib
@@ -42,13 +34,12 @@ NUM_ROUNDS: Final = 12
 """Rounds of the Feistel network: with fewer than 12, some orders of short ranges are visibly more frequent."""
 
 LOOKUP_SIZES: Final = (256, 16384)
-"""Samples looked up in the permutation at once: few at first, so that an epoch starts at once, soon so many that
-numpy's cost for each call does not show."""
+"""Samples looked up in the permutation at once: few at first, to start at once, soon many, which is faster."""
 
 _GROWTH: Final = 8
 """Each lookup has so many times the samples of the one before it."""
 
-_WORD: Final = 2**64 - 1
+_WORD: Final = 2**64 - 1  # integers modulo 2**64: the same shuffle on every machine and for every numpy
 GOLDEN: Final = 0x9E3779B97F4A7C15
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
 _SECOND_FACTOR: Final = 0x94D049BB133111EB
@@ -62,10 +53,7 @@ class Order(Protocol):
 
 
 class Permutation:
-    """The order of ``length`` indices in one epoch: a bijection on ``range(length)``.
-
-    Takes constant memory and constant time to make. Equal arguments give the same order everywhere.
-    """
+    """The shuffled order of ``length`` indices in one epoch, in constant memory; equal on every machine."""
 
     def __init__(self, length: int, *, seed: int, epoch: int) -> None:
         if not 0 <= length <= MAX_LENGTH:
@@ -83,7 +71,7 @@ class Permutation:
             raise IndexError(f"positions {positions.min()} to {positions.max()} leave the range of {self._length}")
         values = self._mix(positions.ravel().astype(np.uint64))
         outside = np.flatnonzero(values >= self._length)
-        while outside.size:
+        while outside.size:  # mixed again until it is in the range: still a bijection
             values[outside] = self._mix(values[outside])
             outside = outside[values[outside] >= self._length]
         return values.astype(np.int64).reshape(positions.shape)
@@ -125,13 +113,7 @@ def round_keys(*ingredients: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """How an epoch over ``length`` samples is divided into steps.
-
-    Every step is full but the last ones: without ``drop_last`` the remainder is a smaller step. A remainder with
-    fewer samples than replicas takes some from the step before, so that every replica has at least one sample in
-    every step. (Where full steps hold only one sample a replica, there is none to take: the remainder joins the
-    step before, and some of its replicas see two.)
-    """
+    """How an epoch over ``length`` samples is divided into steps, in each of which every replica has a sample."""
 
     length: int
     num_replicas: int
@@ -160,6 +142,7 @@ class EpochPlan:
         return parts(step, replicas, self.num_replicas)
 
     def _step_size(self, remaining: int) -> int:
+        # a remainder with fewer samples than replicas takes some from the step before, or joins it if it has none
         full = self.samples_per_step
         if remaining < full:
             return 0 if self.drop_last else remaining
@@ -169,17 +152,10 @@ class EpochPlan:
 
 
 class EpochPosition:
-    """The position of one reader, a sampler or a loader, in its endless sequence of epochs.
-
-    Each time that it is started, set or loaded it gets a new number, and what an older iteration reads then counts
-    no more.
-    """
+    """The position of one reader, a sampler or a loader, in its endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
-        """``identity`` is what a position depends on; all instances must have the same ``agreement``, in words.
-
-        Where ``dataset`` is made of subsets, their indices must be the same, too, and a position depends on them.
-        """
+        """``identity`` is what a position depends on; all instances must have the same ``agreement``."""
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
         self._subsets = checksum_of_subsets(dataset)
         if self._subsets:
@@ -188,7 +164,7 @@ class EpochPosition:
         self.num_read = 0
         self._reader = reader
         self._is_running = False
-        self._number = 0
+        self._number = 0  # of the iteration: what an older one reads counts no more
         self._agreement: str | None = agreement
         self._agree()
 
@@ -362,11 +338,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """Deal the rest of the epoch in which ``position`` stands now, step by step.
-
-    For each step come its positions, over all replicas of the job, and the dataset's indices of the samples that
-    ``replicas`` see, first replica first. ``order`` takes the place of the dataset's order and its shuffle.
-    """
+    """For each step left of the epoch: its positions in the job, and the indices that ``replicas`` see."""
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)

@@ -1,15 +1,8 @@
 """Random numbers belong to a replica or to a sample, and not to the process that draws them.
 
-Each replica owns a state of every generator that programs draw from unasked: Python's, numpy's, and torch's for
-the CPU and for the model's CUDA device. It is put in place for the replica's micro batches only, so a dropout mask
-is the same however replicas are dealt to instances. Outside the loop the program's own states go on as if nothing
-had been drawn, except for numpy's second half of a pair of normal numbers, which is drawn anew.
-
-Datasets draw from the same generators. Before each sample they are set to a state that follows from seed, epoch
-and index, so augmentation is the same in any split and with any number of workers. Setting all three costs more
-than reading a small sample, so they are watched while the first samples are read, and afterwards only those are
-set that the dataset draws from. The others are still watched: when one was drawn from after all, what was read is
-read again.
+Each replica owns a state of every generator that programs draw from: Python's, numpy's, and torch's for CPU and
+CUDA. It is put in place for the replica's micro batches only. Before a dataset reads a sample the generators are
+set to a state that follows from seed, epoch and index, so augmentation is the same for any split and any workers.
 """
 
 import hashlib
@@ -34,23 +27,15 @@ _CPU: Final = torch.device("cpu")
 
 
 class _PythonState(NamedTuple):
-    """A state of Python's generator, and what is drawn from it: 32 bits, and then a normal number.
+    """A state of Python's generator, and what is drawn from it: 32 bits, and then a normal number."""
 
-    ``values`` are as ``getstate()`` gives them; their last one is the second of a pair of normal numbers, or None.
-    ``normal`` is the normal number for None.
-    """
-
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # of ``getstate()``; the last is the second of a pair of normal numbers, or None
     bits: int
-    normal: float
+    normal: float  # what is drawn if that one is None
 
 
 class _PythonGenerator:
-    """Python's generator. To read its state takes longer than all else that a step does with generators.
-
-    So it is read only where something was drawn: else what is drawn next is what follows the state that was put in
-    last. (It is so by chance once in 2^32 times; then the numbers since that state come once more.)
-    """
+    """Python's generator, whose state is read only where something was drawn since it was put in."""
 
     def __init__(self) -> None:
         self._last: _PythonState | None = None
@@ -58,6 +43,7 @@ class _PythonGenerator:
     def take_out(self) -> _PythonState:
         """Its state; another one must be put in before the program draws."""
         last, bits = self._last, random.getrandbits(32)
+        # reading the state takes long; by chance once in 2**32 times numbers that were drawn come once more
         if last is None or last.bits != bits:
             return _state_before(bits, random)
         normal = random.gauss(0.0, 1.0)
@@ -94,16 +80,12 @@ _WATCHED: Final = _state_of(random.Random())  # noqa: S311 - for training, not f
 
 @dataclass(slots=True)
 class _States:
-    """The states of all generators: those of a replica while it does not draw, or the program's meanwhile.
-
-    numpy's is the bit generator itself, because reading its state takes longer than all the rest. ``cuda`` is None
-    until a CUDA device is used.
-    """
+    """The states of all generators: those of a replica while it does not draw, or the program's meanwhile."""
 
     python: _PythonState
-    numpy: Any
+    numpy: Any  # the bit generator itself, because reading its state takes longer than all the rest
     torch: Tensor
-    cuda: Tensor | None = None
+    cuda: Tensor | None = None  # until a CUDA device is used
 
 
 class ReplicaRandomness:
@@ -149,12 +131,9 @@ class ReplicaRandomness:
 
 
 class RandomScope:
-    """Puts a replica's states in place when it is entered, and the program's own ones when it is left.
+    """Puts a replica's states in place when it is entered, and the program's own ones when it is left."""
 
-    Scopes need not be left in the order of a stack: of two loops side by side, each micro batch's scope is
-    left after the other one was entered. The states that were put in place last are those that draw.
-    """
-
+    # not left in the order of a stack, where two loops run side by side; the last one draws
     _entered: ClassVar[list["RandomScope"]] = []
 
     __slots__ = ("_ordinal", "_replica", "_states")
@@ -275,18 +254,14 @@ Reseed: TypeAlias = Callable[[int], None]
 
 
 class _Generator(NamedTuple):
-    """A random generator of the process, by public calls only.
-
-    ``save`` gives the program's state, in whose place another one may now be put; ``restore`` restores it.
-    ``draw`` tells whether others have drawn since it was seeded. ``watch`` is faster: it is given the program's
-    state, and returns a function that tells at the end whether others have drawn.
-    """
+    """A random generator of the process, by public calls only."""
 
     name: str
     seed: Callable[[int], object]
-    draw: Callable[[], object]
-    save: Callable[[], Any]
+    draw: Callable[[], object]  # tells whether others have drawn since it was seeded
+    save: Callable[[], Any]  # gives the program's state, in whose place another one may now be put
     restore: Callable[[Any], object]
+    # is given the program's state; returns what tells at the end whether others have drawn: faster than ``draw``
     watch: Callable[[Any], Callable[[], bool]]
 
     def is_as_seeded(self, seed: int) -> bool:
@@ -358,19 +333,12 @@ _GENERATORS: Final = (
 
 @dataclass(slots=True)
 class SampleRandomness:
-    """Seeds the generators that a dataset uses for each sample, and restores the program's states afterwards.
+    """Seeds the generators that a dataset uses for each sample, and restores the program's states."""
 
-    ``used`` holds the names of those that the dataset was seen to draw from, None before the first work.
-    """
-
-    used: frozenset[str] | None = None
+    used: frozenset[str] | None = None  # the generators that the dataset was seen to draw from
 
     def run(self, work: Callable[[Reseed | None], T]) -> T:
-        """Return what ``work`` does with seeded generators; it may be called several times.
-
-        It gets None where nothing is drawn, and else must reseed before it draws. The generators' states are
-        afterwards what they were before.
-        """
+        """What ``work`` returns with seeded generators; it may be called several times, and with None for none."""
         own = [generator.save() for generator in _GENERATORS]
         try:
             while True:

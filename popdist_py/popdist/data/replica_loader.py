@@ -65,10 +65,7 @@ class Collation:
 
 
 def _collated(samples: Any) -> Any:  # noqa: ANN401 - as torch's: a list or tuple
-    """The same as torch's ``default_collate``, but that tuples, as most samples are, take less time.
-
-    Small tensors are not put into shared memory, since a worker sends them as copies.
-    """
+    """The same as torch's ``default_collate``, but faster for tuples; small tensors are not in shared memory."""
     first = samples[0]
     if type(first) is Tensor:
         is_plain = first.layout is torch.strided and not first.is_nested
@@ -124,17 +121,14 @@ class MapFetcher(Dataset[Any]):
         ]
 
     def _read(self, indices: list[int], numbers: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
-        """The samples, whose random numbers follow from ``numbers``.
-
-        A dataset that reads a list of them at once draws for all as for the first one.
-        """
+        """The samples at ``indices``, whose random numbers follow from ``numbers``."""
         dataset = self.dataset
         read_all = getattr(dataset, "__getitems__", None)
         if reseed is None:
             return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
         seeds = self._collation.seeds(epoch, numbers)
         if read_all is not None and not isinstance(dataset, Subset):
-            reseed(seeds[0])
+            reseed(seeds[0])  # once for all that are read at once
             return list(read_all(indices))
         samples = []
         for index, seed in zip(indices, seeds, strict=True):
@@ -144,15 +138,10 @@ class MapFetcher(Dataset[Any]):
 
 
 class SentContents:
-    """The contents of micro batches as a worker sends them: small tensors as bytes, others as torch does.
-
-    torch puts each tensor into shared memory of its own and hands over a file descriptor, which takes longer for
-    all but large ones. They are pickled when this is made, where an error is that of the step: the thread that
-    sends would only print it, and the loop would wait for ever. Small tensors that shared memory share it no more.
-    """
+    """The contents of micro batches as a worker sends them: small tensors as bytes, others as torch does."""
 
     def __init__(self, contents: list[Any]) -> None:
-        stream = io.BytesIO()
+        stream = io.BytesIO()  # now, so that an error is the step's: the thread that sends would only print it
         _Pickler(stream).dump(contents)
         self._pickled = stream.getvalue()
 
@@ -192,11 +181,7 @@ def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 class ReplicaLoader(EpochReader, DataLoader[Batch]):
-    """Made by ``popdist.data_loader``: a torch DataLoader whose batches are :class:`Batch` objects.
-
-    What a loop has received and what workers have read ahead are two things. The loader counts the first, so a run
-    that is resumed sees every sample once, whatever was on its way when it ended.
-    """
+    """Made by ``popdist.data_loader``: a torch DataLoader whose batches are :class:`Batch` objects."""
 
     def __init__(
         self,
@@ -220,11 +205,8 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """Iterate as torch would, without workers around torch's iterator, which is slower than some datasets.
-
-        It is made all the same: it checks options, and draws from the generator of those who give one.
-        """
-        iterator: Iterator[Any] = super().__iter__()
+        """Iterate as torch would, but without workers around torch's iterator, which is slow."""
+        iterator: Iterator[Any] = super().__iter__()  # it checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
         return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch calls what it gives batches
 

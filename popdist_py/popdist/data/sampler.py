@@ -1,10 +1,8 @@
 """Samplers: those that deal an epoch to one instance's replicas, and those whose order a loader takes.
 
-A step's samples are dealt to replicas by their position in the epoch's order. That order is the dataset's, a
-shuffled one, or, with ``popdist.data_loader(..., sampler=WeightedRandomSampler(...))``, what the sampler gives.
-Then every instance reads the whole sampler when the epoch begins, so all of them must get the same from it; they
-compare a checksum. An index may come several times (drawn with replacement, or repeated augmentation), so the
-random numbers of a sample follow from its position and not from its index.
+A step's samples are dealt by their position in the epoch's order: the dataset's, a shuffled one, or what a sampler
+of the program gives. Such a sampler is read whole on every instance, and a checksum compared. It may give an index
+several times, so the random numbers of a sample follow from its position and not from its index.
 """
 
 import hashlib

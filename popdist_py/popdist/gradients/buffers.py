@@ -1,13 +1,8 @@
 """The buffers of all wrapped models, such as statistics of BatchNorm, while replicas take turns on them.
 
 Every replica starts a step from the same values. Afterwards a buffer of floats becomes the mean of what the
-replicas made of it, added in the tree over all replicas, and any other buffer what replica 0 made of it; so they
-are equal on all instances and have the same bits for any split. That holds in a step of any model for the buffers
-of each: the step of a generator runs the discriminator, too. Only buffers that some replica has changed are added
-and exchanged: a table of constants costs one copy, and a model without buffers nothing.
-
-A buffer that a replica makes, or gives another shape or dtype, stays as it is. The instances compare what they
-have (`popdist.gradients.step_headers`).
+replicas made of it, any other what replica 0 made of it; those of other models too, as a generator's step runs the
+discriminator. A buffer that a replica makes, or gives another form, is only compared.
 """
 
 import hashlib
@@ -43,20 +38,15 @@ _NEVER: Final = -1
 
 @dataclass(slots=True, kw_only=True)
 class ModelBuffer:
-    """One buffer: where it is, and what it was when the step began.
-
-    ``owner`` has the buffer under ``key``; ``name`` is for messages. ``start`` is a copy from the beginning of the
-    step, and ``version`` torch's count of writes when the buffer last held it. ``is_uncounted`` says that it was
-    written although torch had counted nothing: through ``.data``.
-    """
+    """One buffer: where it is, and what it was when the step began."""
 
     name: str
     owner: nn.Module
     key: str
     tensor: Tensor
-    version: int
-    start: Tensor
-    is_uncounted: bool = False
+    version: int  # torch's count of writes when the buffer last held ``start``
+    start: Tensor  # a copy from the beginning of the step
+    is_uncounted: bool = False  # it was written although torch had counted nothing: through ``.data``
 
     @property
     def is_unwritten(self) -> bool:
@@ -93,15 +83,12 @@ class ModelBuffer:
 
 
 class ModelBuffers:
-    """The buffers of one module, as they were when :meth:`remember` was called last.
-
-    ``buffers`` are by name, a tied one once. ``apart`` has the names of those that a replica has made or changed
-    in form, and of which instances have different versions: they are left alone until their mark changes.
-    """
+    """The buffers of one module, as they were when :meth:`remember` was called last."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.buffers: dict[str, ModelBuffer] = {}
+        self.buffers: dict[str, ModelBuffer] = {}  # by name, a tied one once
+        # those that a replica has made or changed in form: they are left alone until their mark changes
         self.apart: dict[str, tuple[int, int] | None] = {}
         self._described: tuple[list[int], str] = ([], "no buffers")
 
@@ -167,10 +154,7 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
 
 
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """The buffers that are no longer what the step began with, with their values now.
-
-    ``all_of_them`` compares also large ones of which torch has counted no write.
-    """
+    """The buffers that changed since the step began; ``all_of_them`` compares large unwritten ones, too."""
     found: dict[str, Tensor] = {}
     flags: dict[str, Tensor] = {}
     for name, buffer in buffers.items():
@@ -202,14 +186,11 @@ def mark_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class ReplicaBuffers(ModelBuffers):
-    """The buffers of a wrapped model and, in a step of it, those of all others that have no step at the moment.
-
-    ``label`` is what the model is called on all instances; None for one that only some of them have.
-    """
+    """The buffers of a wrapped model and, in its step, those of all other models without a step."""
 
     def __init__(self, module: nn.Module, label: str | None) -> None:
         super().__init__(module)
-        self.label = label
+        self.label = label  # the same on all instances; None for a model that only some of them have
         self.is_in_step = False
         self.fault: str | None = None
         self._others: dict[str, ReplicaBuffers] = {}

@@ -1,19 +1,8 @@
 """The gradients of a model's parameters, laid end to end in flat buffers, and their sum over all replicas.
 
-There is one flat buffer for each device and dtype in which gradients are added: float64 for double precision, else
-float32, so that half precision is rounded once, at the end. Where gradients are rounded on purpose
-(``gradient_dtype``), the sum over a replica's micro batches is wide as well, and the replicas are added in narrow
-buffers, which have that dtype: so each replica's gradient is rounded, and each partial sum.
-
-Each parameter has a slot in its buffer, with the parameter's shape and order of memory: a view of it can be the
-parameter's ``.grad``. A parameter without a gradient has zeros in its slot, and a mask tells which had one.
-
-An instance adds what it can of the tree over all replicas (`popdist.tree`), the instances exchange those partial
-sums, and each finishes the same tree: so the bits of the sum do not depend on how the replicas are dealt to
-instances. Where all share memory, the partial sums lie there, and each instance adds a share of the elements. The
-instances of one of several hosts add in its memory first (`popdist.transport.two_level`), where they make up one
-node of the tree. An instance that needs a part of the sum only gets no more than that, which spares half of what
-goes over the network.
+Gradients are added in float32, or wider, and rounded once; with ``gradient_dtype`` replicas are added in narrow
+buffers, of that dtype. An instance adds what it can of the tree over all replicas (`popdist.tree`), the instances
+exchange these partial sums, in shared memory within a host, and each finishes the same tree.
 """
 
 import hashlib
@@ -121,13 +110,11 @@ ALIGNMENT: Final = 16
 
 @dataclass(slots=True, kw_only=True)
 class FlatBuffer:
-    """The place of some parameters' gradients: one buffer for each device and dtype.
-
-    ``members`` holds for each its position among all parameters, the parameter, and where its slot begins.
-    """
+    """The place of some parameters' gradients: one buffer for each device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
+    # of each its position among all parameters, the parameter, and where its slot begins
     members: list[tuple[int, Parameter, int]] = field(default_factory=list)
     size: int = 0
 
@@ -139,15 +126,11 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatGradient:
-    """Room for one gradient of all parameters.
-
-    ``slots`` are each parameter's part of the flat tensors, in the order of the model; none in narrow buffers.
-    ``slot_of`` finds them by the identity of the parameter.
-    """
+    """Room for one gradient of all parameters."""
 
     tensors: FlatTensors
-    slots: list[Tensor]
-    slot_of: dict[int, Tensor]
+    slots: list[Tensor]  # each parameter's part of ``tensors``; none in narrow buffers
+    slot_of: dict[int, Tensor]  # by the identity of the parameter
 
     def clear(self) -> None:
         """Fill it with zeros."""
@@ -160,26 +143,19 @@ class FlatGradient:
             flat.copy_(values)
 
     def move_in(self, parameter: Tensor, *, even_small: bool = True) -> None:
-        """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is still in the cache.
-
-        What has another dtype or a graph stays where it is, as may what is small: :meth:`GradientLayout.fill`
-        copies it later.
-        """
+        """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is in the cache."""
         slot = self.slot_of.get(id(parameter))
         if slot is None or (slot.numel() < SMALL and not even_small):
             return
         gradient = parameter.grad
         if gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
-            return
+            return  # ``GradientLayout.fill`` copies it later
         if gradient.layout == torch.strided and gradient.data_ptr() != slot.data_ptr():
             parameter.grad = slot.copy_(gradient).detach()
 
 
 class GradientLayout:
-    """Where the gradients of one model's trained parameters lie in flat buffers; moves them in and out.
-
-    The named parameters come in the same order on all instances; frozen ones are left out.
-    """
+    """Where the gradients of a model's trained parameters lie in flat buffers, in the order of the model."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self.names: list[str] = []
@@ -248,10 +224,7 @@ class GradientLayout:
 
     @torch.no_grad()
     def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
-        """Copy every gradient into its slot, if it is not there yet, and zeros where there is none; then multiply.
-
-        ``clears`` sets every ``.grad`` to None. Gives the parameters that had a gradient, as :meth:`used`.
-        """
+        """Copy every gradient, or zeros, into its slot, and multiply; gives which there were, as :meth:`used`."""
         used, slots, gradients = 0, list[Tensor](), list[Tensor]()
         for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
             gradient = parameter.grad
@@ -275,15 +248,12 @@ class GradientLayout:
         return used
 
     def set_gradients(self, source: FlatGradient, used: int) -> None:
-        """Set the ``.grad`` of each parameter in ``used`` to its part of ``source``, and all others to None.
-
-        The gradients share memory with ``source``, unless they are of another dtype.
-        """
+        """Set the ``.grad`` of each parameter in ``used`` to its part of ``source``, all others to None."""
         for position, (parameter, slot) in enumerate(zip(self._parameters, source.slots, strict=True)):
             if not used >> position & 1:
                 parameter.grad = None
                 continue
-            gradient = slot.detach()
+            gradient = slot.detach()  # which shares memory with ``source``
             if self._are_narrow:
                 gradient = gradient.to(parameter.dtype)
             mark_reduced(gradient)
@@ -354,11 +324,7 @@ def joined(runs: Sequence[range]) -> list[range]:
 def scatter_sum(
     group: Group, layout: ReplicaLayout, own: Sequence[Tensor], wanted: Sequence[Sequence[range]]
 ) -> None:
-    """Make what this instance wants of the first of ``own`` the sum over the partial sums of all instances.
-
-    ``own`` are this instance's partial sums, as :func:`nodes_of` names them, and ``wanted`` is for each instance
-    the runs of numbers that it wants, without overlap. What it does not want is undefined afterwards.
-    """
+    """Make the ``wanted`` runs of the first of ``own``, this instance's partial sums, those of the whole sum."""
     reduction, op = sum_over_hosts(group, layout, own[0].device), sum_of(own[0].dtype)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
@@ -377,11 +343,7 @@ def scatter_sum(
 
 
 class SharedSum:
-    """Flat tensors in memory that the instances of the job share, all of them on one host, and their sum.
-
-    ``forms`` are the length and dtype of each tensor. ``mine`` is room for them, for each of the tree nodes that
-    this instance computes; it is empty as long as the host has no memory for them.
-    """
+    """Flat tensors in memory that the instances of the job share, all of them on one host, and their sum."""
 
     def __init__(self, host: HostGroup, layout: ReplicaLayout, forms: Sequence[tuple[int, torch.dtype]]) -> None:
         self._host = host
@@ -392,18 +354,14 @@ class SharedSum:
         self._num_bytes = max(map(len, self._nodes)) * sum(self._stretches)
         self._reserved: Reservation | None = None
         self._reductions: list[Reduction] = []
-        self.mine: list[FlatTensors] = []
+        self.mine: list[FlatTensors] = []  # of each node of this instance; none while the host has no room
         with suppress(BackendError):
             self._reserved = host.reserve(self._num_bytes)
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Overwrite the first of :attr:`mine` with the sum of all instances' nodes; ``own`` are those of this one.
-
-        The sum is divided by ``over``. False on all instances where the host has no room. All instances call it
-        together. Not before the first call do they know that all have the same forms, so they learn of each
-        other's memory there.
-        """
+        """Overwrite the first of :attr:`mine` with the sum of all instances' nodes; False on all without room."""
+        # not before do the instances know that all have the same forms
         if not self._reductions and not self._connect():
             return False
         for mine, given in zip(self.mine, own, strict=True):
@@ -457,10 +415,7 @@ class RepeatedSum:
         self._shared: SharedSum | None = None
 
     def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """The sum over all replicas, of which ``own`` are this instance's nodes; all instances call it.
-
-        It is made in memory that the instances share where the one before it had the same forms.
-        """
+        """The sum over all replicas, of which ``own`` are this instance's nodes; all instances call it."""
         if layout.num_instances == 1:
             return finish(own, layout.num_replicas, add_flat)
         rows, host = list(own.values()), group.backend.host_group

@@ -1,10 +1,8 @@
 """The gradients of a model: the memory in which they are added up, and those that a step begins with.
 
-On a host whose instances share memory, the gradient that ends as an instance's part of the job's sum lies there
-from the start: autograd's results are moved into it while they are in the cache, and the sum over the instances is
-made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody. Gradients that are
-rounded are added over the replicas in narrow buffers, of half the size, and made wide again at the end. The memory
-is the same in every step.
+On a host whose instances share memory, the gradient that ends as an instance's part of the sum lies there from the
+start, and each instance adds a share of the elements in place. Elsewhere the parts are sent to everybody. The
+memory is the same in every step.
 """
 
 import hashlib
@@ -76,15 +74,7 @@ class GradientPool:
 
 
 class GradientMemory:
-    """Room for the gradients of micro batches, and what their sum needs again in the next step.
-
-    Attributes:
-        nodes: For each instance the tree nodes that it computes.
-        first_replica: Job-wide number of this instance's first replica.
-        narrow: The dtype to which each replica's gradient and each sum over replicas is rounded; None for none.
-        shared: The sum in the host's memory; None where the instances share none.
-        overlap: What sends gradients early; None before the first step in which they went over a network.
-    """
+    """Room for the gradients of micro batches, and what their sum needs again in the next step."""
 
     def __init__(
         self,
@@ -96,7 +86,7 @@ class GradientMemory:
         self.group = group
         self.layout = layout
         self.gradients = gradients
-        self.narrow = narrow
+        self.narrow = narrow  # the dtype to which each replica's gradient and each sum over replicas is rounded
         self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         instance, num_replicas = group.backend.instance_index, layout.num_replicas
         self.first_replica = layout.replicas_of(instance).start
@@ -109,8 +99,8 @@ class GradientMemory:
         self._narrow = self._wide if narrow is None else GradientPool(lambda: gradients.make_narrow(narrow))
         # the weights that were added last, and their sum: most steps have the same
         self._weights: tuple[list[list[int]], float] = ([], 0.0)
-        self.overlap: Overlap | None = None
-        self.shared: SharedSum | None = None
+        self.overlap: Overlap | None = None  # None before the first step whose gradients went over a network
+        self.shared: SharedSum | None = None  # None where the instances share no memory
         self._shared_rooms: list[FlatGradient] = []
         host = group.backend.host_group
         forms = [(buffer.size, narrow or buffer.dtype) for buffer in gradients.flat_buffers]
@@ -168,10 +158,7 @@ class GradientMemory:
         return wide
 
     def total_weight(self, weights: list[list[int]]) -> float:
-        """The weights of the whole job, added in the order of the gradients: equal bits for every split.
-
-        ``weights`` are for each instance those of its :attr:`nodes`, as words of a header.
-        """
+        """The weights of the whole job, of each instance's nodes, added in the order of the gradients."""
         if weights != self._weights[0]:
             partials = {
                 node: weight
@@ -195,14 +182,11 @@ ParameterKind = tuple[int, bool, torch.device, torch.dtype]
 
 
 class ModelGradients:
-    """The gradients of the parameters that a model trains now; they may change from step to step.
-
-    The model is not kept alive by this. ``device`` is where its first parameter was in the last step.
-    """
+    """The gradients of the parameters that a model trains now; they may change from step to step."""
 
     def __init__(self, module: nn.Module, narrow: torch.dtype | None = None) -> None:
         self.narrow = narrow
-        self._module = weakref.ref(module)
+        self._module = weakref.ref(module)  # which this does not keep alive
         self._kinds: list[ParameterKind] = []
         self._layout = GradientLayout(())
         self._memory: GradientMemory | None = None
@@ -261,16 +245,7 @@ class _Kept:
 
 
 class OldGradients:
-    """The gradients that a model has when its step begins: removed, and those that matter are ``kept``.
-
-    Used ones are dropped. Others are those that a program adds up on purpose or has forgotten; only it knows
-    which, so it must say: drop them (``zero_grad()``) or add to them (``add=True``).
-
-    Three kinds are dropped all the same. Zeros, which ``zero_grad(set_to_none=False)`` leaves. Those of a
-    parameter that no optimizer has ever stepped on, when one has used the others of the model: they are of no use.
-    And all, when one in the job holds NaN or infinity: then a GradScaler has left out the step, which it does not
-    tell.
-    """
+    """The gradients that a model has when its step begins: removed, and ``kept`` if no optimizer has used them."""
 
     __slots__ = ("_gradients", "_is_decided", "_module", "kept")
 
@@ -289,8 +264,8 @@ class OldGradients:
         for position, (_, parameter) in enumerate(self._module.named_parameters()):
             gradient = unused.get(id(parameter))
             if gradient is None or (held is not None and id(parameter) not in held):
-                continue
-            # of a partial gradient other instances have other parts
+                continue  # no optimizer has ever stepped on the parameter
+            # zeros are what ``zero_grad(set_to_none=False)`` leaves; of a partial one others have other parts
             if _is_zero(gradient) and not isinstance(gradient, PartialGradient):
                 continue
             kept = _Kept(
@@ -303,14 +278,10 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """What this instance says of them in a header; 0 if there are none.
-
-        It is a digest of which parameters they belong to, if the step adds to them. Else it is the place of the
-        first of them, from 1, and negative where a model has one that is not finite.
-        """
+        """What this instance says of them in a header; 0 if there are none."""
         if not self.kept or self._is_decided:
             return 0
-        if add:
+        if add:  # a digest of which parameters they belong to; else the place of the first of them, from 1
             text = repr([kept.position for kept in self.kept]).encode()
             return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         place = next((kept.position + 1 for kept in self.kept if not _is_zero(kept.gradient)), 0)
@@ -321,10 +292,7 @@ class OldGradients:
         return all(map(_is_finite, [kept.gradient for kept in self.kept])) and all(map(_is_finite, others))
 
     def drop_unless_added(self, numbers: Mapping[int, int], *, add: bool) -> None:
-        """Drop them, if the step does not add to them and all may go; ``numbers`` are those of all instances.
-
-        A GradientError says that they would be lost, or belong to other parameters on another instance.
-        """
+        """Drop them unless the step adds to them; a GradientError if an unused one would be lost."""
         self._is_decided = True
         if add and len(set(numbers.values())) > 1:
             raise GradientError(
@@ -334,7 +302,7 @@ class OldGradients:
         if add or not any(numbers.values()):
             return
         self.kept = ()
-        if min(numbers.values()) < 0:
+        if min(numbers.values()) < 0:  # NaN or infinity: a GradScaler has left out the step, and does not tell
             for model in _models:
                 if model is not self._gradients:
                     mark_used(model.parameters())

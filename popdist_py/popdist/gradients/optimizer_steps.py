@@ -1,8 +1,7 @@
 """The steps of a program's optimizers: counted, which shows where those of its loop end, and marked on gradients.
 
-Two flags stand on a parameter's ``.grad``: an optimizer has used it, and popdist has reduced it. A used gradient
-may be dropped: a step of an optimizer has read it. Torch's count of writes is kept with the flag, so a gradient to
-which a backward pass has added since is not used. A reduced gradient was made by popdist, so it is the same on all
+Two flags stand on a parameter's ``.grad``. Used: a step of an optimizer has read it, and nothing was added since
+(torch's count of writes shows that), so it may be dropped. Reduced: popdist has made it, so it is the same on all
 instances.
 """
 
@@ -83,15 +82,13 @@ def is_reduced(gradient: Tensor) -> bool:
 
 @cache
 def make_missing_scales() -> None:
-    """From now on a GradScaler has its scale when it steps, where this instance has scaled no loss before.
-
-    torch makes it when the first loss is scaled, and an instance whose first step has no samples has none.
-    """
+    """From now on a GradScaler has its scale when it steps, where this instance has scaled no loss before."""
     for name in ("unscale_", "step"):
         setattr(GradScaler, name, _with_scale(getattr(GradScaler, name)))
 
 
 def _with_scale(method: Callable[..., Any]) -> Callable[..., Any]:
+    # torch makes it when the first loss is scaled, and an instance whose first step has no samples has none
     @wraps(method)
     def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
         scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters_of(optimizer)[0].device))
@@ -101,39 +98,23 @@ def _with_scale(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TrainingLoop:
-    """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each.
-
-    Between two steps model, optimizers, schedulers and loaders belong together, and what the loop counts is up to
-    date. ``optimizer.step()`` is no such place: schedulers and counters come after it. So a step ends where the
-    loop asks a loader of popdist for its next batch, if an optimizer has stepped since the last one; a loop that
-    only evaluates has no steps. In a loop without such a loader it ends where a model begins its next step.
-
-    Attributes:
-        on_step_end: What to call; it may leave by an exception. None for nothing.
-        num_step_ends: Ends of steps so far.
-        num_optimizer_steps: Calls of ``step()`` so far, of any optimizer.
-        num_loader_passes: How often the program has begun to read a loader: the same on all instances, unless
-            one reads a loader that the others do not read.
-    """
+    """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each."""
 
     def __init__(self) -> None:
-        self.on_step_end: Callable[[], None] | None = None
+        self.on_step_end: Callable[[], None] | None = None  # it may leave by an exception
         self.num_step_ends = 0
-        self.num_optimizer_steps = 0
-        self.num_loader_passes = 0
+        self.num_optimizer_steps = 0  # calls of ``step()`` of any optimizer
+        self.num_loader_passes = 0  # the same on all instances, unless one reads a loader alone
         self._num_open_loaders = 0
         self._begun: set[object] = set()
         self._num_steps_before = 0
 
     @contextmanager
     def read_loader(self) -> Iterator[Callable[[], None]]:
-        """A context for the time in which the program reads one loader.
-
-        It gives a function to be called when the loop asks for its next batch: the end of a step, if it has
-        trained on the last one.
-        """
+        """The time in which a loader is read; gives what is to be called before each next batch."""
         num_steps_before = self.num_optimizer_steps
 
+        # optimizer.step() is no end of a step: what the loop counts is up to date where it asks for its next batch
         def ask() -> None:
             nonlocal num_steps_before
             if self.num_optimizer_steps != num_steps_before:
@@ -148,16 +129,10 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """A step of a model begins: the end of the one before, unless a loader tells of ends.
-
-        Where several models take turns, a step ends when all have had theirs. And a step that begins before an
-        optimizer has stepped belongs to the step before it, as those of a closure do.
-
-        Args:
-            model: What stands for the model; kept until the step ends.
-        """
+        """A step of ``model`` begins: the end of the step before, unless a loader tells of ends."""
         if self._num_open_loaders:
             return
+        # of several models in turn all have had theirs; those of a closure begin before the optimizer has stepped
         if model in self._begun and self.num_optimizer_steps != self._num_steps_before:
             self.end_step()
         if not self._begun:

@@ -1,20 +1,8 @@
 """Overlap of gradient reduction with the backward pass: buckets are sent while the last backward pass still runs.
 
-Where the sum goes over a network or between GPUs, its time is hidden behind the rest of the last backward pass of
-a step. What an instance sends early is a copy, made as the end of the step would make it; its own gradients stay
-as they are. At the end it compares the two, bit by bit, and says whether what it has sent is what it should have:
-when all have, the sum is there, and else they add once more as if nothing had been sent. So whatever a program
-does to its gradients before a micro batch is over, the sum is right.
-
-A step goes early only if all instances have said, in its first header, that they would, and how: a number tells
-the buckets and how many have been sent before. From then on each of them sends every bucket of the step, whatever
-becomes of it, because the others wait for them. A bucket travels in pieces: one is added while the next is on its
-way, and the first ones are divided while the last ones still travel.
-
-A bucket is complete when all gradients in it are there, and then it is sent, in pieces. The first one is small, so
-that a slow network begins early. Each next one has twice as many numbers, up to eight times the first: a slow
-network is still busy with the one before, and on a fast one few large messages take less time of the cores than
-many small ones, because the threads that carry them wake less often beside the computation.
+What is sent early is a copy. At the end each instance compares it with its gradients, bit by bit: if one was
+wrong, all add once more. A step goes early only if all instances have said so; then each sends every bucket, as
+the others wait for it. The first one is small, to begin early; later ones are larger.
 """
 
 import hashlib
@@ -56,23 +44,17 @@ NUM_DOUBLINGS: Final = 3
 """How often the next bucket has at least twice as many."""
 
 PIECE_SIZE: Final = 1 << 21
-"""Numbers that travel together, about: three quarters to one and a half of it, or a bucket of fewer.
-
-What is left of a bucket travels with the others: few numbers would cost a message and two changes of thread, too.
-"""
+"""Numbers that travel together, about: three quarters to one and a half of it, or a bucket of fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that are sent together: from ``start`` to ``stop`` of flat buffer number ``buffer``.
-
-    ``members`` are the positions of their parameters among all.
-    """
+    """Gradients that are sent together: from ``start`` to ``stop`` of flat buffer number ``buffer``."""
 
     buffer: int
     start: int
     stop: int
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # the positions of their parameters among all
 
     @property
     def run(self) -> slice:
@@ -119,22 +101,13 @@ class BucketPiece:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what the backward pass of a step frees for the next one.
-
-    glibc else gives the end of its heap back in each step, and the kernel clears it before it is used again, which
-    takes a twentieth of a step of large layers. When a block of this size was freed it keeps twice as much
-    (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD). Where one of these is set, and in other libraries, nothing
-    changes.
-    """
+    """Have the C library keep what the backward pass of a step frees for the next one."""
+    # once a block of this size was freed, glibc keeps twice as much (mallopt(3)); else the kernel clears it anew
     torch.empty(KEPT_BYTES, dtype=torch.uint8)
 
 
 class Overlap:
-    """The buckets of one model's gradients, in the order in which they are sent, and the memory that steps reuse.
-
-    ``local_collectives`` are those of this host's instances for the program's thread, None where each is alone.
-    ``expected`` has the identities of parameters that have ever got a gradient in a last micro batch.
-    """
+    """The buckets of one model's gradients, in the order in which they are sent, and their memory."""
 
     def __init__(
         self,
@@ -158,7 +131,7 @@ class Overlap:
             self._nodes_of_hosts = nodes_of_hosts(layout, local_collectives.size)
         self.gradients = gradients
         self.buckets = make_buckets(gradients.flat_buffers)
-        self.expected: set[int] = set()
+        self.expected: set[int] = set()  # parameters that have ever got a gradient in a last micro batch
         members = {index: parameter for buffer in gradients.flat_buffers for index, parameter, _ in buffer.members}
         self.bucket_of = {
             id(members[index]): k for k, bucket in enumerate(self.buckets) for index in bucket.members
@@ -218,10 +191,7 @@ class Overlap:
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """The sum of the step that begins; None where its gradients shall not go early.
-
-        ``scales`` says whether weights are divided by the heaviest one of the job.
-        """
+        """The sum of the step that begins; None where its gradients shall not go early."""
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
@@ -272,11 +242,8 @@ class Overlap:
         return total
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
-        """Remember which parameters got a gradient in the last micro batch, and whether what was sent was right.
-
-        Where it was not, and no parameter is new, the program changes gradients that were sent: it will do so
-        again, and nothing is sent early any more.
-        """
+        """Remember which parameters got a gradient, and whether what was sent early was right."""
+        # without a new parameter the program changes gradients that were sent, and will do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
 
@@ -286,10 +253,7 @@ class Overlap:
 
 
 class LastMicroBatch:
-    """The last micro batch of a step on this instance, and its buckets added to what came before it.
-
-    ``micro_batches`` and ``replicas`` are the sums before it, of its replica and of this instance.
-    """
+    """The last micro batch of a step on this instance, and its buckets added to what came before it."""
 
     def __init__(
         self,
@@ -356,16 +320,12 @@ _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OverlappedSum:
-    """The sum of one step's gradients that are sent early; while it is there, no other step sends early.
-
-    It is made before the step's header is sent, and ended in every case. ``number`` stands for what this instance
-    would send. ``scales`` says whether weights are divided by the heaviest one of the job.
-    """
+    """The sum of one step's gradients that are sent early; while it is there, no other step sends early."""
 
     def __init__(self, overlap: Overlap, number: int, *, scales: bool) -> None:
-        self.number = number
+        self.number = number  # for what this instance would send
         self._overlap = overlap
-        self._scales = scales
+        self._scales = scales  # whether weights are divided by the heaviest one of the job
         self._lock = RLock()  # gradients of several devices come in a thread each
         self._announced: Exchange | None = None
         self._weight_scale: float | None = None
@@ -404,10 +364,7 @@ class OverlappedSum:
                 self._num_early += 1
 
     def close(self, own: Sequence[FlatGradient]) -> int:
-        """Send the buckets that are left; ``own`` are the tree nodes that this instance has computed.
-
-        Gives the word for the header that ends the step: minus :attr:`number` if all that was sent is right, or 0.
-        """
+        """Send what is left of ``own``, the tree nodes; minus :attr:`number` if all sent is right, or 0."""
         with self._lock:
             if not self._is_agreed():
                 return 0
@@ -419,10 +376,7 @@ class OverlappedSum:
             return -self.number if is_final else 0
 
     def wait(self, over: float, *, are_right: bool) -> FlatGradient | None:
-        """Wait for what is on its way; gives the sums over the job divided by ``over``, or None.
-
-        ``are_right`` says whether all instances have found that what they sent was right; None where it was not.
-        """
+        """Wait for what is on its way; gives the sums divided by ``over``, or None unless all ``are_right``."""
         was_sent, self._num_sent = self._num_sent > 0, 0
         if are_right:
             return self._overlap.finish(over)

@@ -1,9 +1,7 @@
 """Gradients of which an instance has a part, because it updates no more elements than these.
 
-That is so where every parameter that is trained belongs to a sharded optimizer: an instance needs the sum of the
-gradients of its own elements only. The instances tell each other; where one of them needs more, all get
-everything. What reads such a ``.grad`` and cannot do it element by element first gathers all gradients of the
-step, and all instances must come to it; then ``.grad`` is an ordinary tensor.
+That is so where all trained parameters belong to a sharded optimizer. What reads such a ``.grad`` and cannot do it
+element by element first gathers all gradients of the step, and all instances must come to it.
 """
 
 import hashlib
@@ -28,13 +26,9 @@ _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Te
 
 
 class PartialGradient(Tensor):
-    """A gradient of which this instance has the elements that it updates.
+    """A gradient of which this instance has the elements that it updates."""
 
-    ``content`` has room for all elements; only the instance's own are right, or all of them if ``is_whole``.
-    ``ranges`` are for each instance the elements that it has, in the order of memory.
-    """
-
-    content: Tensor
+    content: Tensor  # room for all elements; only this instance's are right, unless ``is_whole``
     title: str
     ranges: Ranges
     is_whole: bool
@@ -201,10 +195,7 @@ def _unscale(
 
 
 class GradientParts:
-    """The parts of one model's gradients that the instances update.
-
-    ``ranges`` are for each of its parameters, by position, what each instance updates.
-    """
+    """The parts of one model's gradients that the instances update."""
 
     def __init__(self, gradients: GradientLayout, ranges: Sequence[Ranges]) -> None:
         self.ranges = ranges
@@ -222,10 +213,7 @@ class GradientParts:
         self.number = 1 + int.from_bytes(digest, "little")
 
     def add(self, group: Group, layout: ReplicaLayout, own: Sequence[FlatGradient], over: float) -> FlatGradient:
-        """The sum over all replicas, divided by ``over``, where this instance needs it; elsewhere anything.
-
-        ``own`` are the tree nodes that this instance has computed. All instances call it.
-        """
+        """The sum over all replicas, divided by ``over``, where this instance needs it; elsewhere anything."""
         for nodes, wanted in zip(zip(*(node.tensors for node in own), strict=True), self._wanted, strict=True):
             scatter_sum(group, layout, nodes, wanted)
             if over != 1:
@@ -261,12 +249,7 @@ def parts_of(gradients: GradientLayout) -> GradientParts | None:
 def clip_grad_norm(
     group: Group, module: Module, max_norm: float, norm_type: float, *, must_be_finite: bool
 ) -> Tensor:
-    """Scale gradients down to ``max_norm``: see ``ReplicatedModel.clip_grad_norm_``.
-
-    Each instance takes the norms of some of the gradients. They are of whole parameters, so that the norm of the
-    norms has the bits of torch's for any number of instances. Where gradients are in parts, an instance takes
-    those of the parameters that it has most of; only what several have a part of must be sent first.
-    """
+    """Scale gradients down to ``max_norm``: see ``ReplicatedModel.clip_grad_norm_``."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
@@ -276,7 +259,7 @@ def clip_grad_norm(
     gather_parts(
         group, [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     )
-    norms = _norms(group, gradients, norm_type)
+    norms = _norms(group, gradients, norm_type)  # of whole parameters, so the norm of these has torch's bits
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if must_be_finite and not total.isfinite():
         raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this

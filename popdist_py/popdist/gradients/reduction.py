@@ -1,11 +1,8 @@
 """One step's gradients become the sum or the mean over all replicas of the job.
 
-The instances speak once or twice in a step. When a loop over a whole batch starts, each says what its heaviest
-micro batch weighs, without waiting for an answer: a micro batch's share of the heaviest one of the job is needed
-only after the first backward pass. When the step ends, each says whether it is complete, what its micro batches
-weigh, which parameters were used and which buffers changed, and only then are gradients added: in the memory of
-the host, over the network, or where that was done already while the last backward pass ran. An instance that left
-its loop says that instead, so nobody waits for gradients that never come.
+When a loop over a whole batch starts, each instance says what its heaviest micro batch weighs, and waits for no
+answer before its first backward pass is over. When the step ends, each says whether it is complete, and what was
+weighed, used and changed; only then are gradients added. One that left its loop says that, so nobody waits for it.
 """
 
 import operator
@@ -63,12 +60,7 @@ class NotFinite(NamedTuple):
 
 
 class GradientSum:
-    """The sum of one step's gradients over all replicas of the job: begun, added to, then finished or abandoned.
-
-    ``buffers`` of the model are made equal with the gradients; None leaves them alone. ``old`` are the gradients
-    that were there before, None if they belong to this step. Bit i of ``used`` says whether the i-th parameter had
-    a gradient on this instance.
-    """
+    """The sum of one step's gradients over all replicas of the job: begun, added to, then finished or left."""
 
     def __init__(
         self,
@@ -83,11 +75,11 @@ class GradientSum:
         self._gradients = memory.gradients
         self._buffers = buffers
         self._checks = checks
-        self._old = old
+        self._old = old  # None if the gradients of before belong to this step
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
         self._tree: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.add_replicas, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
-        self.used = 0
+        self.used = 0  # bit i: whether the i-th parameter had a gradient on this instance
         self._changes = NO_CHANGES
         self._begun: Exchange | None = None
         self._adds = False
@@ -99,13 +91,9 @@ class GradientSum:
     def begin(
         self, accumulation: int, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool
     ) -> None:
-        """Say to the others what this instance's heaviest micro batch weighs, and where its batch comes from.
-
-        For a mean, all weights are divided by the heaviest one of the job. ``add`` says whether the step adds to
-        the gradients of before.
-        """
+        """Say to the others what this instance's heaviest micro batch weighs, and where its batch comes from."""
         self._scales = reduction == "mean"
-        self._adds = add
+        self._adds = add  # whether to the gradients of before
         old = self._old_number
         if len(self._group.instances) == 1:
             self._weight_scale = self._scale_of([heaviest])
@@ -132,11 +120,7 @@ class GradientSum:
             self.weight_scale()
 
     def weight_scale(self, timeout_seconds: float | None = None) -> float:
-        """The divisor of weights that scale a gradient; the first call waits until all instances have begun.
-
-        Raises what :meth:`begin` of another instance says, or shows to be different there: a BatchError if the
-        whole job has no sample, for example.
-        """
+        """The divisor of weights; the first call waits for all instances, and raises what one refused."""
         if self._weight_scale is None and self._begun is not None:
             try:
                 self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)
@@ -176,10 +160,7 @@ class GradientSum:
             self._old.drop_unless_added(dict(zip(self._group.instances, numbers, strict=True)), add=self._adds)
 
     def begin_last(self, micro_batches: TreeSum[FlatGradient], weight: float) -> None:
-        """Begin the last micro batch of this instance: from now on gradients may be sent early.
-
-        ``micro_batches`` is the sum of its replica's micro batches before it.
-        """
+        """Begin the last micro batch, after the ``micro_batches`` of its replica: gradients may go early."""
         if self._early is not None:
             self._early.begin_last(micro_batches, self._tree, weight)
 
@@ -207,10 +188,7 @@ class GradientSum:
         *,
         add: bool = False,
     ) -> None:
-        """Set every ``.grad`` to that of all replicas, and every buffer to what the replicas made of it.
-
-        ``not_finite`` and ``fault`` are what this instance has found: then every instance raises.
-        """
+        """Set every ``.grad`` and every buffer to that of all replicas, or raise what one instance has found."""
         scale = self.weight_scale()
         self._is_awaited, self._adds = False, add
         parts = self._parts()
@@ -245,18 +223,14 @@ class GradientSum:
         self._end_early()
 
     def abandon(self) -> None:
-        """Say to the others, unless all know already, that there will be no gradient. Never raises.
-
-        Those that come later than ``ABANDON_SECONDS`` to their loop hear it before the next thing that is done
-        with them.
-        """
+        """Say to the others, unless all know already, that there will be no gradient. Never raises."""
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
                     try:
                         self._send_abandonment(ABANDON_SECONDS)
                     except BackendError:
-                        self._group.send_before_next(self._send_late)
+                        self._group.send_before_next(self._send_late)  # for those that come late to their loop
         finally:
             self._is_awaited = False
             self._end_early()

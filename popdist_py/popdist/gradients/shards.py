@@ -1,9 +1,8 @@
 """Shards: the elements of parameters that each instance has, and the messages that bring them to the others.
 
-The elements of a list of parameters, laid end to end, are cut into as many runs of about equal length as there are
-instances. Cuts lie at multiples of :data:`ALIGNMENT` within a parameter: torch computes the last few elements of a
-tensor with other instructions than those before them, and no element may get other instructions by being in a
-slice.
+The elements of a list of parameters, laid end to end, are cut into runs of about equal length. Cuts lie at
+multiples of :data:`ALIGNMENT` within a parameter: torch computes the last few elements of a tensor with other
+instructions than those before them, and no element may get other instructions by being in a slice.
 """
 
 import weakref
@@ -26,11 +25,7 @@ ALIGNMENT: Final = 128
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """The elements of each parameter that each share has: a range for each, empty where it has none of it.
-
-    Together the shares have each element once; a share is longer than the others by less than ``ALIGNMENT``, or by
-    a parameter that may not be cut.
-    """
+    """The elements of each parameter that each share has; all shares are about as long, and have each once."""
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
     for size, can_cut in zip(sizes, may_cut, strict=True):
@@ -51,11 +46,8 @@ def _cut(position: int, size: int, *, can_cut: bool) -> int:
 
 
 def may_be_cut(parameter: Tensor) -> bool:
-    """Whether the bits of ``parameter`` stay the same when parts of it are computed apart.
-
-    Several threads cut a tensor themselves, at places that depend on its size. Where numbers are rounded to half
-    precision between two operations, which instructions an element sees shows in its bits.
-    """
+    """Whether the bits of ``parameter`` stay the same when parts of it are computed apart."""
+    # several threads cut a tensor at places of their own, and rounding to half precision shows the instructions
     is_wide = parameter.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
     return parameter.device.type != "cpu" or is_wide or torch.get_num_threads() == 1
 

@@ -1,14 +1,8 @@
 """What the instances say to each other in a step, and what may be checked in it.
 
-A step has two headers: one where a loop over a whole batch begins, and one where the step ends. Some of their
-numbers serve checks against misuse, which are made by `popdist.checks` and cost time: steps are handed an object
-that makes them, or :data:`NO_CHECKS`.
-
-What the replicas of an instance have used and changed is almost always the same on all of them. So each sends a
-digest of it in the header that ends the step, and all that it stands for only where digests differ. A buffer that
-was made in a micro batch, or got another shape or dtype there, cannot be combined. It is right as it is where the
-instances have the same, or where one has more of it than another and both begin alike: a table for longer
-sequences, a mask. Anything else depends on the split, and is an error.
+A step has two headers: one where a loop over a whole batch begins, and one where the step ends. What the replicas
+have used and changed is almost always the same on all instances: so each sends a digest of it in the last header,
+and all that it stands for only where digests differ.
 """
 
 import hashlib
@@ -46,31 +40,22 @@ NOT_DEALT: Final = -1
 
 
 class BatchPosition(NamedTuple):
-    """The place of a batch in a loader of popdist: its epoch, and the position at which the next batch begins.
-
-    The epoch of a batch that is the program's own is ``NOT_DEALT``.
-    """
+    """The place of a batch in a loader of popdist; the epoch of a program's own batch is ``NOT_DEALT``."""
 
     epoch: int = NOT_DEALT
     stop: int = 0
 
 
 class BeginHeader(NamedTuple):
-    """What an instance says where a loop over a whole batch begins.
+    """What an instance says where a loop over a whole batch begins."""
 
-    ``heaviest`` is the weight of its heaviest micro batch, as a word; ``early`` stands for the gradients that it
-    would send while the backward pass runs; ``old`` for gradients of before that nothing has used. ``epoch`` and
-    ``stop`` are the batch's position. The rest serves checks, and is 0 where there are none: a checksum of the
-    weights, a digest of the samples, and how often loaders were read.
-    """
-
-    heaviest: int
-    early: int = 0
-    old: int = 0
+    heaviest: int  # the weight of its heaviest micro batch, as a word
+    early: int = 0  # stands for the gradients that it would send while the backward pass runs
+    old: int = 0  # stands for gradients of before that nothing has used
     epoch: int = NOT_DEALT
     stop: int = 0
-    checksum: int = 0
-    digest: int = 0
+    checksum: int = 0  # of the weights; this and the rest is 0 where nothing is checked
+    digest: int = 0  # of the samples
     num_loader_passes: int = 0
 
     @property
@@ -80,17 +65,12 @@ class BeginHeader(NamedTuple):
 
 
 class EndHeader(NamedTuple):
-    """What an instance says where its step ends, before the weights of its tree nodes.
+    """What an instance says where its step ends, before the weights of its tree nodes."""
 
-    ``state`` is a position in ``STATES``. ``changes`` is a digest of what was used and changed. ``way`` says how
-    gradients are added: 0 all of them at the end, a positive number in parts, a negative one for sums that are
-    there already. ``checksum`` and ``old`` are those of :class:`BeginHeader`, if there was none.
-    """
-
-    state: int
-    changes: int
-    way: int
-    checksum: int
+    state: int  # its position in ``STATES``
+    changes: int  # a digest of what was used and changed
+    way: int  # gradients are added: 0 at the end, above in parts, below 0 sums that are there already
+    checksum: int  # this and ``old`` as in `BeginHeader`, if there was none
     old: int
 
 
@@ -115,13 +95,9 @@ def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None
 
 
 class StepChecks:
-    """What is checked in one step. This one checks nothing.
+    """What is checked in one step. This one checks nothing."""
 
-    ``is_on`` says whether checks are made that cost time; ``checksum``, ``digest`` and ``num_loader_passes`` are
-    those of the headers.
-    """
-
-    is_on = False
+    is_on = False  # whether checks are made that cost time
     checksum = 0
     digest = 0
     num_loader_passes = 0
@@ -166,18 +142,12 @@ class ModelChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChanges:
-    """What was used and changed in a step.
+    """What was used and changed in a step."""
 
-    Bit i of ``mask`` stands for what the instances count alike: the parameters that had a gradient, and above them
-    the buffers of the model that changed. ``others`` are keys of the changed buffers of other models,
-    ``irregular`` those of buffers that were made, removed or given another form, each with what it is now. In a
-    checked step, ``starts`` has the model's buffers with checksums of what they were when it began.
-    """
-
-    mask: int = 0
-    others: tuple[str, ...] = ()
-    irregular: tuple[tuple[str, str], ...] = ()
-    starts: tuple[tuple[str, int], ...] = ()
+    mask: int = 0  # bits of the parameters that had a gradient, above them of the model's buffers that changed
+    others: tuple[str, ...] = ()  # keys of changed buffers of other models
+    irregular: tuple[tuple[str, str], ...] = ()  # keys of buffers made or changed in form, and what each is
+    starts: tuple[tuple[str, int], ...] = ()  # checksums of the model's buffers as a checked step began
 
     @property
     def digest(self) -> int:
@@ -223,11 +193,7 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
 def agree_on_changes(
     group: Group, own: StepChanges, digests: Iterable[int], buffers: ReplicaBuffers | None
 ) -> StepChanges:
-    """What the replicas of all instances have used and changed; every instance calls it.
-
-    ``digests`` are those of all instances. A WeightsError says that a buffer differs between them, a
-    CollectiveError that one has another model.
-    """
+    """What the replicas of all instances have used and changed; a WeightsError if a buffer differs."""
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels

@@ -1,10 +1,8 @@
 """Which optimizers may be sharded: those that treat each element by itself.
 
-A parameter is then updated in parts to the bits it would have as a whole. The optimizer shows that on tensors of
-several shapes: it steps on the whole of one and on two parts of another, with gradients that are common, huge,
-tiny and zero, and the bits must be equal. Some show another side only later, as after a warm-up. So in
-training all but torch's own show it again now and then, on some of the elements that they update, with the state
-of that moment.
+An optimizer shows that on tensors of several shapes: it steps on the whole of one and on two parts of another,
+with common, huge, tiny and zero gradients, and the bits must be equal. As some show another side only later, all
+but torch's own show it again in training now and then.
 """
 
 import copy
@@ -96,13 +94,8 @@ def check_elementwise(
     *,
     asked_by: str = "ShardedOptimizer",
 ) -> frozenset[str]:
-    """Check that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
-
-    It gives the names in the optimizer's state of what has one number for each element. A learning rate of 0 is
-    tried as 0.01.
-
-    Those of popdist's own that may be given pieces of parameters need no proof; subclasses of them do.
-    """
+    """The names of state with a number for each element; an OptimizerError if elements are not independent."""
+    # popdist's own that may be given pieces need no proof
     may_be_given_pieces = asked_by == "ShardedOptimizer" and is_piece_optimizer(optimizer_class)
     if issubclass(optimizer_class, PieceOptimizer) and may_be_given_pieces:
         return optimizer_class.names_of_elements(defaults, settings, device)
@@ -240,10 +233,7 @@ def signless_names(
 
 @functools.cache
 def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
-    """Whether torch has a fused kernel for the CPU that gives an element the same bits wherever a tensor is cut.
-
-    A kernel may compute the last elements of a thread's part with other instructions than those before them.
-    """
+    """Whether torch's fused kernel for the CPU gives an element the same bits wherever a tensor is cut."""
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     values = torch.Generator().manual_seed(0)
@@ -251,6 +241,7 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
     make = functools.partial(_make, optimizer_class, {"fused": True, "weight_decay": 0.1}, {})
     whole, parts = start.clone(), start.clone()
     _train(make, whole, gradients)
+    # a kernel may compute the last elements of a thread's part with other instructions than those before them
     for first, last in itertools.pairwise((0, 1, 6, 19, 100, 1001, 1003, 3001)):
         _train(make, parts[first:last], [gradient[first:last] for gradient in gradients])
     return torch.equal(whole, parts)

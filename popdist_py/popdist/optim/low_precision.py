@@ -273,13 +273,10 @@ class LowPrecision(PieceOptimizer):
 
 
 class _InnerStep:
-    """A step of the optimizer inside on a group's parameters, made in several calls on some elements each.
-
-    ``is_checked`` says whether the next call shows that the optimizer treats each element by itself.
-    """
+    """A step of the optimizer inside on a group's parameters, made in several calls on some elements each."""
 
     def __init__(self, optimizer: Optimizer, settings: Mapping[str, Any], scale: Tensor | None) -> None:
-        self.is_checked = False
+        self.is_checked = False  # whether the next call shows that it treats each element by itself
         self._optimizer = optimizer
         self._settings = settings
         self._factor = None if scale is None else 1 / float(scale)

@@ -1,12 +1,8 @@
 """Optimizers of popdist on pieces of parameters, and the norms of whole parameters in one fixed order.
 
-Such an optimizer depends on more than the elements that it updates: on the norm of a whole parameter, or on the
-number of an element in it. A sharded optimizer tells it which piece of what it has, and adds up the sums of
-squares of all instances. For that the elements of a parameter, in the order of memory, are cut into blocks of 128,
-counted from its first one. Squares are taken and added in float64. Within a block the upper half is added to the
-lower half until one number is left; the blocks are added in the binary tree of `popdist.tree` over the block's
-number. So the bits depend on no thread, and a piece that begins at a multiple of 128 elements is a few nodes of
-the tree.
+The squares of a parameter, in float64 and in the order of memory, are added in blocks of 128, the upper half to
+the lower one until one number is left, and the blocks in the tree of `popdist.tree`. So the bits depend on no
+thread, and a piece that begins at a multiple of 128 elements is a few nodes of the tree.
 """
 
 import math
@@ -51,10 +47,7 @@ WholeSums: TypeAlias = Callable[[NodeSums], Mapping[Tensor, Sequence[float]]]
 
 
 class PieceOptimizer(Optimizer):
-    """An optimizer that may be given pieces of parameters, with what it needs to know about them.
-
-    torch's copies of optimizers leave out what a class adds, so a copy has whole parameters again.
-    """
+    """An optimizer that may be given pieces of parameters, with what it needs to know about them."""
 
     exchanges_norms: bool = False
     """Whether a step needs norms of whole parameters."""
@@ -63,10 +56,7 @@ class PieceOptimizer(Optimizer):
     _whole_sums: WholeSums | None = None
 
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
-        """Declare that these parameters are pieces of others; one that is not in ``pieces`` is whole.
-
-        ``whole_sums`` adds up sums over pieces: it is called once in each step, also when there is nothing to add.
-        """
+        """Declare which parameters are pieces; ``whole_sums`` is then called once in each step."""
         self._pieces = pieces
         self._whole_sums = whole_sums
 
@@ -103,10 +93,7 @@ class PieceOptimizer(Optimizer):
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of ``state_dict`` into ``optimizer``; return the state of each parameter as it is there.
-
-    torch's own method turns the state into the parameter's dtype.
-    """
+    """Load the settings; gives each parameter's state as saved, which torch would turn into its dtype."""
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -131,10 +118,7 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` without gaps and in the order in which ``parameter``, of the same shape, lies in memory.
-
-    A parameter with gaps in its memory counts as if it were contiguous.
-    """
+    """``tensor`` without gaps and in the order in which ``parameter``, of the same shape, lies in memory."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()

@@ -1,15 +1,8 @@
 """Rounding float32 to half precision by random bits, so that the mean of many roundings is the number itself.
 
-A number between two neighbours becomes the upper one with the probability of its place between them. One that half
-precision has stays as it is. Beyond the largest finite value the result is that of torch's cast; NaN stays NaN.
-For float16 below 2**-14 the probabilities are multiples of 2**-31, elsewhere they are exact.
-
-The bits come from Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Its key is
-the seed; its counter is the number of the call, the step, the position of the parameter and the tensor. The
-elements of a whole parameter are cut into blocks of 128. For float16 a block takes 32 calls of four words: word w
-of call c is that of element 32 w + c. For bfloat16 it takes 16 calls: the lower half of word w of call c is for
-element 16 w + c, the upper half for that plus 64. So the bits of an element depend on no split, shard or thread,
-and are equal in C and by torch.
+A number between two neighbours becomes the upper one with the probability of its place between them; beyond the
+largest finite value the result is that of torch's cast. The bits come from Philox4x32-10 (Salmon et al., SC 2011),
+keyed by the seed, and are equal in C and by torch. An element's bits depend on no split, shard or thread.
 """
 
 import zlib
@@ -61,11 +54,7 @@ def number_of(name: str) -> int:
 
 
 def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed: int, step: int) -> None:
-    """Round the elements of ``wide`` into ``held``.
-
-    ``name`` says which tensor of the parameter they belong to, and ``step`` how many steps were made before. All
-    of them and ``seed`` choose the random bits.
-    """
+    """Round ``wide`` into ``held``; seed, step, place and the tensor's ``name`` choose the random bits."""
     number, extension = number_of(name), find_extension()
     if wide.device.type != "cpu" or extension is None:
         _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
@@ -106,6 +95,8 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
     """The random words for ``held``, one row for each block; ``first`` is the number of its first element."""
+    # for float16 word w of call c is that of element 32 w + c of a block; for bfloat16 its lower half is that of
+    # element 16 w + c, its upper half that of 64 more
     num_blocks = -(-len(held) // BLOCK)
     elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word

@@ -112,10 +112,8 @@ def _with_gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
-    """Group the parameters that are updated at once, which changes no bit.
-
-    On the CPU torch's foreach functions are loops over the tensors, so few that stay in the cache are best.
-    """
+    """Group the parameters that are updated at once, which changes no bit."""
+    # on the CPU torch's foreach functions are loops over the tensors, so few that stay in the cache are best
     is_on_cpu = any(parameter.device.type == "cpu" for parameter in parameters)
     most = 0 if foreach is False else _CACHED_ELEMENTS if is_on_cpu else math.inf
     batch: list[Tensor] = []

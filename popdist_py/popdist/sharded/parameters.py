@@ -66,13 +66,9 @@ class ShardedParameter:
 
 
 def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
-    """Cut parameters into one shard for each instance of ``group``; all instances get about as much.
-
-    Those that are trained now are cut apart from the frozen ones, so that all instances get as much work: frozen
-    parameters have no state and may be most of a model.
-    """
+    """Cut parameters into one shard for each instance of ``group``; all instances get about as much."""
     ranges: dict[str, list[range]] = {}
-    for is_trained in (True, False):
+    for is_trained in (True, False):  # apart: frozen parameters make no work, and may be most of a model
         some = [pair for pair in named if pair[1].requires_grad is is_trained]
         sizes = [whole.numel() for _, whole in some]
         may_cut = [may_be_cut(whole) for _, whole in some]

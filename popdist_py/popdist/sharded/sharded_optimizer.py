@@ -369,11 +369,7 @@ _NUM_SUMS: Final = 2
 
 
 class NormExchange:
-    """Exchanges norms, in the steps of one optimizer, of parameters of which several instances have a shard.
-
-    Such an instance has some nodes of the tree over the parameter's blocks. Once in a step all instances send what
-    they have, for all cut parameters in one message, and each finishes the same trees.
-    """
+    """Exchanges norms of parameters that are cut, once in each step, in one message for all of them."""
 
     def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         self._group = group
@@ -381,7 +377,7 @@ class NormExchange:
         self._nodes = [
             [_nodes_of(parameter, elements) for elements in parameter.ranges] for parameter in self._cut
         ]
-        self._is_over = True
+        self._is_over = True  # whether the exchange of this step was made
 
     def begin_step(self) -> None:
         """Begin a step, whose exchange is still to be made."""

@@ -1,9 +1,8 @@
 """The copies of a sharded optimizer's parameters on each host, and how an update reaches all of them.
 
-Instances that share the memory of a host have one copy together, in memory that each of them maps; others have
-one each. An instance sends what it has updated to those that have its place on the other hosts, and these write
-it into the copies there: every host gets each element once. Without shared memory everybody sends to everybody.
-The instances of a host meet before and after, so nobody reads meanwhile.
+Instances that share the memory of a host have one copy together; others have one each. An instance sends what it
+has updated to those with its place on the other hosts, which write it into the copies there. The instances of a
+host wait for each other before and after, so nobody reads meanwhile.
 """
 
 import weakref

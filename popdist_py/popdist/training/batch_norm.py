@@ -1,12 +1,8 @@
 """BatchNorm over more samples than one replica has.
 
-A layer of a model with ``batch_norm_group_size=k`` normalises with the statistics of k consecutive replicas: those
-of one batch with the samples of all of them. Forward, each replica brings the mean and the variance of its own
-samples to an exchange (`popdist.training.norm_sync`) and computes with those of all. Backward, each brings the
-sums from which the gradient of the statistics is made, times what it counts in the step's loss. What follows is
-divided by what it counts, because the step multiplies its gradient with that.
-
-:func:`update_bn` makes new statistics for finished weights, such as an average of them, from all replicas.
+With ``batch_norm_group_size=k`` a layer normalises over k consecutive replicas, as if their samples were one
+batch. Forward they exchange means and variances (`popdist.training.norm_sync`), backward the sums for the gradient
+of these, times what each counts in the loss.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,15 +48,12 @@ _calibrated: Final[list[nn.Module]] = []
 
 
 class GroupedNorm:
-    """The forward pass of one BatchNorm layer in training: with the statistics of ``size`` replicas.
-
-    It replaces the layer's own method, which it calls in evaluation. ``name`` is the same on all instances.
-    """
+    """The forward pass of one BatchNorm layer in training, with the statistics of ``size`` replicas."""
 
     def __init__(self, layer: BatchNorm, size: int, name: str) -> None:
         self.layer = layer
         self.size = size
-        self.name = name
+        self.name = name  # the same on all instances
         self.number = layer_number(name)
 
     @skip_tracing
@@ -105,10 +98,7 @@ def _array_of(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
 
 
 def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
-    """Mean and variance by channel, and the count, of all values together (Chan, Golub and LeVeque 1979).
-
-    Each participant brings its means, its variances, and how many values each is of.
-    """
+    """Mean, variance and count of all participants' values together, by channel (Chan, Golub and LeVeque 1979)."""
     num_channels, counts = values.shape[1] // 2, values[:, -1:]
     means, variances = values[:, :num_channels], values[:, num_channels:-1]
     count = float(tree_sum_of_values(counts)[0])

@@ -1,13 +1,8 @@
-"""Batches, split into the micro batches of this instance's replicas.
+"""Batches, split into the micro batches of this instance's replicas, each of which weighs its samples.
 
-A nest is what a loader yields: tensors in tuples, named tuples, lists, mappings and dataclasses, as deep as you
-like. It is cut along dim 0. A list of strings, which torch's default collate leaves so, is cut like a tensor;
-anything else in it (a number, None, an object) goes to every micro batch as it is. A batch of popdist's own loader
-brings its micro batches with it, and several of them are paired. Any other batch is cut by a function of the
-program's own.
-
-A micro batch weighs the samples that it holds, unless the program says what it weighs: the tokens of a sequence
-model, for example.
+A nest is what a loader yields: tensors in tuples, lists, mappings and dataclasses. Its tensors and lists of
+strings are cut along dim 0; all else goes to every micro batch as it is. A batch of popdist's own loader brings
+its micro batches with it, and a function of the program's own may cut any other.
 """
 
 import copy
@@ -68,12 +63,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
 
 
 def to_device(nest: Nest, device: torch.device) -> Nest:
-    """``nest`` with its tensors, and whatever else has a method ``to``, on ``device``.
-
-    Tensors in pinned memory are copied while the program goes on. A tensor that begins elsewhere in memory than
-    torch's own ones do is copied: the bits of products depend on where their operands begin, and where a part of a
-    batch begins depends on the split.
-    """
+    """``nest`` with its tensors, and whatever else has a method ``to``, on ``device``."""
     if isinstance(nest, torch.Tensor):
         return _aligned(nest if nest.device == device else nest.to(device, non_blocking=True))
     if type(nest) in (tuple, list):
@@ -100,6 +90,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 def _aligned(tensor: Tensor) -> Tensor:
     """``tensor``, or a copy of it with the same strides that begins at an even place."""
+    # where operands begin shows in the bits of products, and where a part of a batch begins depends on the split
     if _is_aligned(tensor):
         return tensor
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -192,11 +183,7 @@ Split = Callable[[Nest], Sequence[Nest]]
 
 
 Splitting: TypeAlias = tuple[int, list[Nest], Sequence[float]]
-"""This instance's micro batches of one step, local replica by local replica.
-
-First how many each local replica has; then what the loop gets of each, None where there is nothing to compute;
-last what the gradient of each counts in the mean, at least 0.
-"""
+"""The micro batches of each local replica: their number, their contents (None without samples), their weights."""
 
 
 def split_batch(
@@ -207,11 +194,7 @@ def split_batch(
     split: Split | None = None,
     weights: Sequence[float] | None = None,
 ) -> Splitting:
-    """The micro batches of ``batch``; each weighs its samples, unless ``weights`` says more.
-
-    An accumulation of 1 also stands for the number that a loader's batch has. ``split`` gives
-    ``num_replicas x accumulation`` micro batches; ``list`` for a list of them.
-    """
+    """The micro batches of ``batch``; each weighs its samples, unless ``weights`` says more."""
     is_whole = num_replicas == 1 and type(accumulation) is int and accumulation == 1
     if is_whole and split is None and weights is None and type(batch) in (tuple, list):
         size = _size_of_tensors(batch)

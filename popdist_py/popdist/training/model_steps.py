@@ -81,11 +81,7 @@ class WholeStep(NamedTuple):
 
 
 class ModelSteps:
-    """The steps of one module on this instance, one at a time.
-
-    ``layout`` says which replicas of the model each instance owns, ``seed`` makes their random states (None for
-    the program's own), and ``norm_size`` replicas share the statistics of batch norm layers.
-    """
+    """The steps of one module on this instance, one at a time."""
 
     make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
     """What makes the checks of a model's steps: `popdist.checks` puts its own there."""
@@ -299,11 +295,8 @@ class ModelSteps:
         self._end(is_complete=True)
 
     def abandon(self, reason: str = LEFT, *, index: int | None = None) -> None:
-        """End the step without a gradient on any instance, if there is one. Never raises.
-
-        ``index`` is the micro batch that was left in a loop of the program's own.
-        """
-        if index is not None:
+        """End the step, if there is one, without a gradient on any instance. Never raises."""
+        if index is not None:  # left in a loop of the program's own
             self._left_at = index
         if self.step is not None:
             if self._norm_groups is not None:
@@ -347,10 +340,7 @@ class ModelSteps:
 
 
 class MicroBatchScope:
-    """Within it the process is one replica: its random states are in place, and its gradients are expected.
-
-    Leaving it adds the gradients to the step. Leaving it by an exception abandons the step on every instance.
-    """
+    """Within it the process is one replica; leaving it adds the gradients to the step, or abandons it."""
 
     __slots__ = ("_index", "_number", "_randomness", "_reason", "_step", "_steps", "_weight")
 

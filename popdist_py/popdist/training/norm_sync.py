@@ -1,15 +1,8 @@
 """Exchange of values among the replicas of a batch norm group: at each layer, forward and backward.
 
-A group is ``size`` consecutive replicas. Those of them that have samples in a micro batch, its participants, call
-the same layers in the same order, and each brings an array of numbers to each call. The arrays of all participants
-come back in the order of the replicas, so whatever is made of them has the same bits for every split into
-instances.
-
-Participants of one instance take turns (`popdist.training.replica_turns`): the last one of them exchanges with the
-other instances for all. These say in a header where they are before any data is sent: at which layer, at the end
-of the micro batch, or gone. The arrays follow only if all are at the same place; else the exchanges of this micro
-batch are over, on all of them, with an error that names replicas and layers. An instance that leaves its step says
-so in each exchange in which others still expect it. So nobody waits for a replica that does not arrive.
+The participants of a group, its replicas with samples, bring an array to each call and get the arrays of all.
+Those of one instance take turns, and the last exchanges for them: first where each is, then the arrays, or an
+error on all. An instance that leaves its step says so, so nobody waits for a replica that is gone.
 """
 
 import hashlib
@@ -53,13 +46,10 @@ def layer_number(name: str) -> int:
 
 
 class SyncPoint(NamedTuple):
-    """Where a replica is: in a pass of a layer, to which it brings ``width`` numbers, or at its end.
-
-    ``layer`` is the number of the layer that it calls; 0 for none.
-    """
+    """Where a replica is: in a pass of a layer, to which it brings ``width`` numbers, or at its end."""
 
     kind: Kind
-    layer: int = 0
+    layer: int = 0  # the number of the layer that it calls; 0 for none
     width: int = 0
 
     def __str__(self) -> str:
@@ -76,19 +66,14 @@ LEFT: Final = SyncPoint("left")
 
 
 class GroupSync:
-    """The exchanges of one group in one micro batch.
-
-    ``weights`` are those of its participants, by job-wide number of the replica, and ``local`` the ones of this
-    instance. ``group`` are the instances that have participants, None where it is this one alone, and ``owners``
-    the participants of each of these. ``shares`` says what each participant counts, over the heaviest of them.
-    """
+    """The exchanges of one group in one micro batch."""
 
     def __init__(
         self,
-        weights: Mapping[int, float],
-        local: Sequence[int],
-        group: Group | None,
-        owners: Sequence[Sequence[int]],
+        weights: Mapping[int, float],  # of its participants, by job-wide number of the replica
+        local: Sequence[int],  # those of this instance
+        group: Group | None,  # the instances with participants, None where it is this one alone
+        owners: Sequence[Sequence[int]],  # the participants of each of these
     ) -> None:
         heaviest = max(weights.values(), default=1.0)
         self.local = local
@@ -209,16 +194,12 @@ def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormTurn:
-    """The replica that computes now, as far as its batch norm layers are concerned.
-
-    ``size`` is that of its group. ``pass_on`` lets the other local participants run, and returns when it is this
-    one's turn again.
-    """
+    """The replica that computes now, as far as its batch norm layers are concerned."""
 
     size: int
     replica: int
     sync: GroupSync
-    pass_on: Callable[[], None] = lambda: None
+    pass_on: Callable[[], None] = lambda: None  # lets other local participants run, until its next turn
 
     current: ClassVar["NormTurn | None"] = None
 
@@ -239,10 +220,7 @@ class NormTurn:
         return self.sync.shares[self.replica]
 
     def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
-        """The arrays of all participants of the group, in their order, when all of them are at ``point``.
-
-        A MicroBatchError says that one of them is at another layer, has ended its micro batch or left it.
-        """
+        """The arrays of all participants, in their order; a MicroBatchError if one is not at ``point``."""
         self.sync.check()
         if self.sync.is_over:
             raise MicroBatchError(
@@ -285,10 +263,7 @@ class NormGroups:
                 )
 
     def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
-        """Exchange which replicas have samples, after all instances have begun their steps.
-
-        ``weights`` says what each micro batch of this instance counts, replica by replica; 0 without samples.
-        """
+        """Exchange what each micro batch counts, 0 without samples, after all instances have begun."""
         data = torch.tensor(weights, dtype=torch.float64).numpy().tobytes()
         gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
         by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()

@@ -33,11 +33,7 @@ LOOP: Final = """
 
 
 class AutomaticReduction:
-    """The gradients of backward passes outside the micro batches of one model; each reduction is a step.
-
-    ``step`` is the one that the process is in, in a micro batch or between two. ``is_computing`` says that it is
-    in a micro batch, where gradients are expected, and ``is_watchful`` that there is anything to notice.
-    """
+    """The gradients of backward passes outside the micro batches of one model; each reduction is a step."""
 
     def __init__(
         self,
@@ -49,14 +45,15 @@ class AutomaticReduction:
         *,
         checks_finite: bool,
     ) -> None:
-        self.step: Step | LoneStep | None = None
-        self.is_computing = False
+        self.step: Step | LoneStep | None = None  # that the process is in, in a micro batch or between two
+        self.is_computing = False  # in a micro batch, where gradients are expected
         self.module = module
         self._gradients = gradients
         self._buffers = buffers
         self._layout = layout
         self._checks = checks
         self._checks_finite = checks_finite
+        # whether there is anything to notice
         self.is_watchful = layout.num_replicas > 1 or checks_finite or gradients.narrow is not None
         self._num_suspensions = 0
         self._is_window_clean = False

@@ -27,10 +27,7 @@ R = TypeVar("R")
 
 
 class Turns:
-    """Threads of which exactly one runs at a time.
-
-    ``enter`` and ``exit_`` are called in a thread, with its number, when its turn begins and ends.
-    """
+    """Threads of which exactly one runs at a time; ``enter`` and ``exit_`` are called in it around its turn."""
 
     def __init__(self, enter: Callable[[int], None], exit_: Callable[[int], None]) -> None:
         self._enter = enter
@@ -40,11 +37,7 @@ class Turns:
         self._is_cancelled = False
 
     def run(self, bodies: Sequence[Callable[[], None]], interrupt: Callable[[], None]) -> None:
-        """Call each of ``bodies`` in a thread of its own, beginning with the first, until all have ended.
-
-        None of them raises. Where the handler of a signal raises while this waits, ``interrupt`` is called, and
-        the error is raised when all have ended.
-        """
+        """Call each of ``bodies``, which raise nothing, in a thread of its own, and wait until all have ended."""
         self._living = list(range(len(bodies)))
         self._gates = [threading.Semaphore(0) for _ in bodies]
         threads: list[threading.Thread] = []
@@ -66,7 +59,7 @@ class Turns:
                 for thread in threads:
                     thread.join()
             except BaseException as error:  # noqa: BLE001 - raised below, when nobody runs any more
-                interruption = interruption or error
+                interruption = interruption or error  # of the handler of a signal
                 interrupt()
         if interruption is not None:
             raise interruption
@@ -148,11 +141,7 @@ class ReplicaTurns(Generic[R]):
     def run_all(
         self, groups: NormGroups, bodies: Sequence[Callable[[], R] | None], weights: Sequence[float]
     ) -> list[R]:
-        """Compute all micro batches of this instance, those of one group at a time, and add their gradients.
-
-        ``bodies`` are for each micro batch its forward and backward pass, None for one without samples. Gives what
-        they return, in their order.
-        """
+        """Compute all micro batches, None for one without samples; gives what the bodies return, in order."""
         found: dict[int, R] = {}
         first, accumulation = groups.plan[0].replicas.start, self._step.accumulation
         for part in groups.plan:
@@ -167,10 +156,7 @@ class ReplicaTurns(Generic[R]):
         return [found[index] for index in sorted(found)]
 
     def _run(self, size: int, sync: GroupSync, bodies: Mapping[int, Callable[[], R]]) -> dict[int, R]:
-        """What the bodies of a group's local participants return, by replica; their gradients are kept.
-
-        Raises what the first of them to fail has raised; or what their exchange has, if none has.
-        """
+        """What the bodies of a group's local participants return, by replica; their gradients are kept."""
         if not bodies:
             return {}
         results: dict[int, R] = {}

@@ -23,11 +23,7 @@ from popdist.tree import TreeSum
 
 
 class Step:
-    """One step: made when it starts, given each micro batch's gradient, then finished or abandoned.
-
-    ``accumulation`` is the number of micro batches of each local replica, and ``total`` the step's sum over all
-    replicas of the job. ``checks_finite`` looks for NaN and infinity in each micro batch's gradient.
-    """
+    """One step: made when it starts, given each micro batch's gradient, then finished or abandoned."""
 
     def __init__(
         self,
@@ -39,7 +35,7 @@ class Step:
         accumulation: int,
         checks_finite: bool,
     ) -> None:
-        self.accumulation = accumulation
+        self.accumulation = accumulation  # micro batches of each local replica
         self.checks = checks
         self._memory = memory
         self._gradients = memory.gradients
@@ -97,10 +93,7 @@ class Step:
         self._add_to_replica(room, weight, has_run=True)
 
     def add_in_turn(self, index: int, weight: float | None) -> None:
-        """Add micro batch ``index``, where replicas take turns; a weight of None stands for one without samples.
-
-        The replicas of a group come step by step, and at each step in their order.
-        """
+        """Add micro batch ``index``, where replicas take turns; a weight of None is one without samples."""
         self._position = index
         if weight is None:
             self._skip_to(index + 1)
@@ -184,11 +177,7 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
 
 
 class LoneStep:
-    """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays where it is.
-
-    Nothing is added up and nobody is asked, so it costs as little as can be, and its bits are those of a loop
-    without popdist.
-    """
+    """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays where it is."""
 
     accumulation = 1
 
@@ -250,10 +239,7 @@ class LoneStep:
 
 
 class StepState:
-    """How far the last step of one model has come: running, complete, or lost for a ``reason``.
-
-    It counts as long as ``owner``, which makes the steps, is there.
-    """
+    """How far a model's last step has come, running, complete or lost, as long as its ``owner`` is there."""
 
     def __init__(self, owner: object, module: nn.Module) -> None:
         self.reason = ""
