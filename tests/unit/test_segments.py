@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from popdist.host_memory.segments import PAGE_BYTES, TOKEN_BYTES, TOKEN_OFFSET, _Announcement, _open_through_proc
+from popdist.host_memory.segments import PAGE_BYTES, TOKEN_BYTES, TOKEN_OFFSET, _checked, open_through_proc
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
@@ -25,7 +25,7 @@ def test_memory_of_another_user(uid: int) -> None:
         signal.pause()
     try:
         (descriptor,) = os.read(ready, 1)
-        found = _open_through_proc(_Announcement(pid=peer, descriptor=descriptor, token=token.hex()))
+        found = _checked(open_through_proc(peer, descriptor), peer, token.hex())
     finally:
         os.kill(peer, signal.SIGKILL)
         os.waitpid(peer, 0)

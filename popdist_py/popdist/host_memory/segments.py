@@ -1,8 +1,8 @@
 """Segments: memory that several processes map, one for each process and group, and the rows in it.
 
 A segment is a file in memory without a name, which the kernel frees when the last process that has it open has
-ended. The processes of a group open each other's, by the descriptors' numbers in the group's store or at sockets,
-and prove that they share a host by the random tokens that they find there.
+ended. The processes of a group ask each other for theirs at sockets, and prove that they share a host by the
+random tokens that they find there.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -154,17 +154,6 @@ class PeerSegment:
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Announcement:
-    pid: int
-    descriptor: int
-    token: str
-
-    @property
-    def socket_name(self) -> str:
-        return f"\0popdist-{self.token[:32]}"
-
-
 def values_of_all(
     store: Store,
     rank: int,
@@ -198,8 +187,7 @@ class SegmentExchange:
 
     def refuse(self) -> None:
         """Take part without a segment; no rank has any other's then."""
-        mine = _Announcement(pid=os.getpid(), descriptor=-1, token=secrets.token_hex(TOKEN_BYTES))
-        self._values_of_all("segments", asdict(mine))
+        self._values_of_all("tokens", secrets.token_hex(TOKEN_BYTES))
         self._values_of_all("connections", [])
         self._values_of_all("found", mine=False)
 
@@ -207,31 +195,25 @@ class SegmentExchange:
         """Every other rank's segment; None, on every rank, if one could not open another's, or has none itself."""
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
-        mine = _Announcement(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
+        found: dict[int, PeerSegment] = {}
         with ExitStack() as stack:
-            listener = stack.enter_context(_listen(mine))
-            announced = [_Announcement(**values) for values in self._values_of_all("segments", asdict(mine))]
-            others = {rank: announcement for rank, announcement in enumerate(announced) if rank != self._rank}
-            found = {
-                rank: seen
-                for rank, announcement in others.items()
-                if (seen := _open_through_proc(announcement)) is not None
-            }
+            listener = stack.enter_context(_listen(token.hex(), len(self._names)))
+            tokens = self._values_of_all("tokens", token.hex())
             connections = {
                 rank: stack.enter_context(made)
-                for rank, announcement in others.items()
-                if rank not in found and (made := _connect(announcement, self._rank)) is not None
+                for rank, theirs in enumerate(tokens)
+                if rank != self._rank and (made := _connect(theirs, self._rank)) is not None
             }
             asked = self._values_of_all("connections", sorted(connections))
             self._serve(listener, segment, sum(self._rank in them for them in asked))
             for rank, connection in connections.items():
-                if (received := self._receive(connection, announced[rank])) is not None:
+                if (received := self._receive(connection, tokens[rank])) is not None:
                     found[rank] = received
-        has_all = len(found) == len(others)
+        has_all = len(found) == len(tokens) - 1
         if all(self._values_of_all("found", has_all)):
             return found
-        for theirs in found.values():
-            os.close(theirs.descriptor)
+        for peer in found.values():
+            os.close(peer.descriptor)
         return None
 
     def _values_of_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds
@@ -255,29 +237,21 @@ class SegmentExchange:
                         socket.send_fds(connection, [b"."], [segment.descriptor])
                         served.add(_RANK.unpack(said)[0])
 
-    def _receive(self, connection: socket.socket, announcement: _Announcement) -> PeerSegment | None:
-        """The segment that comes over ``connection``, if it is the announced one."""
+    def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
+        """The segment that comes over ``connection``, if it holds the token."""
         try:
             connection.settimeout(self._seconds_left())
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             return None
-        return _checked(descriptors[0], _peer_of(connection)[0], announcement) if descriptors else None
+        return _checked(descriptors[0], _peer_of(connection)[0], token) if descriptors else None
 
 
-def _listen(mine: _Announcement) -> socket.socket:
+def _listen(token: str, num_ranks: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(mine.socket_name)
-    listener.listen(socket.SOMAXCONN)
+    listener.bind(_socket_name(token))
+    listener.listen(num_ranks)
     return listener
-
-
-def _open_through_proc(announcement: _Announcement) -> PeerSegment | None:
-    try:
-        descriptor = open_through_proc(announcement.pid, announcement.descriptor)
-    except OSError:
-        return None
-    return _checked(descriptor, announcement.pid, announcement)
 
 
 def open_through_proc(pid: int, descriptor: int) -> int:
@@ -288,10 +262,10 @@ def open_through_proc(pid: int, descriptor: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _connect(announcement: _Announcement, rank: int) -> socket.socket | None:
+def _connect(token: str, rank: int) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(announcement.socket_name)
+        connection.connect(_socket_name(token))
         if _peer_of(connection)[1] == os.geteuid():
             connection.sendall(_RANK.pack(rank))
             return connection
@@ -301,6 +275,10 @@ def _connect(announcement: _Announcement, rank: int) -> socket.socket | None:
     return None
 
 
+def _socket_name(token: str) -> str:
+    return f"\0popdist-{token[:32]}"  # without a place in the file system
+
+
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -308,13 +286,13 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _checked(descriptor: int, pid: int, announcement: _Announcement) -> PeerSegment | None:
+def _checked(descriptor: int, pid: int, token: str) -> PeerSegment | None:
     """The segment behind ``descriptor``, if it is this user's and holds the token."""
     try:  # what was announced came through a store of torch's, which every user of the machine may have written
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError
         with map_window(descriptor, 0, PAGE_BYTES) as page:
-            if page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES].hex() == announcement.token:
+            if page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES].hex() == token:
                 return PeerSegment(descriptor=descriptor, pid=pid)
     except (OSError, ValueError):
         pass
