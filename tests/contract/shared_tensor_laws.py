@@ -371,7 +371,7 @@ def law_what_is_gone_is_let_go() -> None:
         dist.all_reduce(torch.ones(LARGE), group=made)
         assert shared_storages.find(elsewhere.untyped_storage()) is None
         assert mapped() == before
-        assert not any(shared.reference.expired() for shared in shared_storages._shared.values())
+        assert not any(shared.is_gone for shared in shared_storages._shared.values())
 
 
 def mapped() -> tuple[int, int]:

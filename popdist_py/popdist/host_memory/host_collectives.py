@@ -6,7 +6,6 @@ a larger one, at two barriers. A tensor that all have mapped is not copied (`pop
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -103,16 +102,13 @@ class AllReduce:
         if tensor.nbytes < LEAST_BYTES:
             self._add(tensor, op)
             return
-        combiner(op, tensor.dtype)
-        self._slots.fit(tensor.nbytes)
+        combiner(op, tensor.dtype)  # an error before anything is sent
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=tensor.numel())
-        self._in_place.run(
-            tensor,
-            reason,
-            lambda places: self._in_place.reduction(places, tensor, op).finish(reason),
-            partial(self._add, tensor, op),
-            may_move,
-        )
+        places = self._in_place.agree(tensor, reason, may_move)
+        if places is None:
+            self._add(tensor, op)
+        else:
+            self._in_place.reduction(places, tensor, op).finish(reason)
 
     def _add(self, tensor: Tensor, op: Op) -> None:
         prepared = self._prepared.get((op, tensor.dtype, tensor.shape))
@@ -123,7 +119,7 @@ class AllReduce:
                 return
         parity = self._barriers.next_number() & 1
         prepared.mine[parity].copy_(tensor)
-        self._in_place.wait(prepared.purpose)
+        self._barriers.wait(prepared.purpose)
         prepared.combine(prepared.rows[parity], tensor, prepared.memory)
 
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
@@ -165,7 +161,7 @@ class AllReduce:
         length = len(piece)
         rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
-        self._in_place.wait(reason)
+        self._barriers.wait(reason)
         rows[self._rank] = piece
         combine(rows, piece, [held[:length] for held in memory])
 
@@ -177,7 +173,7 @@ class AllReduce:
         rows = slots.next(piece.dtype)
         for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
             rows[rank][part].copy_(piece[part])
-        self._in_place.wait(reason)
+        barriers.wait(reason)
         results = slots.next(piece.dtype)
         if mine:
             part = slice(mine.start, mine.stop)
@@ -246,15 +242,11 @@ class HostCollectives:
             outputs[0].copy_(tensor)
             return
         data, into = as_bytes(tensor), [as_bytes(output) for output in outputs]
-        self._slots.fit(len(data))
         reason = purpose(_ALL_GATHER, count=len(data))
-        if len(data) < LEAST_BYTES:
+        places = self._in_place.agree(data, reason) if len(data) >= LEAST_BYTES else None
+        if places is None:
             self._gather_in_pieces(into, data, reason)
             return
-        in_place = partial(self._gather_in_place, into, data, reason)
-        self._in_place.run(data, reason, in_place, partial(self._gather_in_pieces, into, data, reason))
-
-    def _gather_in_place(self, into: Sequence[Tensor], data: Tensor, reason: int, places: Places) -> None:
         rows = self._in_place.rows(places, len(data), torch.uint8)
         rows[self._rank] = data
         for output, row in zip(into, rows, strict=True):
@@ -263,11 +255,12 @@ class HostCollectives:
         self._barriers.wait(reason)
 
     def _gather_in_pieces(self, into: Sequence[Tensor], data: Tensor, reason: int) -> None:
+        self._slots.fit(len(data))
         pieces = [_cut(output, self._slots.num_bytes) for output in into]
         for index, piece in enumerate(_cut(data, self._slots.num_bytes)):
             slots = [slot[: len(piece)] for slot in self._slots.next(torch.uint8)]
             slots[self._rank].copy_(piece)
-            self._in_place.wait(reason)
+            self._barriers.wait(reason)
             slots[self._rank] = piece
             for row, slot in zip(pieces, slots, strict=True):
                 row[index].copy_(slot)
@@ -297,14 +290,13 @@ class HostCollectives:
             output.copy_(tensors[0])
             return
         combine = Combiner(op, output.dtype, self.size)
-        self._slots.fit(output.nbytes * self.size)
         reason = purpose(_REDUCE_SCATTER[op], kind=KINDS[output.dtype], count=len(output))
-        in_pieces = partial(self._scatter_in_pieces, output, tensors, combine, reason)
-        if output.nbytes * self.size < LEAST_BYTES:
-            in_pieces()
-            return
-        in_place = partial(self._scatter_in_place, output, combine, reason)
-        self._in_place.run(_joined(tensors), reason, in_place, in_pieces)
+        is_large = output.nbytes * self.size >= LEAST_BYTES
+        places = self._in_place.agree(_joined(tensors), reason) if is_large else None
+        if places is None:
+            self._scatter_in_pieces(output, tensors, combine, reason)
+        else:
+            self._scatter_in_place(output, combine, reason, places)
 
     def _scatter_in_place(self, output: Tensor, combine: Combiner, reason: int, places: Places) -> None:
         """Combine this rank's part of all ranks' tensors where they lie."""
@@ -319,6 +311,7 @@ class HostCollectives:
     def _scatter_in_pieces(
         self, output: Tensor, tensors: Sequence[Tensor], combine: Combiner, reason: int
     ) -> None:
+        self._slots.fit(output.nbytes * self.size)
         width = self._slots.num_bytes // (self.size * output.element_size())
         memory = combine.memory((width,))
         pieces = [_cut(tensor, width) for tensor in tensors]
@@ -328,7 +321,7 @@ class HostCollectives:
             for other in range(self.size):
                 if other != self._rank:
                     slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
-            self._in_place.wait(reason)
+            self._barriers.wait(reason)
             first = self._rank * width
             rows = [slot[first : first + length] for slot in slots]
             rows[self._rank] = pieces[self._rank][index]

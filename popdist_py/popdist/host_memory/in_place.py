@@ -50,10 +50,6 @@ Places = tuple[int, ...]
 """Of each rank, in which of its files a tensor lies, and where in it."""
 
 
-class _OthersUseInPlaceError(Exception):
-    """Other ranks have posted a place, and written nothing: all begin again, through slots."""
-
-
 class InPlace:
     """The places that the ranks of a group post; every rank makes the same calls in the same order."""
 
@@ -70,46 +66,22 @@ class InPlace:
         self._seen: dict[StorageWeakRef, int] = {}
         """The lengths of storages that may be moved when they come again."""
         self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
-        self._posts_nothing = False
 
-    def run(
-        self,
-        tensor: Tensor | None,
-        reason: int,
-        in_place: Callable[[Places], None],  # called when all ranks have come
-        through_slots: Callable[[], None],  # its first barrier is :meth:`wait`, and it changes nothing before
-        may_move: MayMove | None = None,
-    ) -> None:
-        """Do a collective in place if every rank's ``tensor`` lies in memory that all map, else through slots."""
-        place = 0 if tensor is None else self._place_of(tensor, may_move)
-        if tensor is not None and place:
-            self._barriers.post(place)
-            self._barriers.wait(reason)
-            places = self._agreed(tensor)
-            if places is None:
-                through_slots()
-            else:
-                in_place(places)
-            return
-        self._unmap_gone()
-        self._posts_nothing = True
-        try:
-            through_slots()
-        except _OthersUseInPlaceError:
-            through_slots()
-        finally:
-            self._posts_nothing = False
-
-    def wait(self, reason: int) -> None:
-        """Wait at a barrier; at the first one of a collective that posts no place, see whether others do."""
-        if not self._posts_nothing:
-            self._barriers.wait(reason)
-            return
-        self._posts_nothing = False
-        self._barriers.post(0)
+    def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
+        """The places of all ranks' tensors, agreed on at a barrier; None if one of them has none."""
+        self._barriers.post(0 if tensor is None else self._place_of(tensor, may_move))
         self._barriers.wait(reason)
-        if any(self._barriers.posted()):
-            raise _OthersUseInPlaceError
+        posted = self._barriers.posted()
+        if tensor is None or 0 in posted:
+            self._unmap_gone()
+            return None
+        if max(posted) < _HAS_PLACE | _NEW:  # none is new
+            return tuple(posted)
+        if not self._share(tensor, posted):
+            return None
+        return tuple(
+            place & ~_NEW | self._num_shared[rank] if place & _NEW else place for rank, place in enumerate(posted)
+        )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
         """What stands in these places, as flat tensors."""
@@ -143,20 +115,6 @@ class InPlace:
         if number is not None:
             return _HAS_PLACE | place | number
         return _HAS_PLACE | _NEW | place if self._may_share() else 0
-
-    def _agreed(self, tensor: Tensor) -> Places | None:
-        """The places that all ranks have posted for the last barrier; None if one has posted none."""
-        posted = self._barriers.posted()
-        if 0 in posted:
-            self._unmap_gone()
-            return None
-        if max(posted) < _HAS_PLACE | _NEW:  # none is new
-            return tuple(posted)
-        if not self._share(tensor, posted):
-            return None
-        return tuple(
-            place & ~_NEW | self._num_shared[rank] if place & _NEW else place for rank, place in enumerate(posted)
-        )
 
     def close(self) -> None:
         """Unmap everything."""

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef, rebuild_storage_fd
+from torch.multiprocessing.reductions import rebuild_storage_fd
 
 from popdist import torch_private
 from popdist.errors import BackendError
@@ -68,20 +68,21 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 class SharedStorage:
     """A storage of this process that lies in a file; the descriptor is torch's, as long as it lies there."""
 
-    reference: StorageWeakRef
     storage: weakref.ref[UntypedStorage]
     address: int
     num_bytes: int
     file: MappedFile
     descriptor: int
 
-    def is_there(self, storage: UntypedStorage) -> bool:
-        """Whether ``storage``, to which this belongs, still has its address and its size."""
-        return storage.data_ptr() == self.address and storage.nbytes() == self.num_bytes
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage was freed, or has its numbers elsewhere now."""
+        storage = self.storage()
+        return storage is None or storage.data_ptr() != self.address
 
 
-_shared: Final[dict[StorageWeakRef, SharedStorage]] = {}
-"""By a weak reference, which keeps the identity of a storage from being used again."""
+_shared: Final[dict[int, SharedStorage]] = {}
+"""By address."""
 
 
 def make(num_bytes: int) -> UntypedStorage:
@@ -121,19 +122,18 @@ def move(storage: UntypedStorage) -> None:
 
 def find(storage: UntypedStorage) -> SharedStorage | None:
     """What is known of a storage that lies in a file of this process's; None of any other."""
-    key = StorageWeakRef(storage)
-    found = _shared.get(key)
-    if found is None or found.is_there(storage):
+    found = _shared.get(storage.data_ptr())
+    if found is not None and found.storage() is storage:
         return found
-    _forget(key)
+    release_gone()
     return None
 
 
 def release_gone() -> None:
     """Mark the files of storages that are gone, so that all ranks unmap them."""
-    for key in list(_shared):
-        if key.expired():
-            _forget(key)
+    for shared in list(_shared.values()):
+        if shared.is_gone:
+            _shared.pop(shared.address).file.name_storage(0)
 
 
 class _DuplicatedDescriptor:
@@ -164,9 +164,7 @@ def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
 
 def _remember(storage: UntypedStorage, address: int, file: MappedFile, descriptor: int) -> None:
     release_gone()
-    key = StorageWeakRef(storage)
-    _shared[key] = SharedStorage(
-        reference=key,
+    _shared[address] = SharedStorage(
         storage=weakref.ref(storage),
         address=address,
         num_bytes=storage.nbytes(),
@@ -175,15 +173,10 @@ def _remember(storage: UntypedStorage, address: int, file: MappedFile, descripto
     )
 
 
-def _forget(key: StorageWeakRef) -> None:
-    _shared.pop(key).file.name_storage(0)
-
-
 def _part_from_parent() -> None:
     """In a forked child, write into pages of its own from now on: the others are the parent's."""
     for shared in _shared.values():
-        storage = shared.storage()
-        if shared.reference.expired() or (storage is not None and not shared.is_there(storage)):
+        if shared.is_gone:
             continue
         length, how = whole_pages(shared.num_bytes), mmap.MAP_PRIVATE | _MAP_FIXED
         if _libc.mmap(shared.address, length, _READ_AND_WRITE, how, shared.descriptor, 0) == _MAP_FAILED:
