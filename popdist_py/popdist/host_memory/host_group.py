@@ -233,14 +233,6 @@ class ShortMessages:
         barriers.wake()
         return numbers
 
-    def receive_if_there(self, rank: int, number: int) -> bytes | None:
-        """The next message of ``rank``, once, if it is there already; or None."""
-        if self._num_received[rank] != number - 1 or self._incoming_counters[rank][0] < number:
-            return None
-        self._barriers.fence()
-        self._num_received[rank] = number
-        return bytes(self._incoming[rank][number & 1])
-
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
         """A message of ``rank``, once; None if it is late and may still come; BackendError if it was lost."""
         return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None

@@ -7,10 +7,10 @@ pieces. The names are those of Krell, Kosec, Perez and Fitzgibbon (https://arxiv
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -328,10 +328,5 @@ def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
     return max(math.ceil(num_tokens / max_length), by_limit, num_long)
 
 
-class Algorithm(Protocol):
-    """A function that makes a strategy, such as :func:`lpfhp`."""
-
-    def __call__(
-        self, histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
-    ) -> PackingStrategy:
-        """The strategy for ``histogram``."""
+Algorithm = Callable[..., PackingStrategy]
+"""A function that makes a strategy, such as :func:`lpfhp`, and takes what that takes."""

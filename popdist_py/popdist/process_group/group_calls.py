@@ -401,8 +401,8 @@ def check_single(call: str, *tensors: Sequence[object]) -> None:
 def check_written(call: str, tensors: Iterable[Tensor]) -> None:
     """Raise RuntimeError if numbers of one of the tensors, which are written into, lie in one place."""
     for tensor in tensors:
-        shape = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
-        if any(length > 1 and stride == 0 for length, stride in shape):
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        if not tensor.is_contiguous() and any(length > 1 and stride == 0 for length, stride in dimensions):
             raise RuntimeError(
                 f"popdist::{call}: more than one element of the written-to tensor refers to a single memory "
                 f"location, as after expand(): {_describe(tensor)}. Please clone() the tensor before."

@@ -358,12 +358,12 @@ def _kernel(name: str, operator: _Operator) -> Callable[..., object]:
             opts = (call.options,)
         else:
             opts = (_options(operator.options, given),)
-        tensors = [given["device"]] if operator.method == "barrier" else flat(data)
+        first = given["device"] if operator.method == "barrier" else _first_tensor(data)
         calls: GroupCalls | None = getattr(group, "calls", None)
-        if calls is not None and tensors and tensors[0].layout is torch.strided:
+        if calls is not None and first.layout is torch.strided:
             boxed = _call_group(calls, operator.method, data, opts, call)
         else:
-            boxed = _call_backend(group._get_backend(tensors[0].device), operator.method, data, opts)  # noqa: SLF001 - torch's name for it
+            boxed = _call_backend(group._get_backend(first.device), operator.method, data, opts)  # noqa: SLF001 - torch's name for it
         return (arguments[0], boxed) if name in _RETURN_TENSORS else boxed
 
     return kernel
@@ -423,12 +423,10 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
     return getattr(backend, method)(*data, *opts).boxed()
 
 
-def flat(data: Sequence[Any]) -> list[Tensor]:
-    """The tensors of arguments that are tensors, lists of tensors, or lists of lists; numbers are left out."""
-    found: list[Tensor] = []
+def _first_tensor(data: Sequence[Any]) -> Any:  # noqa: ANN401 - None where there is none
+    """The first tensor among tensors, lists of tensors, lists of lists, and numbers."""
     for value in data:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += flat(value)
-    return found
+        found = _first_tensor(value) if isinstance(value, list | tuple) else value
+        if isinstance(found, Tensor):
+            return found
+    return None

@@ -139,14 +139,11 @@ class MemoryHeaderExchange:
 
     def _receive(self, timeout_seconds: float) -> list[int]:
         """Read the headers that come in time; the instances that are late."""
-        late, deadline = [], 0.0
+        late, deadline = [], time.monotonic() + timeout_seconds
         for instance, number in self._numbers.items():
             if instance not in self._received:
-                message = self._short_messages.receive_if_there(instance, number)
-                if message is None:
-                    deadline = deadline or time.monotonic() + timeout_seconds
-                    seconds_left = max(deadline - time.monotonic(), 0.0)
-                    message = self._short_messages.receive(instance, number, seconds_left)
+                seconds_left = max(deadline - time.monotonic(), 0.0)
+                message = self._short_messages.receive(instance, number, seconds_left)
                 if message is None:
                     late.append(instance)
                 else:

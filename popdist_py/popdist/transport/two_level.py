@@ -6,9 +6,8 @@ a ring. An element is added in the order of the tree alone, so its bits depend o
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -203,7 +202,7 @@ _RESULT_TAG: Final = 3
 _PAIR: Final = 2
 
 
-class BucketAllReduce(Protocol):
+class BucketAllReduce:
     """The sum of one flat buffer, made while the program computes; all instances call it in the same order."""
 
     # Nobody waits in a circle: all begin their sums in one order, the channel's thread waits for its own host
@@ -211,10 +210,11 @@ class BucketAllReduce(Protocol):
     # somebody who waits for an earlier one, or for nobody.
 
     def post_receives(self) -> None:
-        """Post receives for what will come: all have agreed to send."""
+        """Post receives for what will come, if it goes by messages: all have agreed to send."""
 
     def send(self, own: Sequence[Tensor]) -> None:
         """Add ``own``, a buffer for each node of this instance, to those of the others; does not wait."""
+        raise NotImplementedError
 
     def start_waiting(self) -> None:
         """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
@@ -223,7 +223,7 @@ class BucketAllReduce(Protocol):
         """The thread has done so, on all instances: now the sum is there."""
 
 
-class PostedSum:
+class PostedSum(BucketAllReduce):
     """The sum of a flat buffer on CPUs, of messages whose receives are posted before they are sent."""
 
     def __init__(
@@ -295,29 +295,15 @@ class PostedSum:
         """See :class:`BucketAllReduce`."""
         self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
-    def finish(self) -> None:
-        """See :class:`BucketAllReduce`; nothing is left to do."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRanks:
+class LocalRanks(NamedTuple):
     """The collectives of this host's instances, for two threads: the channel's and the program's."""
 
     of_channel: HostCollectives
     of_program: HostCollectives
 
-    @property
-    def size(self) -> int:
-        """Instances of the host."""
-        return self.of_channel.size
 
-    @property
-    def rank(self) -> int:
-        """This instance's place among them."""
-        return self.of_channel.rank
-
-
-class HostSum:
+class HostSum(BucketAllReduce):
     """The sum of a flat buffer on CPUs, in each host's memory first, then between the same places on the hosts."""
 
     def __init__(
@@ -329,13 +315,13 @@ class HostSum:
         into: Tensor,  # a multiple of the host's instances long
         op: Op,
     ) -> None:
+        rank, size = local_collectives.of_program.rank, local_collectives.of_program.size
         self._local_collectives = local_collectives
         self._channel = channel
-        self._parts = into.chunk(local_collectives.size)
-        part = self._parts[local_collectives.rank]
-        self._mine = torch.empty_like(part)
-        peers = range(local_collectives.rank, local_collectives.size * len(nodes), local_collectives.size)
-        self._peers = PostedSum(channel, peers, nodes, num_items, part)
+        self._parts = into.chunk(size)
+        self._part = self._parts[rank]
+        self._mine = torch.empty_like(self._part)
+        self._peers = PostedSum(channel, range(rank, size * len(nodes), size), nodes, num_items, self._part)
         self._op = op
 
     def post_receives(self) -> None:
@@ -347,7 +333,7 @@ class HostSum:
         self._channel.issue(lambda: self._add_here(own[0]), [*own, self._mine])
 
     def _add_here(self, own: Tensor) -> FollowUp:
-        parts = own.chunk(self._local_collectives.size)
+        parts = own.chunk(len(self._parts))
         self._local_collectives.of_channel.reduce_scatter(self._mine, parts, self._op)
         self._peers.post([self._mine])
         return partial(self._peers.combine, [self._mine])
@@ -358,10 +344,10 @@ class HostSum:
 
     def finish(self) -> None:
         """See :class:`BucketAllReduce`; the instances of the host give each other their parts."""
-        self._local_collectives.of_program.all_gather(self._parts, self._parts[self._local_collectives.rank])
+        self._local_collectives.of_program.all_gather(self._parts, self._part)
 
 
-class QueuedSum:
+class QueuedSum(BucketAllReduce):
     """The sum of a flat buffer on GPUs, which is one collective after the other."""
 
     def __init__(
@@ -372,18 +358,9 @@ class QueuedSum:
         self._into = into
         self._op = op
 
-    def post_receives(self) -> None:
-        """See :class:`BucketAllReduce`; NCCL needs no such word."""
-
     def send(self, own: Sequence[Tensor]) -> None:
         """See :class:`BucketAllReduce`."""
         self._channel.issue(lambda: self._reduction.all_reduce(own, self._op, self._into), [*own, self._into])
-
-    def start_waiting(self) -> None:
-        """See :class:`BucketAllReduce`; nothing is left to wait for."""
-
-    def finish(self) -> None:
-        """See :class:`BucketAllReduce`; as above."""
 
 
 def _wait(works: list[dist.Work]) -> None:
