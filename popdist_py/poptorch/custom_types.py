@@ -78,7 +78,7 @@ def flatten(
         tensors.append(value)
         return _TENSOR
     kind = type(value)
-    parser = parser_of(kind)
+    parser = parser_of(kind) if PARSERS else None
     if parser is not None:
         held = list(parser.yieldTensors(value))
         if not all(isinstance(tensor, Tensor) for tensor in held):
@@ -94,7 +94,7 @@ def flatten(
     if like is not None and like.kind is kind and len(like.parts) == len(value) and {*like.names} == {*names}:
         names, known = like.names, like.parts
     held = [value[name] for name in names] if is_dict else value
-    parts = (flatten(part, tensors, like=one, is_leaf=is_leaf) for part, one in zip(held, known, strict=True))
+    parts = [flatten(part, tensors, like=one, is_leaf=is_leaf) for part, one in zip(held, known, strict=True)]
     return Structure(kind, value, names, tuple(parts))
 
 
@@ -105,9 +105,9 @@ def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:  # noqa: 
         return next(tensors)
     if kind is None:
         return structure.value
-    if structure.parts and (parser := parser_of(kind)) is not None:
+    if PARSERS and structure.parts and (parser := parser_of(kind)) is not None:
         return parser.reconstruct(structure.value, iter([next(tensors) for _ in structure.parts]))
-    parts = [unflatten(part, tensors) for part in structure.parts]
+    parts = [next(tensors) if part is _TENSOR else unflatten(part, tensors) for part in structure.parts]
     if kind is tuple or kind is list:
         return kind(parts)
     if kind is dict:
@@ -120,24 +120,25 @@ def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:  # noqa: 
     return make(parts)
 
 
+def flattened(value: Any) -> tuple[Structure, list[Tensor]]:  # noqa: ANN401 - as above
+    """The structure of ``value``, and its tensors."""
+    tensors: list[Tensor] = []
+    return flatten(value, tensors), tensors
+
+
 def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - as above
     """All tensors in ``value``."""
-    tensors: list[Tensor] = []
-    flatten(value, tensors)
-    return tensors
+    return flattened(value)[1]
 
 
 def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as above
     """A value of the same structure, with what ``changed`` makes of each tensor."""
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
+    structure, tensors = flattened(value)
     return unflatten(structure, map(changed, tensors))
 
 
 def parser_of(kind: type) -> ICustomArgParser | None:
     """The parser that is registered for ``kind`` or the nearest of its base classes, or None."""
-    if not PARSERS:
-        return None
     return next((PARSERS[base] for base in kind.__mro__ if base in PARSERS), None)
 
 

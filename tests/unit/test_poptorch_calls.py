@@ -17,9 +17,9 @@ from torch import Tensor
 
 import poptorch
 from poptorch import CommGroupType, OutputMode
-from poptorch.custom_types import PARSERS
+from poptorch.custom_types import PARSERS, flattened
 from poptorch.executor.arguments import CallArguments
-from poptorch.executor.outputs import Outputs, Result
+from poptorch.executor.outputs import Outputs
 from poptorch.options.combined_batch import CombinedBatch
 
 
@@ -114,23 +114,23 @@ def test_only_the_values_of_tensors_may_change() -> None:
         args, kwargs = first
         forward = with_defaults if len(args) > 1 else plain
         fixed = CallArguments(forward, args, kwargs, options())
-        fixed.check(*first)
+        fixed.micro_batches(*first)
         with pytest.raises(poptorch.Error, match=message):
-            fixed.check(*later)
+            fixed.micro_batches(*later)
 
 
 def test_starred_arguments_are_fixed_too() -> None:
     """By position and by name."""
     fixed = CallArguments(starred, (ONE,) * 5, {"x": ONE, "y": 1}, options())
 
-    fixed.check((ONE,) * 5, {"y": 1, "x": ONE})
+    fixed.micro_batches((ONE,) * 5, {"y": 1, "x": ONE})
     for args, kwargs, message in (
         ((ONE,) * 4, {"x": ONE, "y": 1}, "positional arguments mismatch: expected 5 arguments but got 4"),
         ((ONE,) * 5, {"y": 1}, "Missing arguments: x."),
         ((ONE,) * 5, {"x": ONE, "y": 1, "z": 2}, "Unexpected arguments: z."),
     ):
         with pytest.raises(poptorch.Error, match=message):
-            fixed.check(args, kwargs)
+            fixed.micro_batches(args, kwargs)
 
 
 def test_the_first_call_is_one_that_forward_takes() -> None:
@@ -210,7 +210,7 @@ def test_a_default_tensor_may_be_given_later() -> None:
         (3.0, "Type mismatch for y"),
     ):
         with pytest.raises(poptorch.Error, match=words):
-            fixed.check((torch.ones(4), wrong), {})
+            fixed.micro_batches((torch.ones(4), wrong), {})
 
 
 def test_what_holds_tensors_unseen_is_refused() -> None:
@@ -278,7 +278,7 @@ def test_what_is_split_comes_back_whole(data: st.DataObject, counts: tuple[int, 
     outputs = Outputs(OutputMode.All, 1, *counts)
     found = fixed.micro_batches((value,), {})
     for args, _ in found:
-        outputs.add(Result.of(args[0]))
+        outputs.add(flattened(args[0]))
 
     assert len(found) == num_parts
     assert same(outputs.result(), value)
@@ -302,7 +302,7 @@ def test_the_mode_says_which_results_are_kept(
     for step in range(num_steps):
         for replica in range(replicas):
             reused.copy_(everything[step, replica])  # as a buffer of the model that changes
-            outputs.add(Result.of({"value": reused if rows else reused[0], "constant": "c"}))
+            outputs.add(flattened({"value": reused if rows else reused[0], "constant": "c"}))
     kept = {
         OutputMode.All: everything,
         OutputMode.Final: everything[-1:],
@@ -329,14 +329,14 @@ def test_results_that_do_not_fit_are_refused() -> None:
         ((ONE.bool(), ONE.bool()), "truth values"),
     ):
         outputs = Outputs(OutputMode.Sum, 1, 2, 1, 1)
-        outputs.add(Result.of(values[0]))
+        outputs.add(flattened(values[0]))
         with pytest.raises(poptorch.Error, match=message):
-            outputs.add(Result.of(values[1]))
+            outputs.add(flattened(values[1]))
 
 
 def test_a_result_may_be_nothing() -> None:
     """None is None, and nothing at all is, too."""
     outputs = Outputs(OutputMode.All, 1, 1, 1, 1)
     assert outputs.result() is None
-    outputs.add(Result.of(None))
+    outputs.add(flattened(None))
     assert outputs.result() is None

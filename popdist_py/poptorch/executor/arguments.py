@@ -13,6 +13,7 @@ from poptorch.options import Options
 from poptorch.options.combined_batch import CombinedBatch
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_CPU: Final = torch.device("cpu")
 _ALIGNMENT_BYTES: Final = 64
 """Where torch's allocator begins a tensor."""
 
@@ -88,8 +89,14 @@ class CallArguments:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],  # of the first call, by position
+        kwargs: dict[str, Any],  # of the first call, by name
+        options: Options,
+        device: torch.device = _CPU,  # where the model begins, to which the micro batches are moved
     ) -> None:
+        self._device = device
         self._parameters = parameters = _Parameters(forward)
         self._batch = batch = CombinedBatch.of(options)
         self._part_of_each = batch.part_of_each
@@ -108,14 +115,10 @@ class CallArguments:
         self._first = given | {name: it for name, it in self._defaults.items() if name not in bound}
         self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
         are_tensors = all(self._first[name].kind is Tensor for name in bound)
-        self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs
+        self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs and device == _CPU
         for path, (_, detail) in _listed(self._first, self._forms).items():
             if isinstance(detail, _Form):
                 _check_size(path, detail.shape, batch)
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare a call with the first one."""
-        self.micro_batches(args, kwargs)
 
     def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         """Check a call, and split its tensors along dim 0, by iteration, step of accumulation and replica.
@@ -141,7 +144,7 @@ class CallArguments:
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
         """The part of ``tensor`` that each part of the batch gets."""
-        tensor = tensor.detach() if tensor.requires_grad else tensor
+        tensor = (tensor.detach() if tensor.requires_grad else tensor).to(self._device, non_blocking=True)
         num_parts = self._batch.num_parts
         if not tensor.dim():
             return [tensor] * num_parts

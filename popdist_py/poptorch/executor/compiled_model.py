@@ -4,7 +4,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Any, Final, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import popdist
 from poptorch.blocks import ModelReport, check_stages, devices_of_tensors, memory_of, report_of
-from poptorch.custom_types import tensors_of, with_tensors
+from poptorch.custom_types import tensors_of
 from poptorch.enums import ReductionType
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
@@ -41,9 +40,8 @@ class CompiledModel:
     ) -> None:
         is_training = optimizer is not None
         self._module = module
-        self.arguments = CallArguments(module.forward, arguments, named_arguments, options)
         self._devices = popdist.devices()
-        self._is_on_cpu = self._devices[0].type == "cpu"
+        self.arguments = CallArguments(module.forward, arguments, named_arguments, options, self._devices[0])
         # the module's parameters and buffers
         self.tensors = ModuleTensors(
             module,
@@ -53,18 +51,16 @@ class CompiledModel:
             has_copies=any(device.type != "cpu" for device in self._devices),
         )
         self._updatable = _updatable_buffers(options, self.tensors)
-        first = self._micro_batches(arguments, named_arguments)[0]
+        first = self.arguments.micro_batches(arguments, named_arguments)[0]
         with self.tensors:
-            forward = self._trace(first, options, is_training=is_training)
-            self._seen = forward.seen
-            check_stages(self._seen, options, is_training=is_training)
+            self.forward = forward = self._trace(first, options, is_training=is_training)
+            check_stages(forward.seen, options, is_training=is_training)
             self.runs: Runs  # what the calls compute
             if optimizer is None:
                 self.runs = InferenceRuns(forward, self.tensors, options)
             else:
                 self.runs = TrainingRuns(forward, self.tensors, options, optimizer)
         self._num_inputs = len(tensors_of(first))
-        self._num_outputs = forward.num_outputs
 
     def _trace(self, first: MicroBatch, options: Options, *, is_training: bool) -> TracedForward:
         """Run the first forward, which leaves the buffers as they are, and give each replica those of its own."""
@@ -92,15 +88,9 @@ class CompiledModel:
         self.tensors.separate_buffers(separate, options.replication_factor, shared)
         return forward
 
-    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """The micro batches of one call, on the device where the model begins."""
-        if not self._is_on_cpu:
-            args, kwargs = with_tensors((args, kwargs), lambda it: it.to(self._devices[0], non_blocking=True))
-        return self.arguments.micro_batches(args, kwargs)
-
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The results of one call."""
-        micro_batches = self._micro_batches(args, kwargs)
+        micro_batches = self.arguments.micro_batches(args, kwargs)
         with self.tensors:
             return self.runs.run(micro_batches)
 
@@ -121,12 +111,13 @@ class CompiledModel:
         if memory_bytes is None:
             memory_bytes = min(memory_of(device) for device in self._devices)
         states = self.runs.optimizer.state_bytes() if isinstance(self.runs, TrainingRuns) else {}
-        return report_of(self._module, self._seen, optimizer_bytes=states, memory_bytes=memory_bytes)
+        return report_of(self._module, self.forward.seen, optimizer_bytes=states, memory_bytes=memory_bytes)
 
     def perf_counters(self) -> PerfCounters:
         """When each micro batch of the last call read its inputs and wrote its outputs."""
-        begins, ends = [begin for begin, _ in self.runs.moments], [end for _, end in self.runs.moments]
-        inputs, outputs = [begins] * self._num_inputs, [ends] * self._num_outputs
+        moments = self.forward.moments
+        inputs = [[begin for begin, _ in moments]] * self._num_inputs
+        outputs = [[end for _, end in moments]] * self.forward.num_outputs
         return {"input": inputs, "input_complete": inputs, "output": outputs, "output_complete": outputs}
 
 
@@ -142,26 +133,22 @@ class Runs(ABC):
             *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
         )
         self._model: popdist.ReplicatedModel | None = None
-        # for each micro batch of the last call, when it began and when it ended, in seconds
-        self.moments: list[tuple[float, float]] = []
         # the tensors that the options anchor
         self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
         """The results of a call's micro batches, put together."""
-        outputs = self._outputs
-        outputs.begin()
-        self.moments = []
-        self.anchors.begin()
+        self._forward.moments, self.anchors.kept = [], {}
         num_in_step = len(micro_batches) // self._batch.num_iterations
-        for first in range(0, len(micro_batches), num_in_step):
-            self._step(micro_batches[first : first + num_in_step], outputs)
-        result = outputs.result()
-        outputs.begin()  # and keep no result
-        return result
+        try:
+            for first in range(0, len(micro_batches), num_in_step):
+                self._step(micro_batches[first : first + num_in_step])
+            return self._outputs.result()
+        finally:
+            self._outputs.begin()  # and keep no result
 
     @abstractmethod
-    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+    def _step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run those of one device iteration."""
 
     @property
@@ -186,13 +173,10 @@ class InferenceRuns(Runs):
     """Calls that compute results only; this process's replicas take turns, and no other process takes part."""
 
     @torch.no_grad()
-    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+    def _step(self, micro_batches: Sequence[MicroBatch]) -> None:
         for position, (args, kwargs) in enumerate(micro_batches):
             self._tensors.select_replica(position % self._batch.num_replicas)
-            begin = perf_counter()
-            result = self._forward.infer(args, kwargs)
-            self.moments.append((begin, perf_counter()))
-            outputs.add(result)
+            self._outputs.add(self._forward.infer(args, kwargs))
         self.anchors.add_step(1.0)
 
 
@@ -236,13 +220,13 @@ class TrainingRuns(Runs):
         self._tensors.share_buffers()
         return result
 
-    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+    def _step(self, micro_batches: Sequence[MicroBatch]) -> None:
         scaling = self.optimizer.loss_scaling
         try:
             if self._model is None:
-                outputs.add(self._train(micro_batches[0], scaling))
+                self._outputs.add(self._forward.train(*micro_batches[0], scaling))
             else:
-                self._train_replicas(self._model, micro_batches, outputs, scaling)
+                self._train_replicas(self._model, micro_batches, scaling)
             self.optimizer.step()
             self.anchors.add_step(scaling)
         finally:
@@ -250,11 +234,7 @@ class TrainingRuns(Runs):
                 parameter.grad = None
 
     def _train_replicas(
-        self,
-        model: popdist.ReplicatedModel,
-        micro_batches: Sequence[MicroBatch],
-        outputs: Outputs,
-        scaling: float,
+        self, model: popdist.ReplicatedModel, micro_batches: Sequence[MicroBatch], scaling: float
     ) -> None:
         """Compute the gradients of this process's replicas, and reduce those of the whole job."""
         num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
@@ -265,22 +245,15 @@ class TrainingRuns(Runs):
             position = step * num_replicas + replica
             self._tensors.select_replica(replica)
             with model.micro_batch(index, accumulation=num_accumulations):
-                result = self._train(micro_batches[position], scaling)
+                structure, tensors = self._forward.train(*micro_batches[position], scaling)
             if is_in_order:
-                outputs.add(result)
+                self._outputs.add((structure, tensors))
             else:
-                results[position] = Result(result.structure, [*map(Tensor.detach, result.tensors)])
-            del result
+                results[position] = structure, [*map(Tensor.detach, tensors)]
+            del structure, tensors
         for position in range(len(results)):
-            outputs.add(results[position])
+            self._outputs.add(results[position])
         model.reduce_gradients(self._reduction)
-
-    def _train(self, micro_batch: MicroBatch, scaling: float) -> Result:
-        """The result of a micro batch, whose gradients are there then."""
-        begin = perf_counter()
-        result = self._forward.train(*micro_batch, scaling)
-        self.moments.append((begin, perf_counter()))
-        return result
 
 
 def _replicated(

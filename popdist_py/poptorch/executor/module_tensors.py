@@ -134,12 +134,23 @@ class ModuleTensors:
 
     def __enter__(self) -> None:
         if self._num_entered == 0:
-            self._accept_changes()
+            if any(getattr(it.part, it.key, None) is not it.tensor for it in self._buffer_places):
+                self._find_tensors()  # the program has put others in their place, as half() does
             self._changed_modes = [(part, mode) for part, mode in self._modes if part.training is not mode]
-            self._gradients = self._put_gradients_aside() if self._is_training else []
             for part, mode in self._changed_modes:
                 part.training = mode
-            self._host_values = self._put_device_values()
+            self._gradients = []  # of a backward pass of the program's own, which the parameters do not have then
+            if self._is_training:
+                self._gradients = [(it, it.grad) for it in self.parameters.values() if it.grad is not None]
+                for parameter, _ in self._gradients:
+                    parameter.grad = None
+            elif self._num_trainings_seen != counts.trainings:  # another model has trained
+                self._num_trainings_seen = counts.trainings
+                self.fill_replicas()
+            if self._separate:
+                self._own = self._own_values()
+            if self.copies:
+                self._put_device_values()
             counts.running += 1
         self._num_entered += 1
 
@@ -149,7 +160,11 @@ class ModuleTensors:
             return
         counts.running -= 1
         counts.trainings += self._is_training
-        faults = self._put_back(self._host_values)
+        if self._others or self._first:
+            self._put_buffers(self._own)
+        faults = [it.put_back() for it in self._places if getattr(it.part, it.key, None) is not it.tensor]
+        if self.copies:
+            self._put_host_values()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for part, mode in self._changed_modes:
@@ -157,40 +172,16 @@ class ModuleTensors:
         if faults and kind is None:
             raise Error(faults[0])
 
-    def _accept_changes(self) -> None:
-        """Use the buffers that the program has put in the place of others, and what another model has trained."""
-        if any(getattr(it.part, it.key, None) is not it.tensor for it in self._buffer_places):  # as after half()
-            self._find_tensors()
-        if not self._is_training and self._num_trainings_seen != counts.trainings:
-            self._num_trainings_seen = counts.trainings
-            self.fill_replicas()
-
-    def _put_device_values(self) -> dict[str, Tensor]:
-        """Give the module the device's values, and return by name those that it had."""
-        if self._separate:
-            self._own = self._own_values()
-        host_values = {name: self._tensor(name).data for name in self.copies}
+    def _put_device_values(self) -> None:
+        self._host_values = {name: self._tensor(name).data for name in self.copies}
         for name, value in self.copies.items():
             self._tensor(name).data = value
-        return host_values
 
-    def _put_back(self, host_values: Mapping[str, Tensor]) -> list[str]:
-        """Give the module its tensors again, and return in words what forward had put in their places."""
-        if self._others or self._first:
-            self._put_buffers(self._own)
-        faults = [it.put_back() for it in self._places if getattr(it.part, it.key, None) is not it.tensor]
-        for name, value in host_values.items():
+    def _put_host_values(self) -> None:
+        """Give the module its own memory again, with the values that running has made."""
+        for name, value in self._host_values.items():
             self._tensor(name).data = value
-        if host_values:
-            self.copy_to_host()
-        return faults
-
-    def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradients of a backward pass of the program's own, which the parameters do not have then."""
-        found = [(it, it.grad) for it in self.parameters.values() if it.grad is not None]
-        for parameter, _ in found:
-            parameter.grad = None
-        return found
+        self.copy_to_host()
 
     def _tensor(self, name: str) -> Tensor:
         return self.parameters[name] if name in self.parameters else self.buffers[name]

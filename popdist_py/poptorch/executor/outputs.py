@@ -1,28 +1,18 @@
 """The result of a call, put together from those of its micro batches, and the tensors that are anchored."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from poptorch.custom_types import Structure, flatten, unflatten
+from poptorch.custom_types import Structure, unflatten
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.losses import REFUSED_BACKWARD
 
-
-class Result(NamedTuple):
-    """What a forward gives."""
-
-    structure: Structure
-    tensors: list[Tensor]
-
-    @classmethod
-    def of(cls, value: Any) -> Self:  # noqa: ANN401 - whatever a model gives
-        """A value taken apart."""
-        tensors: list[Tensor] = []
-        return cls(flatten(value, tensors), tensors)
+Result: TypeAlias = tuple[Structure, list[Tensor]]
+"""What a forward gives, as ``custom_types.flattened`` has it."""
 
 
 class Outputs:
@@ -98,11 +88,9 @@ class Outputs:
         number of results, unless that is 1. What is no tensor is the last micro batch's. ``backward()`` of each
         tensor says that it cannot be called.
         """
-        return (
-            None
-            if self._structure is None
-            else unflatten(self._structure, map(_joined, zip(*self._kept, strict=True)))
-        )
+        if self._structure is None:
+            return None
+        return unflatten(self._structure, map(_joined, zip(*self._kept, strict=True)))
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -126,7 +114,7 @@ class AnchoredTensors:
     def __init__(self, anchored: Mapping[str, list[Any]], parameters: Mapping[str, nn.Parameter]) -> None:
         self._anchored = dict(anchored)
         self._parameters = dict(parameters)
-        self._seen: dict[str, list[Tensor]] = {}
+        self.kept: dict[str, list[Tensor]] = {}  # by short name, a value for each step of the last call
         for short, (long, *_) in anchored.items():
             if long != _LOSS_SCALE and _parameter_name(long) not in parameters:
                 raise Error(
@@ -140,10 +128,6 @@ class AnchoredTensors:
         """What can be anchored in a model of these ``parameters``."""
         return [_LOSS_SCALE, *(prefix + name for prefix in ("", _UPDATED, _GRADIENT) for name in parameters)]
 
-    def begin(self) -> None:
-        """Start a call, for which nothing is kept yet."""
-        self._seen = {}
-
     def add_step(self, loss_scaling: float) -> None:
         """Keep the values of a step that has ended, while its gradients are still there."""
         for short, (long, *_) in self._anchored.items():
@@ -153,7 +137,7 @@ class AnchoredTensors:
                 parameter = self._parameters[_parameter_name(long)]
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 value = (gradient if long.startswith(_GRADIENT) else parameter).detach().clone().cpu()
-            self._seen.setdefault(short, []).append(value)
+            self.kept.setdefault(short, []).append(value)
 
     def get(self, short: str) -> Tensor:
         """The values anchored under that name in the last call: one for each step that its mode keeps."""
@@ -161,9 +145,9 @@ class AnchoredTensors:
             raise Error(
                 f"{short!r} is not the name of an anchored tensor: {', '.join(self._anchored) or 'none is'}"
             )
-        if short not in self._seen:
+        if short not in self.kept:
             raise Error(f"there is no value of {short!r} yet: run the model at least once")
-        values, (_, mode, period) = self._seen[short], self._anchored[short]
+        values, (_, mode, period) = self.kept[short], self._anchored[short]
         if mode is OutputMode.Sum:
             return torch.stack(values).sum(0)
         if mode is OutputMode.EveryN:

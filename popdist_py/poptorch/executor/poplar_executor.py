@@ -52,12 +52,10 @@ class PoplarExecutor:
         if self._options.defaultOutputMode():
             self._options.outputMode(OutputMode.Final if self._is_training else OutputMode.All)
         self._options._freeze()  # noqa: SLF001 - as a loader does
-        is_offline = self._options.connection_type is ConnectionType.Never
-        self._has_no_device = is_offline or self._options.log_cycle_count
         modes = ((part, getattr(part, "training", None)) for part in model.modules())
         self._modes = [(part, mode) for part, mode in modes if isinstance(mode, bool)]  # a frozen part has none
         self._compiled: CompiledModel | None = None
-        self._is_attached = False
+        self._attached: CompiledModel | None = None  # while it is on its device
         self._compilation_seconds: float | None = None
         self._hooks_before: Hooks = OrderedDict()  # before the model is compiled
         self._hooks_after: Hooks = OrderedDict()
@@ -90,20 +88,23 @@ class PoplarExecutor:
             AssertionError: If the first call's samples are no whole number of micro batches, or the device is
                 offline.
         """
-        if self._has_no_device:
-            self._check_device()
+        return (self._attached or self._made_ready(args, kwargs)).call(args, kwargs)
+
+    def _made_ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
+        """The model, compiled and on its device."""
+        self._check_device()
         if self._compiled is None:
             self._compile(args, kwargs)
-        elif not self._is_attached:
+        else:
             self.attachToDevice()
-        return self._compiled_model().call(args, kwargs)
+        return self._compiled_model()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever forward takes
         """Make ready for calls with such arguments, as the first call does: check, and upload the weights."""
         if self._compiled is None:
             self._compile(args, kwargs)
         else:
-            self._compiled.arguments.check(args, kwargs)
+            self._compiled.arguments.micro_batches(args, kwargs)  # which checks them
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hook in [*self._hooks_before.values()]:
@@ -113,7 +114,10 @@ class PoplarExecutor:
             logger.warning("%s: it has no effect, as no option of PopART has here", fault)
         self._wrap()
         self._compiled = CompiledModel(self._user_model, self._modes, self._options, args, kwargs, self._optimizer)
-        self._is_attached = self._options.connection_type is not ConnectionType.Never
+        has_device = (
+            self._options.connection_type is not ConnectionType.Never and not self._options.log_cycle_count
+        )
+        self._attached = self._compiled if has_device else None
         self._example = example_of(args, kwargs)
         self._compilation_seconds = perf_counter() - begin
         tensors = self._compiled.tensors
@@ -138,8 +142,7 @@ class PoplarExecutor:
         """Take the model off its device; the next call compiles anew, and may have other arguments."""
         if self._is_training and self._compiled is not None:
             self._training_runs().optimizer.release()
-        self._compiled = None
-        self._is_attached = False
+        self._compiled = self._attached = None
         if _is_wrapped(self._user_model) and self._is_training:
             del self._user_model.destroy
 
@@ -189,29 +192,29 @@ class PoplarExecutor:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # noqa: ANN401 - torch's result
         """Load into the user's module, and upload what it has then."""
         loaded = self._user_model.load_state_dict(state_dict, strict)
-        if self._is_attached:
+        if self._attached is not None:
             self.copyWeightsToDevice()
         return loaded
 
     def isAttachedToDevice(self) -> bool:
         """Whether the model has its device."""
-        return self._is_attached
+        return self._attached is not None
 
     def attachToDevice(self) -> None:
         """Take the device back, and upload the host's weights; an Error if the model has it."""
-        self._compiled_model()
+        compiled = self._compiled_model()
         self._check_device()
-        if self._is_attached:
+        if self._attached is not None:
             raise Error("the model is already attached to a device")
-        self._is_attached = True
+        self._attached = compiled
         self.copyWeightsToDevice()
 
     def detachFromDevice(self) -> None:
         """Give the device up; the host has the weights. The next call takes it again."""
         self._compiled_model()
-        if not self._is_attached:
+        if self._attached is None:
             raise Error("the model is not attached to a device")
-        self._is_attached = False
+        self._attached = None
 
     def compileAndExport(
         self,
@@ -314,7 +317,7 @@ class PoplarExecutor:
 
     def getLatency(self) -> tuple[float, float, float]:
         """The shortest, longest and mean seconds of a micro batch of the last call; zeros before the first."""
-        spans = [end - begin for begin, end in self._compiled_model().runs.moments] or [0.0]
+        spans = [end - begin for begin, end in self._compiled_model().forward.moments] or [0.0]
         return min(spans), max(spans), fmean(spans)
 
     def getPerfCounters(self) -> PerfCounters:

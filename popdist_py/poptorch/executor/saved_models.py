@@ -18,7 +18,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
-from poptorch.custom_types import Structure, flatten, unflatten
+from poptorch.custom_types import Structure, flattened, unflatten
 from poptorch.environment import setting
 from poptorch.errors import Error
 from poptorch.options import Options
@@ -51,8 +51,7 @@ class SavedModel:
 
 def example_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A call's arguments with zeros for tensors; None where only pickle could read them."""
-    tensors: list[Tensor] = []
-    structure = flatten((args, kwargs), tensors)
+    structure, tensors = flattened((args, kwargs))
     if not _is_plain(structure):
         return None
     zeros = (tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors)  # of which a file holds one element

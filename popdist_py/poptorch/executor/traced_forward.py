@@ -3,7 +3,9 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from poptorch.blocks import MovedArguments, record_forward
-from poptorch.custom_types import tensors_of, with_tensors
+from poptorch.custom_types import flattened, tensors_of, with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.module_tensors import counts
@@ -29,7 +31,6 @@ _WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
 """Operations whose weights get the dtype of their input."""
 
 _WITH_STATISTICS: Final = {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
-_NO_CONTEXT: Final = nullcontext()
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -71,7 +72,12 @@ class TracedForward:
         self, module: nn.Module, first: MicroBatch, *, is_training: bool, device: torch.device | None = None
     ) -> None:
         self._module = module
-        self._device = device
+        # within these each forward runs
+        self._modes: list[Callable[[], TorchFunctionMode]] = []
+        if device is not None:
+            self._modes.append(partial(MovedArguments, device))
+        # for each micro batch of the last call, when it began and when it ended, in seconds
+        self.moments: list[tuple[float, float]] = []
         self._place: LossPlace | None = None  # of the loss in the result; else each forward is watched for it
         args, kwargs = with_tensors(first, Tensor.clone)
         casts, search = WeightCasts(), LossSearch()
@@ -84,35 +90,41 @@ class TracedForward:
             (_, tensors), self.seen = record_forward(module, lambda: self._called(args, kwargs))
         if is_training:
             self._place = LossPlace.of(tensors, search.final())
-        self._has_casts = casts.has_cast
-        self.statistics = _statistics(
-            module, casts.normalized
-        )  # buffers that normalizing operations update, by name
+        if casts.has_cast:
+            self._modes.append(WeightCasts)
+        self.statistics = _statistics(module, casts.normalized)  # names of buffers that such operations update
         self.num_outputs = len(tensors)
 
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
         """The result for a micro batch."""
-        with WeightCasts() if self._has_casts else _NO_CONTEXT:
-            return self._called(args, kwargs)
+        begin = perf_counter()
+        result = self._called(args, kwargs)
+        self.moments.append((begin, perf_counter()))
+        return result
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Result:
         """The result for a micro batch; afterwards the parameters have gradients, times ``loss_scaling``."""
-        with WeightCasts() if self._has_casts else _NO_CONTEXT:
-            if self._place is not None:
+        begin = perf_counter()
+        if self._place is not None:
+            result = self._called(args, kwargs)
+            loss = self._place.loss(result[1])
+        else:
+            with LossSearch() as search:
                 result = self._called(args, kwargs)
-                loss = self._place.loss(result.tensors)
-            else:
-                with LossSearch() as search:
-                    result = self._called(args, kwargs)
-                loss = search.final()
-            if loss.requires_grad:
-                is_plain = loss_scaling == 1 and not loss.dim()
-                loss.backward(None if is_plain else torch.full_like(loss, loss_scaling))
-            return result
+            loss = search.final()
+        if loss.requires_grad:
+            is_plain = loss_scaling == 1 and not loss.dim()
+            loss.backward(None if is_plain else torch.full_like(loss, loss_scaling))
+        self.moments.append((begin, perf_counter()))
+        return result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        with _NO_CONTEXT if self._device is None else MovedArguments(self._device):
-            return Result.of(self._module(*args, **kwargs))
+        if not self._modes:
+            return flattened(self._module(*args, **kwargs))
+        with ExitStack() as modes:
+            for mode in self._modes:
+                modes.enter_context(mode())
+            return flattened(self._module(*args, **kwargs))
 
 
 def _statistics(module: nn.Module, seen: Sequence[Tensor]) -> frozenset[str]:

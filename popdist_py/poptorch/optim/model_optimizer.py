@@ -107,24 +107,18 @@ class ModelOptimizer:
         With automatic loss scaling, a step whose gradients are not finite is left out.
         """
         self.has_news = True
-        if self._prepare_gradients():
-            for stepper in self._steppers:
-                stepper.step()
-        self._show_step_to_schedulers()
-
-    def _prepare_gradients(self) -> bool:
-        """Unscale and limit the gradients; whether the step is made."""
-        scaling = self.loss_scaling
-        if not self._is_automatic:
+        scaling, is_made = self.loss_scaling, True
+        if self._is_automatic:
+            gradients = self._gradients()
+            is_made = are_finite(gradients)
+            self._factor = next_factor(self._factor, self._values.graph["lossScaling"].number, gradients)
+        if is_made:
             if scaling != 1 or self._was_scaled or math.isfinite(self._values.graph["maxGradNorm"].number):
                 self._unscale(scaling)
-            return True
-        gradients = self._gradients()
-        is_made = are_finite(gradients)
-        self._factor = next_factor(self._factor, self._values.graph["lossScaling"].number, gradients)
-        if is_made:
-            self._unscale(scaling)
-        return is_made
+            for stepper in self._steppers:
+                stepper.step()
+        if vars(self._optimizer).get("step") is not self._seen_step:
+            self._show_step_to_schedulers()
 
     def _gradients(self) -> list[Tensor]:
         return [it.grad for it in self._parameters if it.grad is not None]
@@ -147,10 +141,9 @@ class ModelOptimizer:
 
         There are no gradients then, so nothing is updated.
         """
-        step = vars(self._optimizer).get("step")
-        if step is self._seen_step or is_subclass(self._optimizer):
+        self._seen_step = vars(self._optimizer).get("step")
+        if is_subclass(self._optimizer):
             return
-        self._seen_step = step
         gradients = [(it, it.grad) for it in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
