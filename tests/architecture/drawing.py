@@ -6,102 +6,67 @@ one.
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from textwrap import fill
-from typing import Final, TypeGuard
+from typing import Final
 
-from tests.architecture.source_tree import ROOT, modules
+from tests.architecture.source_tree import ROOT, modules, words
 
-PLACES: Final = (
-    ("docs/poptorch-options.md", "options"),
-    ("docs/poptorch.md", "operations"),
-)
-"""Each document with the name of a drawing in it."""
-
+_Documented = Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]
 
 _NO_EFFECT: Final = " No effect: "
 """What the docstring of a setter or an operation has where it changes nothing."""
 
 _WITHOUT: Final = "Accepted, checked, and without effect, as each docstring says why: "
 
-
-def draw_options() -> str:
-    """Each setter of poptorch's options that has an effect, with its meaning; and the names of all others."""
-    return _drawn(
-        "| setter | meaning |",
-        [
-            (f"{_owner(node.name)}{setter.name}", setter)
-            for module in modules("poptorch")
-            if module.name in {"poptorch.options.model_options", "poptorch.options.sub_options"}
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.ClassDef)
-            for setter in node.body
-            if _is_setter(setter)
-        ],
-    )
-
-
-def _drawn(head: str, named: Iterable[tuple[str, ast.FunctionDef | ast.ClassDef]]) -> str:
-    """A table of what has an effect, and a sentence with the names of what has none."""
-    rows, without = [head, "|---|---|"], []
-    for name, node in named:
-        summary = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
-        if _NO_EFFECT in summary:
-            without.append(f"`{name.partition('(')[0]}`")
-        else:
-            rows.append(f"| `{name}` | {summary.removesuffix('.')} |")
-    sentence = fill(f"{_WITHOUT}{', '.join(without)}.", 115, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(rows) + f"\n\n{sentence}"
-
-
-def _is_setter(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
-    """Whether it is a public method that gives what it belongs to."""
-    if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.returns is None:
-        return False
-    return ast.unparse(node.returns) == "Self"
-
-
-def _owner(kind: str) -> str:
-    part = kind.strip("_").removesuffix("Options").replace("TensorLocation", "TensorLocations")
-    known = {"": "", "Popart": "_Popart.", "TensorLocationsSettings": "TensorLocationSettings."}
-    return known.get(part, f"{part}.")
-
-
+_OF_OPTIONS: Final = words("poptorch.options.model_options poptorch.options.sub_options")
 _OF_OPERATIONS: Final = ("poptorch.blocks.", "poptorch.options.execution_strategies", "poptorch.ops.")
 
-
-def draw_operations() -> str:
-    """Each public block, strategy and operation that has an effect, with its meaning; the names of all others."""
-    public = {
-        alias.name
-        for module in modules("poptorch")
-        if module.name == "poptorch"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    return _drawn(
-        "| name | meaning |",
-        [
-            (node.name, node)
-            for module in modules("poptorch")
-            if module.name.startswith(_OF_OPERATIONS)
-            for node in module.tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in public
-        ],
-    )
+_OWNERS: Final = {"Options": "", "_PopartOptions": "_Popart.", "_TensorLocationOptions": "TensorLocations."}
+"""What stands before the setters of a class, where that is not its name."""
 
 
-DRAWINGS: Final[dict[str, Callable[[], str]]] = {
-    "options": draw_options,
-    "operations": draw_operations,
+def _setters() -> _Documented:
+    """Each setter of poptorch's options: a public method that gives what it belongs to."""
+    kinds = [node for module in modules("poptorch") if module.name in _OF_OPTIONS for node in module.classes]
+    for kind in kinds:
+        owner = _OWNERS.get(kind.name, f"{kind.name.strip('_').removesuffix('Options')}.")
+        for node in kind.body:
+            match node:
+                case ast.FunctionDef(name=name, returns=ast.Name(id="Self")) if not name.startswith("_"):
+                    yield f"{owner}{name}", node
+
+
+def _operations() -> _Documented:
+    """Each public block, strategy and operation of poptorch."""
+    package = next(module for module in modules("poptorch") if module.name == "poptorch")
+    public = {alias.name for node in package.nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for module in modules("poptorch"):
+        for node in module.tree.body if module.name.startswith(_OF_OPERATIONS) else ():
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in public:
+                yield node.name, node
+
+
+DRAWINGS: Final[dict[str, tuple[str, str, Callable[[], _Documented]]]] = {
+    "options": ("docs/poptorch-options.md", "| setter | meaning |", _setters),
+    "operations": ("docs/poptorch.md", "| name | meaning |", _operations),
 }
+"""Of each drawing its document, the head of its table, and what it shows."""
 
 
 def redrawn(text: str, name: str) -> str:
-    """``text`` with the drawing ``name`` as the code shows it now."""
+    """``text`` with the drawing ``name``: a table of what has an effect, and the names of what has none."""
+    _, head, documented = DRAWINGS[name]
+    rows, without = [head, "|---|---|"], []
+    for shown, node in documented():
+        summary = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+        if _NO_EFFECT in summary:
+            without.append(f"`{shown}`")
+        else:
+            rows.append(f"| `{shown}` | {summary.removesuffix('.')} |")
+    sentence = fill(f"{_WITHOUT}{', '.join(without)}.", 115, break_long_words=False, break_on_hyphens=False)
     begin, end = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
-    drawing = f"{begin}\n{DRAWINGS[name]()}\n{end}"
+    drawing = "\n".join([begin, *rows, "", sentence, end])
     changed, num_places = re.subn(f"{begin}.*?{end}", lambda _: drawing, text, flags=re.DOTALL)
     assert num_places == 1, f"the document needs one place for the drawing {name}, and has {num_places}"
     return changed
@@ -109,7 +74,7 @@ def redrawn(text: str, name: str) -> str:
 
 def main() -> None:
     """Renew every drawing."""
-    for document, name in PLACES:
+    for name, (document, _, _) in DRAWINGS.items():
         path = ROOT / document
         path.write_text(redrawn(path.read_text(encoding="utf-8"), name), encoding="utf-8")
 

@@ -7,52 +7,18 @@ from typing import Final
 
 from tests.architecture.source_tree import words
 
-FLOORS: Final = {
-    "poprun": (
-        words("errors"),
-        words("text"),
-        words("process"),
-        words("messages"),
-        words("plan"),
-        words("probe"),
-        words("hosts"),
-        words("launch render"),
-        words("devices"),
-        words("job monitor emit doctor"),
-        words("cli vipu"),
-        words("start"),
-        words("command"),
-        words("__main__"),
-    ),
-    "popdist": (
-        words("errors layout tree stack_signal startup"),
-        words("contract torch_private extension"),
-        words("environments progress"),
-        words("host_memory"),
-        words("transport"),
-        words("groups"),
-        words("process_group"),
-        words("context"),
-        words("collectives"),
-        words("metrics weights"),
-        words("instances gradients"),
-        words("data"),
-        words("training packing"),
-        words("checks"),
-        words("optim"),
-        words("sharded"),
-        words("checkpoint compat stubs poptorch preemption testing"),
-        words("popdist_core"),
-    ),
-    "poptorch": (
-        words("errors enums environment _impl profiling"),
-        words("_logging custom_types"),
-        words("options losses testing"),
-        words("blocks poptorch_core optim data"),
-        words("executor ops"),
-    ),
+_LOWEST_FIRST: Final = {
+    "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < devices"
+    " < job monitor emit doctor < cli vipu < start < command < __main__",
+    "popdist": "errors layout tree stack_signal startup < contract torch_private extension < environments progress"
+    " < host_memory < transport < groups < process_group < context < collectives < metrics weights"
+    " < instances gradients < data < training packing < checks < optim < sharded"
+    " < checkpoint compat stubs poptorch preemption testing < popdist_core",
+    "poptorch": "errors enums environment _impl profiling < _logging custom_types < options losses testing"
+    " < blocks poptorch_core optim data < executor ops",
 }
-"""Lowest first: the folders and files of each floor."""
+FLOORS: Final = {package: [*map(words, order.split(" < "))] for package, order in _LOWEST_FIRST.items()}
+"""Of each package, lowest first: the folders and files of each floor."""
 
 BRIDGE: Final = words("popdist.contract popdist.layout popdist.errors popdist.progress")
 """All that poprun may import of popdist."""

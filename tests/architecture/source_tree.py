@@ -8,9 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
-PACKAGES = ("popdist", "poprun", "poptorch")
-
-_SOURCE_ROOTS = {"poprun": ROOT / "poprun_py", "popdist": ROOT / "popdist_py", "poptorch": ROOT / "popdist_py"}
+SOURCES = {"popdist": ROOT / "popdist_py", "poprun": ROOT / "poprun_py", "poptorch": ROOT / "popdist_py"}
+"""Each package, with the folder that holds it."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -20,12 +19,13 @@ def words(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """One file of a package: its dotted name, where it is, its path below the package, its syntax."""
+    """One file of a package: its dotted name, where it is, its path below the package, all that is in it."""
 
     name: str
     path: Path
     place: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @property
     def package(self) -> str:
@@ -33,9 +33,14 @@ class Module:
         return self.name.partition(".")[0]
 
     @property
-    def nodes(self) -> Iterator[ast.AST]:
-        """Everything in it."""
-        return ast.walk(self.tree)
+    def part(self) -> str:
+        """The folder or file of the package that it is, or is in; empty for the package itself."""
+        return self.name.partition(".")[2].partition(".")[0]
+
+    @property
+    def classes(self) -> Iterator[ast.ClassDef]:
+        """Its classes."""
+        return (node for node in self.nodes if isinstance(node, ast.ClassDef))
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -46,18 +51,19 @@ class Module:
 @cache
 def modules(*packages: str) -> tuple[Module, ...]:
     """Every module of ``packages``, of all three where none is named, by name."""
-    if len(packages) != 1:
-        return tuple(module for package in packages or PACKAGES for module in modules(package))
-    root = _SOURCE_ROOTS[packages[0]] / packages[0]
-    return tuple(
-        Module(
-            name=".".join((root.name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__"),
-            path=path,
-            place=str(path.relative_to(root)),
-            tree=ast.parse(path.read_text(encoding="utf-8")),
-        )
-        for path in sorted(root.rglob("*.py"))
-    )
+    return tuple(_by_name()[name] for name in _by_name() if name.partition(".")[0] in (packages or SOURCES))
+
+
+@cache
+def _by_name() -> dict[str, Module]:
+    found = {}
+    for package, folder in SOURCES.items():
+        for path in sorted((folder / package).rglob("*.py")):
+            name = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            place = str(path.relative_to(folder / package))
+            found[name] = Module(name=name, path=path, place=place, tree=tree, nodes=(*ast.walk(tree),))
+    return found
 
 
 def imports(module: Module) -> frozenset[str]:
@@ -74,11 +80,6 @@ def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in _by_name() else str(node.module)
-
-
-@cache
-def _by_name() -> dict[str, Module]:
-    return {module.name: module for module in modules()}
 
 
 @cache

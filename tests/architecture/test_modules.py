@@ -4,14 +4,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from tests.architecture.source_tree import ROOT, Module, modules, words
 
-MOST_LINES_OF_A_MODULE = 500
-MOST_LINES_OF_A_FUNCTION = 60
-MOST_MODULES_OF_A_FOLDER = 15
-MOST_LINES_OF_A_SCRIPT = 20
+MOST = {"lines of a module": 500, "lines of a function": 60, "modules of a folder": 15, "lines of a script": 20}
+"""What is larger holds a second idea, does not fit on a screen, or belongs to a program that is tested."""
 
 VAGUE_NAMES = words("utils util helpers common core manager misc")
 
@@ -20,20 +18,11 @@ MAKERS_OF_TENSORS = frozenset(
 )
 
 READERS = {
-    "popdist": ("__init__.py", "context.py", "process_group/registration.py", "progress.py", "startup", "testing"),
-    "poptorch": ("environment.py",),
-    "poprun": (
-        "cli",
-        "vipu.py",
-        "probe",
-        "launch",
-        "devices/lease",
-        "devices/server",
-        "hosts/remote_side.py",
-        "process/spawn.py",
-        "text/screen.py",
-        "command.py",
-        "start.py",
+    "popdist": words("__init__.py context.py process_group/registration.py progress.py startup testing"),
+    "poptorch": words("environment.py"),
+    "poprun": words(
+        "cli vipu.py probe launch devices/lease devices/server hosts/remote_side.py process/spawn.py"
+        " text/screen.py command.py start.py"
     ),
 }
 """Where each package may read ``os.environ``: everybody else is handed what they need."""
@@ -61,40 +50,25 @@ _ENVIRONMENT = words("environ environb getenv getenvb putenv unsetenv")
 _WRITING_METHODS = words("update setdefault pop popitem clear __setitem__ __delitem__")
 
 
-def test_a_module_holds_one_idea() -> None:
-    """A module that grows past the limit holds a second idea."""
-    assert {module.name for module in modules() if _num_lines(module.path) > MOST_LINES_OF_A_MODULE} == set()
+def test_nothing_is_too_large_for_one_look() -> None:
+    """A module holds one idea, a function does one thing, and a script only says what to run."""
+    sizes = list(_sizes())
+
+    assert {kind for kind, _, _ in sizes} == MOST.keys()
+    assert {f"{size} {kind}: {name}" for kind, name, size in sizes if size > MOST[kind]} == set()
 
 
-def _num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def test_a_folder_is_seen_at_one_look() -> None:
-    """One with more modules than that holds a folder within."""
-    counts = Counter(module.path.parent for module in modules() if module.path.name != "__init__.py")
-
-    assert {str(folder) for folder, count in counts.items() if count > MOST_MODULES_OF_A_FOLDER} == set()
-
-
-def test_a_function_is_seen_at_one_look() -> None:
-    """One that does not fit on a screen does more than one thing."""
-    long = {
-        f"{module.name}.{node.name}"
-        for module in modules()
-        for node in module.functions
-        if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
-    }
-
-    assert long == set()
-
-
-def test_a_script_only_says_what_to_run() -> None:
-    """What needs more than that belongs to a program that is tested."""
+def _sizes() -> Iterator[tuple[str, str, int]]:
+    """The kind, name and size of all whose size has a limit."""
+    folders = Counter(str(module.path.parent) for module in modules() if module.path.name != "__init__.py")
+    yield from (("modules of a folder", name, size) for name, size in folders.items())
     scripts = [*(ROOT / "scripts").iterdir(), *(ROOT / ".ci").iterdir()]
-
-    assert scripts
-    assert {path.name for path in scripts if _num_lines(path) > MOST_LINES_OF_A_SCRIPT} == set()
+    for kind, paths in (("module", [module.path for module in modules()]), ("script", scripts)):
+        for path in paths:
+            yield f"lines of a {kind}", str(path), len(path.read_text(encoding="utf-8").splitlines())
+    for module in modules():
+        for it in module.functions:
+            yield "lines of a function", f"{module.name}.{it.name}", (it.end_lineno or 0) - it.lineno + 1
 
 
 def test_a_name_says_what_is_inside() -> None:
@@ -105,82 +79,65 @@ def test_a_name_says_what_is_inside() -> None:
     assert {part for path in paths for part in path.with_suffix("").parts} & VAGUE_NAMES == set()
 
 
-def test_every_module_says_why_it_is_there() -> None:
-    """Each begins with a docstring."""
-    assert {module.name for module in modules() if not ast.get_docstring(module.tree)} == set()
-
-
 def test_the_environment_is_read_at_the_edges_only() -> None:
     """Everything between gets what it needs as an argument, and can be tested with a dictionary."""
-    assert {module.name for module in modules() if _touches_environment(module) and not _may_read(module)} == set()
+    readers = {module.name for module in modules() if _ENVIRONMENT & _names_read(module)}
+
+    assert {module.name for module in modules() if not _may_read(module)} & readers == set()
 
 
 def _may_read(module: Module) -> bool:
     return any(PurePath(module.place).is_relative_to(reader) for reader in READERS[module.package])
 
 
-def _touches_environment(module: Module) -> bool:
-    used = {node.attr for node in module.nodes if isinstance(node, ast.Attribute)}
-    imported = {
-        alias.name
-        for node in module.nodes
-        if isinstance(node, ast.ImportFrom) and node.module == "os"
-        for alias in node.names
-    }
-    return not _ENVIRONMENT.isdisjoint(used | imported)
-
-
 def test_nothing_writes_the_environment() -> None:
     """A program finds its environment as its launcher made it, and a test cannot leak into the next one."""
-    assert {module.name for module in modules() if any(_writes(node) for node in module.nodes)} == set()
+    assert {module.name for module in modules() if any(map(_writes, module.nodes))} == set()
 
 
 def _writes(node: ast.AST) -> bool:
     match node:
-        case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()) | ast.AugAssign(target=target):
-            return _is_environ(target)
-        case ast.Attribute(value=value, attr=method) if method in _WRITING_METHODS:
-            return _is_environ(value)
-        case _:
-            return isinstance(node, ast.Attribute) and node.attr in {"putenv", "unsetenv"}
-
-
-def _is_environ(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "environ"
+        case (
+            ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Store() | ast.Del())
+            | ast.AugAssign(target=ast.Attribute(attr="environ"))
+            | ast.Attribute(attr="putenv" | "unsetenv")
+        ):
+            return True
+        case ast.Attribute(value=ast.Attribute(attr="environ"), attr=method):
+            return method in _WRITING_METHODS
+    return False
 
 
 def test_no_tensor_takes_the_default_dtype() -> None:
     """A program may set another one with ``torch.set_default_dtype``, which is no choice of ours."""
-    calls = {
+    assert {
         f"{module.name}:{node.lineno}"
         for module in modules()
         for node in module.nodes
         if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS_OF_TENSORS
         if not any(keyword.arg == "dtype" for keyword in node.keywords)
-    }
-
-    assert calls == set()
+    } == set()
 
 
 def test_private_names_of_others_stand_in_one_module() -> None:
     """In `popdist.torch_private`, at most 20; its unit tests say what a torch without them does."""
     library = {module.name: module for module in modules("popdist", "poptorch")}
     ours = {name for module in library.values() for name in _given_names(module)} | {"_extension"}
-    foreign = {name: _private_names(module) - ours - PUBLIC_ALL_THE_SAME for name, module in library.items()}
-    inside = _private_names(library["popdist.torch_private"]) - words("_C _dynamo _distributed_c10d _utils")
-    del foreign["popdist.torch_private"]
-    allowed = {name: OF_THE_START for name in foreign if name.startswith("popdist.startup.")}
-    found = {
-        name: more for name, names in foreign.items() if (more := names - allowed.get(name, OF_TORCHS_BACKENDS))
+    inside = _private_names(library.pop("popdist.torch_private")) - words("_C _dynamo _distributed_c10d _utils")
+    foreign = {
+        f"{module.name}: {name}"
+        for module in library.values()
+        for name in _private_names(module) - ours - PUBLIC_ALL_THE_SAME
+        if name not in (OF_THE_START if module.part == "startup" else OF_TORCHS_BACKENDS)
     }
 
-    assert found == {}
+    assert foreign == set()
     assert MOST_PRIVATE_NAMES // 2 < len(inside | {"set_code_exec_strategy"}) <= MOST_PRIVATE_NAMES
 
 
 def _given_names(module: Module) -> Iterator[str]:
     """Its own name, those of its functions, classes and variables, and of the attributes that it gives objects."""
-    yield module.path.parent.name if module.path.stem == "__init__" else module.path.stem
+    yield module.name.rpartition(".")[2]
     for node in module.nodes:
         match node:
             case (
@@ -194,7 +151,11 @@ def _given_names(module: Module) -> Iterator[str]:
 
 
 def _private_names(module: Module) -> set[str]:
-    """Those that it reads of anything, also as text, and those that it imports."""
+    return {name for name in _names_read(module) if PRIVATE.fullmatch(name) and not name.startswith("_foreach_")}
+
+
+def _names_read(module: Module) -> set[str]:
+    """The names that it reads of anything, also as text, and the parts of those that it imports."""
     found = set[str]()
     parts = {id(part) for node in module.nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in module.nodes:
@@ -207,4 +168,4 @@ def _private_names(module: Module) -> set[str]:
                 found |= {*(path or "").split("."), *(alias.name for alias in names)}
             case ast.Import(names=names):
                 found |= {part for alias in names for part in alias.name.split(".")}
-    return {name for name in found if PRIVATE.fullmatch(name) and not name.startswith("_foreach_")}
+    return found

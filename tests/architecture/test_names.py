@@ -6,45 +6,34 @@ from collections import Counter
 
 import pytest
 
-from tests.architecture.source_tree import PACKAGES, ROOT, Module, modules
+from tests.architecture.source_tree import ROOT, SOURCES, Module, modules
 
 MOST_WORDS_OF_THE_GLOSSARY = 40
 
-FOREIGN = frozenset({"slurm", "__init__", "__main__"})
-"""Modules that may have namesakes: what is foreign, in folders that say its part, and Python's own."""
+FOREIGN = {"__init__", "__main__"}
+"""Modules that have namesakes: Python names them."""
 
 _HOLDS = re.compile(r"\bHolds ([\w.,\s]+\w)\.(?:\s|$)")
 _NAME = re.compile(r"\b(?:poprun|popdist|poptorch)(?:\.\w+)*")
 
 
-def _names(module: Module) -> list[str]:
-    """The name of its file, and of each class."""
-    return [module.path.stem, *(node.name for node in module.nodes if isinstance(node, ast.ClassDef))]
+def test_no_name_occurs_twice() -> None:
+    """Who looks for a name finds one file, or one class of a package; each package has its errors."""
+    files = Counter(module.path.stem for module in modules())
+    classes = Counter((module.package, node.name) for module in modules() for node in module.classes)
 
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_name_occurs_twice(package: str) -> None:
-    """A reader who meets a name again meets the same thing."""
-    files = Counter(module.path.stem for module in modules(package))
-    classes = Counter(name for module in modules(package) for name in _names(module)[1:])
-
-    assert {name for name, count in files.items() if count > 1} - FOREIGN == set()
+    assert {name: count for name, count in files.items() if count > 1 and name not in FOREIGN} == {
+        "errors": len(SOURCES)
+    }
     assert {name for name, count in classes.items() if count > 1} == set()
 
 
-def test_no_file_of_two_packages_has_one_name() -> None:
-    """Who looks for a file by its name finds one; each package has its errors."""
-    files = Counter(name for it in PACKAGES for name in {module.path.stem for module in modules(it)})
-
-    assert {name for name, count in files.items() if count > 1} - FOREIGN == {"errors"}
-
-
-def _glossary(section: str) -> list[tuple[str, set[str]]]:
+def _glossary(section: str) -> list[tuple[str, list[str]]]:
     """Each word, or verb, of the glossary, with what is not to be used for it."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     table = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| ")]
-    return [(word.strip(), {other.strip() for other in others.split(",")} - {""}) for word, _, others in rows[1:]]
+    return [(word.strip(), [*filter(None, map(str.strip, others.split(",")))]) for word, _, others in rows[1:]]
 
 
 def test_the_glossary_is_short() -> None:
@@ -55,36 +44,26 @@ def test_the_glossary_is_short() -> None:
     assert len(set(words)) == len(words)
 
 
-def test_names_keep_to_the_glossary() -> None:
-    """No file and no class bears a word that the glossary has another one for."""
-    avoided = {other: word for word, others in _glossary("Words") for other in others}
-    wrong = [
-        f"{module.name}: {name} says {part}, the glossary {avoided[part]}"
+@pytest.mark.parametrize("section", ["Words", "Verbs"])
+def test_names_keep_to_the_glossary(section: str) -> None:
+    """No file and no class has a word, and no function is called by a verb alone, that it has another one for."""
+    avoided = {other: word for word, others in _glossary(section) for other in others}
+    named = [
+        (module.name, name, part)
         for module in modules()
-        for name in _names(module)
-        for part in _words_of(name) & avoided.keys()
+        for name in [module.path.stem, *(node.name for node in module.classes)]
+        for part in _words_of(name)
     ]
+    if section == "Verbs":
+        named = [(module.name, it.name, it.name.strip("_")) for module in modules() for it in module.functions]
 
-    assert wrong == []
+    assert [f"{place}: {name}, say {avoided[part]}" for place, name, part in named if part in avoided] == []
 
 
 def _words_of(name: str) -> set[str]:
     """The words of a name in either case, in lower case, each as it is and without an ``s`` at its end."""
     parts = {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
     return parts | {part.removesuffix("s") for part in parts}
-
-
-def test_verbs_keep_to_the_glossary() -> None:
-    """No function and no method is called by a verb alone that the glossary has another one for."""
-    avoided = {other: verb for verb, others in _glossary("Verbs") for other in others}
-    wrong = [
-        f"{module.name}: {node.name}, the glossary {avoided[node.name.strip('_')]}"
-        for module in modules()
-        for node in module.functions
-        if node.name.strip("_") in avoided
-    ]
-
-    assert wrong == []
 
 
 def test_every_module_has_a_file_of_tests() -> None:
