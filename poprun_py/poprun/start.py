@@ -25,7 +25,6 @@ from poprun.text.ranges import fold_hosts
 
 if TYPE_CHECKING:
     from poprun.devices.lease.claims import LeasedPlan
-    from poprun.hosts.preflight import Examination
     from poprun.hosts.routes import JobNetwork
 
 _MAX_SHOWN_ROUTES: Final = 4
@@ -47,17 +46,17 @@ def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
             f"--launcher local starts processes on this machine only, and {fold_hosts(plan.hosts)} is not: use "
             "MPI, or leave out --host"
         )
-    found = _examine(plan)
-    routes = [f"{route.interface} {route.address} ({route.name})" for route in found.network.hosts]
+    network, reason = _examine(plan)
+    routes = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts]
     shown = ", ".join([*routes[:_MAX_SHOWN_ROUTES], *(["..."] if len(routes) > _MAX_SHOWN_ROUTES else [])])
-    screen.log(f"hosts talk over {shown}: {found.reason}")
+    screen.log(f"hosts talk over {shown}: {reason}")
     if verbosity:
         passed = sorted(passed_environment(os.environ, plan.passed_names()))
         screen.log(f"variables that go to other hosts: {', '.join(passed)}")
-    return found.network
+    return network
 
 
-def _examine(plan: LaunchPlan) -> "Examination":
+def _examine(plan: LaunchPlan) -> "tuple[JobNetwork, str]":
     from poprun.hosts.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
 
     return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.log)
@@ -230,7 +229,7 @@ def _next_attempt(
 
 def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":
     """The network of the next attempt, on whose hosts the job has its leases; a HostsError if one is missing."""
-    network = replace(network, key=_examine(plan).network.key)
+    network = replace(network, key=_examine(plan)[0].key)
     try:
         return network if leased is None else leased.reacquire(network)
     except HostsError:

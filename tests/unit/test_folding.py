@@ -15,7 +15,7 @@ lines = st.sampled_from([b"\n", b"a\n", b"b\n", b"c\r\n"])
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), instances, lines),
-        st.tuples(st.just("flush"), instances, st.none()),
+        st.tuples(st.just("step of a bar"), instances, st.none()),
         st.tuples(st.just("due"), st.floats(0, 2 * HOLD_SECONDS), st.none()),
     ),
     max_size=60,
@@ -36,8 +36,9 @@ def test_unfolding_gives_every_line_in_order(events: Sequence[Any], ends: Sequen
         if kind == "add":
             printed[value].append(line)
             shown += folder.add(value, line, now)
-        elif kind == "flush":
-            shown += folder.flush(value)
+        elif kind == "step of a bar":
+            printed[value].append(b"step\r")
+            shown += folder.add_lines(value, b"step\r", now)
             assert unfolded(shown)[value] == printed[value]
         else:
             now += value

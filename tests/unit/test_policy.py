@@ -7,17 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.job.policy import Action, decide
-from poprun.job.state import JobSnapshot, Limits, Phase
+from poprun.job.state import JobSnapshot, Phase
+from poprun.plan.request import EndingSettings
 
-LIMITS = Limits(
-    start_seconds=60,
-    no_shim_seconds=10,
-    job_seconds=100,
-    hang_report_seconds=20,
-    hang_timeout_seconds=30,
-    grace_seconds=5,
-    kill_seconds=3,
-)
+ENDING = EndingSettings(timeout_seconds=100, hang_report_seconds=20, hang_timeout_seconds=30)
 STARTING = JobSnapshot(phase=Phase.STARTING, in_phase_seconds=1, num_instances=4)
 RUNNING = replace(STARTING, phase=Phase.RUNNING, in_phase_seconds=1e6)
 INTERRUPTED = replace(RUNNING, phase=Phase.INTERRUPTED, in_phase_seconds=1, num_interrupts=1)
@@ -70,14 +63,15 @@ TABLE = [
     (replace(STOPPING, num_interrupts=1), Action.WAIT),
     (replace(STOPPING, num_interrupts=2), Action.KILL),
     (KILLING, Action.WAIT),
-    (replace(KILLING, in_phase_seconds=3), Action.FINISH),
+    (replace(KILLING, in_phase_seconds=4.9), Action.WAIT),
+    (replace(KILLING, in_phase_seconds=5), Action.FINISH),
 ]
 
 
 @pytest.mark.parametrize(("snapshot", "action"), TABLE)
 def test_each_snapshot_has_its_decision(snapshot: JobSnapshot, action: Action) -> None:
     """One row, one decision; a decision to do something says why."""
-    decision = decide(snapshot, LIMITS)
+    decision = decide(snapshot, ENDING)
 
     assert decision.action is action
     assert bool(decision.reason) is (action is not Action.WAIT)
@@ -115,7 +109,7 @@ def test_a_job_never_goes_back(snapshot: JobSnapshot) -> None:
         Action.STOP_HUNG: Phase.STOPPING,
         Action.KILL: Phase.KILLING,
     }
-    action = decide(snapshot, LIMITS).action
+    action = decide(snapshot, ENDING).action
 
     assert action not in target or target[action] > snapshot.phase
 
@@ -123,9 +117,9 @@ def test_a_job_never_goes_back(snapshot: JobSnapshot) -> None:
 @given(snapshots)
 def test_every_wait_of_a_stop_is_bounded(snapshot: JobSnapshot) -> None:
     """Once a job is to end, no phase lasts longer than its limit."""
-    late = replace(snapshot, in_phase_seconds=LIMITS.grace_seconds + 1)
+    late = replace(snapshot, in_phase_seconds=ENDING.stop_timeout_seconds + 1)
 
-    assert late.phase <= Phase.RUNNING or decide(late, LIMITS).action is not Action.WAIT
+    assert late.phase <= Phase.RUNNING or decide(late, ENDING).action is not Action.WAIT
 
 
 @pytest.mark.parametrize(
@@ -142,6 +136,6 @@ def test_a_hang_is_told_of_before_it_ends_a_job(
     report: float | None, timeout: float | None, action: Action
 ) -> None:
     """Also where only ``--hang-timeout`` is set."""
-    limits = replace(LIMITS, hang_report_seconds=report, hang_timeout_seconds=timeout)
+    ending = replace(ENDING, hang_report_seconds=report, hang_timeout_seconds=timeout)
 
-    assert decide(replace(RUNNING, hang_seconds=40), limits).action is action
+    assert decide(replace(RUNNING, hang_seconds=40), ending).action is action

@@ -16,14 +16,13 @@ from poprun.devices.pool.requests import IpuRequest, PartitionRequest
 from poprun.devices.server.server_messages import (
     LeaseRequest,
     ServedPool,
-    read_message,
 )
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.topology import Gpu, Occupant
-from poprun.text.fields import write_record
+from poprun.text.fields import read_record, write_record
 from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")
@@ -150,7 +149,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
 @given(requests())
 def test_a_request_is_read_as_it_was_sent(request: LeaseRequest) -> None:
     """Through JSON and back."""
-    assert read_message(LeaseRequest, json.loads(json.dumps(write_record(request))), "request") == request
+    assert read_record(LeaseRequest, json.loads(json.dumps(write_record(request))), "request") == request
 
 
 def test_a_pool_is_read_as_it_was_sent() -> None:
@@ -163,4 +162,4 @@ def test_a_pool_is_read_as_it_was_sent() -> None:
     for cluster in (LAB, gpu_cluster("box", [busy]), cpu_cluster("box", None, 2)):
         sent = served(replace(cluster, allocations={"ann": range(4)}), "lab/4")
         sent = replace(sent, state=replace(sent.state, partitions=(partition,)))
-        assert read_message(ServedPool, json.loads(json.dumps(write_record(sent))), "the answer") == sent
+        assert read_record(ServedPool, json.loads(json.dumps(write_record(sent))), "the answer") == sent

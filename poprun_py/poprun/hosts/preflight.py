@@ -102,20 +102,12 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
     return 4 if all(_usable(own, None, 4) for own in places.values()) else 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
-    """The result of an examination of all hosts in which nothing was wrong."""
-
-    network: JobNetwork  # how the hosts reach each other
-    reason: str  # why these addresses, for the user
-
-
-def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> Examination:
-    """Look at every host of ``plan``, of which one may be ``here``; a HostsError has a table of all problems."""
+def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
+    """How the hosts of ``plan`` reach each other, and why so; a HostsError has a table of all that is wrong."""
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
-async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> Examination:
+async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
     found, problems = await _Examiner(plan, here).examine()
     lacking = list(dict.fromkeys(problem.host for problem in problems if problem.lacks_environment))
     if lacking and plan.remote.synchronises_venv:
@@ -159,8 +151,8 @@ class _Examiner:
         self._connections = HostConnections(dict.fromkeys((here, *plan.hosts)), here, plan.remote)
         self._problems: list[Problem] = []
 
-    async def examine(self) -> tuple[Examination | None, list[Problem]]:
-        """The result, None when something is wrong, and all problems."""
+    async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
+        """How the hosts reach each other, and why so, None when something is wrong; and all problems."""
         try:
             answers = await self._ask_for_facts()
             self._record_problems(answers)
@@ -178,7 +170,7 @@ class _Examiner:
             return None, self._problems
         routes = tuple(choice.routes[host] for host in self._plan.hosts)
         network = JobNetwork(control_host=choice.routes[self._here].address, hosts=routes, key=key)
-        return Examination(network=network, reason=choice.reason), []
+        return (network, choice.reason), []
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
         """The answers of the hosts that answer in time; that the others do not is a problem of theirs."""

@@ -1,11 +1,10 @@
 """The identity of an attempt: the job that it belongs to, which attempt of it, and what it has from the start."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from poprun.plan.plan import LaunchPlan, LeasedDevices
-from poprun.plan.program_environment import launcher_environment
 
 if TYPE_CHECKING:
     from poprun.devices.pool.records import HeldLease
@@ -24,26 +23,10 @@ class JobIdentity:
     given: LeasedDevices | None = None  # what leases gave the job on this machine; None for what its plan names
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
-    def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """The variables that the launcher gets: with several hosts, only those that may leave this one."""
-        return environ if self.network is None else launcher_environment(environ)
-
     def with_leases(self, streams: Sequence[int]) -> list[int]:
         """The descriptors to send to an agent: the streams of its program, and the leases, which it keeps open."""
         leases = [lease.descriptor for lease in self.leases if lease.descriptor is not None]
         return [*streams, *leases] if streams else []
-
-    @property
-    def open_files_of_launcher(self) -> int:
-        """The soft limit of open files for the launcher; 0 leaves that of poprun."""
-        # On one machine it needs as many as poprun, and the agents give the programs the user's; other hosts have
-        # their own.
-        return 0 if self.network is None else self.open_files
-
-    @property
-    def lease_holders(self) -> tuple[int, ...]:
-        """Process ids of poprun's children that keep the leases on other hosts between attempts."""
-        return () if self.network is None else self.network.lease_holders
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
         """The devices and cores of the job on the host of instance ``index``: those leased, or those planned."""

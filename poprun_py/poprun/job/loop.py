@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 from poprun.job.agents import AgentLinks, start_order
 from poprun.job.identity import JobIdentity
 from poprun.job.output.streams import ProgramStreams
-from poprun.job.policy import Action, Decision, decide
+from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, JobEnd, Record, exit_code
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import Limits, Phase
+from poprun.job.state import Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.messages.control import LOST
 from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.program_environment import launcher_environment
 from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
 from poprun.process.process_tree import ProcessKey, StoppedChildren, own_tree, reap, send, terminate
@@ -58,13 +59,6 @@ class Attempt:
         self._signals = signals
         self._verbosity = verbosity
         self._began_at_epoch_seconds = time.time()
-        self._limits = Limits(
-            start_seconds=plan.ending.start_timeout_seconds,
-            job_seconds=plan.ending.timeout_seconds,
-            hang_report_seconds=plan.ending.hang_report_seconds,
-            hang_timeout_seconds=plan.ending.hang_timeout_seconds,
-            grace_seconds=plan.ending.stop_timeout_seconds,
-        )
         self._record = Record(plan, identity, time.monotonic())
         self._kills_before = kill_counts()
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
@@ -101,9 +95,10 @@ class Attempt:
         }
         self._launcher.start(
             launch_commands(self._plan, network),
-            {**self._identity.launcher_environment(self._environ), **control},
+            {**(self._environ if network is None else launcher_environment(self._environ)), **control},
             self._plan.working_directory,
-            self._identity.open_files_of_launcher,
+            # On this machine it needs as many as poprun, and the agents give the programs the user's.
+            0 if network is None else self._identity.open_files,
         )
 
     def _remove_sessions(self) -> None:
@@ -144,7 +139,7 @@ class Attempt:
                 has_launcher_ended=self._has_lost_launcher(now),
                 now_seconds=now,
             )
-            decision = decide(snapshot, self._limits)
+            decision = decide(snapshot, self._plan.ending)
             if decision.action is Action.FINISH:
                 return
             self._act(decision)
@@ -288,7 +283,7 @@ class Attempt:
             self._launcher.end(signal.SIGTERM)
             self._record.give_up_awaited()
         self._enter(Phase.STOPPING)
-        self._links.send_to_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
+        self._links.send_to_all({"order": "stop", "grace_seconds": self._plan.ending.stop_timeout_seconds})
 
     def _clean_up(self) -> None:
         """End what is left of the job, remove what it left, and show the rest of its output."""
@@ -302,9 +297,8 @@ class Attempt:
         self._await_launcher()
         if self._monitor is not None:
             self._monitor.wait()
-        self._survivors = end_descendants(
-            _LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.lease_holders
-        )
+        network = self._identity.network
+        self._survivors = end_descendants(() if network is None else network.lease_holders)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
         self._remove_sessions()
         self._streams.finish(_DRAIN_SECONDS)
@@ -348,14 +342,14 @@ class Attempt:
             log(text, Level.DEBUG if level > 1 else Level.INFO)
 
 
-def end_descendants(grace_seconds: float, kill_seconds: float, spared: Collection[int]) -> list[ProcessKey]:
+def end_descendants(spared: Collection[int]) -> list[ProcessKey]:
     """End all descendants but the ``spared`` and those below them; those that even SIGKILL did not end in time."""
     if not _living(spared):
         return []
     terminate(_living(spared))
-    _wait_until_none(grace_seconds, spared)
+    _wait_until_none(_LEFTOVER_SECONDS, spared)
     send(_living(spared), signal.SIGKILL)
-    _wait_until_none(kill_seconds, spared)
+    _wait_until_none(KILL_SECONDS, spared)
     return _living(spared)
 
 

@@ -4,6 +4,7 @@ They are only noted here. SIGHUP, SIGUSR1 and SIGUSR2 are for programs that hand
 SIGHUP it means the end of the terminal, and of the job.
 """
 
+import errno
 import os
 import signal
 from types import FrameType
@@ -23,9 +24,7 @@ class ReceivedSignals:
         self.wants_stacks = False  # whether the user asked for stacks (SIGQUIT)
         self.is_terminated = False  # whether poprun was asked to end
         self.is_output_closed = False  # whether nobody reads poprun's output any more, or it cannot be written
-        self.is_output_lost = (
-            False  # whether it cannot be written although somebody would read it: the disk is full
-        )
+        self.is_output_lost = False  # whether it cannot be written although somebody would read it
         self.passed_on: list[int] = []  # signals for the programs, in the order in which they came
         self.has_resized = False  # whether the terminal has another size
         self.is_suspended = False  # whether Ctrl-Z was pressed
@@ -69,9 +68,9 @@ class ReceivedSignals:
             except BlockingIOError:
                 return
 
-    def note_closed_output(self, *, is_lost: bool) -> None:
-        """Tell the loop, from any thread, that nobody reads poprun's output any more, or that it is lost."""
-        self.is_output_lost |= is_lost
+    def note_closed_output(self, error: OSError) -> None:
+        """Tell the loop, from any thread, why poprun's output cannot be written any more."""
+        self.is_output_lost |= error.errno != errno.EPIPE
         self.is_output_closed = True
         os.write(self._writer, b"\0")
 

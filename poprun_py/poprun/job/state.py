@@ -155,20 +155,6 @@ class JobSnapshot:
     has_launcher_ended: bool = False  # whether the launcher's processes are gone, or one of them has failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits of how long the stages of a job may take."""
-
-    start_seconds: float = 60.0  # from the launch until every agent has reported
-    no_shim_seconds: float = 10.0  # how long the MPI runtime may take to start its first shim
-    lost_shim_seconds: float = 1.0  # how long it may have no further shim under way once one has reported
-    job_seconds: float | None = None  # how long the whole job may take, or None
-    hang_report_seconds: float | None = None  # how long a hang may last before it is told of, or None
-    hang_timeout_seconds: float | None = None  # how long it may last before the job is ended, or None
-    grace_seconds: float = 5.0  # what a program gets between the request to end and its end by force
-    kill_seconds: float = 5.0  # what the kernel gets to remove killed processes
-
-
 def shell_code(code: int) -> int:
     """The code that a shell shows: 128 + n for signal n, given as -n."""
     return EXIT_OF_SIGNAL - code if code < 0 else code

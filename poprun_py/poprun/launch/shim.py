@@ -14,6 +14,7 @@ import stat
 import sys
 
 from poprun.process.process_tree import STOPPED_SECONDS, StoppedChildren
+from poprun.process.spawn import close_others
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ LISTENER = "POPRUN_LISTENER_FD"
 """Variable that tells the host shim which of its descriptors is that socket: poprun has made it."""
 
 _CONNECT_SECONDS = 5.0
-_LAST_STREAM = 2
 _MOST_BYTES = 1024
 
 
@@ -54,7 +54,8 @@ def main(kind: type[Shim]) -> NoReturn:
     """Fork the agents, then live until they end, the runtime's process ends, or the runtime kills this one."""
     sys.excepthook = print_in_one_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
-    close_unnamed()
+    # what no variable names is closed, such as the socket on which Hydra listens
+    close_others({int(fd) for name, fd in os.environ.items() if name.endswith("_FD") and fd.isdecimal()})
     runtime = os.getppid()
     try:
         key_file = os.environ.get(CONTROL_KEY_FILE, "")
@@ -236,17 +237,6 @@ def read_key(file: str) -> str:
         return os.read(descriptor, _MOST_BYTES).decode("ascii")
     finally:
         os.close(descriptor)
-
-
-def close_unnamed() -> None:
-    """Close descriptors that no variable names, such as the socket on which Hydra listens."""
-    kept = {int(value) for name, value in os.environ.items() if name.endswith("_FD") and value.isdecimal()}
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > _LAST_STREAM and int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError:  # the listing's own descriptor is closed by now
-                continue
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:

@@ -141,15 +141,19 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
     moved = [os.dup(descriptor) for descriptor in streams]
     for number, descriptor in enumerate(moved):
         os.dup2(descriptor, number)
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
-        if descriptor >= _NUM_STREAMS and descriptor not in kept and descriptor != failure_pipe:
-            try:
-                os.close(descriptor)
-            except OSError:  # the listing's own descriptor is closed by now
-                continue
+    close_others({*kept, failure_pipe})
     for descriptor in kept:
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
+
+
+def close_others(kept: Collection[int]) -> None:
+    """Close all descriptors of this process but its standard streams and those that are ``kept``."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= _NUM_STREAMS and int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:  # the listing's own descriptor is closed by now
+                continue
 
 
 def start_thread(thread: Thread) -> None:

@@ -38,10 +38,9 @@ from poprun.devices.server.server_messages import (
     Nothing,
     PartitionName,
     ServedPool,
-    read_message,
 )
 from poprun.errors import PoprunError, ServerError
-from poprun.text.fields import write_record
+from poprun.text.fields import read_record, write_record
 
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40
@@ -90,7 +89,7 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
         if command not in commands:
             raise RefusalError(404, f"there is no command {command[:40]!r}")
         kind, act = commands[command]
-        return write_record(act(read_message(kind, values, "request")) or Nothing())
+        return write_record(act(read_record(kind, values, "request", noun="this message")) or Nothing())
 
     async def answer(request: Request) -> Response:
         try:

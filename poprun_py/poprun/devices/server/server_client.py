@@ -14,18 +14,16 @@ from poprun.devices.server.server_messages import (
     LeaseAnswer,
     LeaseKey,
     LeaseRequest,
-    Message,
     NewPartition,
     Nothing,
     PartitionName,
     ServedPool,
-    read_message,
 )
 from poprun.errors import PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.process.process_tree import user_name
 from poprun.text.atomic_file import opened_parent
-from poprun.text.fields import write_record
+from poprun.text.fields import Record, read_record, write_record
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret
 
@@ -128,10 +126,10 @@ class RemotePool:
         """Give back what the lease of that key holds; one that has ended already is no error."""
         self._call("end-lease", LeaseKey(key=key), Nothing)
 
-    def _call(self, command: str, question: object, kind: type[Message]) -> Message:
+    def _call(self, command: str, question: object, kind: type[Record]) -> Record:
         answer = call_server(self.server, command, write_record(question))
         try:
-            return read_message(kind, answer, "the answer")
+            return read_record(kind, answer, "the answer", noun="this message")
         except PlanError as error:
             raise ServerError(
                 f"the server of virtual IPUs at {self.server} answers what makes no sense: {error}"

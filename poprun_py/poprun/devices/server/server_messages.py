@@ -6,7 +6,7 @@ knows is an error that names it.
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 from poprun.devices.pool.records import (
     REMOTE,
@@ -22,9 +22,6 @@ from poprun.devices.pool.records import (
 )
 from poprun.devices.pool.requests import IpuCount, IpuRequest
 from poprun.plan.inventory import Cluster
-from poprun.text.fields import read_record
-
-Message = TypeVar("Message")
 
 _KEY: Final = re.compile("[0-9a-f]{32}")
 
@@ -117,8 +114,3 @@ class ServedPool:
     lease_seconds: float  # how long a lease lasts after it was renewed
     cluster: Cluster  # what the pool hands out
     state: PoolState  # what stands in it
-
-
-def read_message(kind: type[Message], values: object, source: str) -> Message:
-    """The message of that kind that was sent by ``source``; a PlanError if it is another, or none."""
-    return read_record(kind, values, source, noun="this message")

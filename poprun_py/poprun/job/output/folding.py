@@ -57,12 +57,8 @@ class Folder:
             if line.endswith(b"\n"):
                 shown += self.add(instance, line, now_seconds)
             else:
-                shown += [*self.flush(instance), Folded((instance,), line)]
+                shown += [*self._show_until(instance, 0), Folded((instance,), line)]
         return shown
-
-    def flush(self, instance: int) -> list[Folded]:
-        """All lines of ``instance`` that wait, and those before them."""
-        return self._show_until(instance, 0)
 
     def due(self, now_seconds: float) -> list[Folded]:
         """The lines that have waited long enough."""

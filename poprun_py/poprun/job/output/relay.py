@@ -12,11 +12,11 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from poprun.job.output.lines import LineSplitter, Tags, tagged
 from poprun.plan.plan import LaunchPlan
@@ -56,17 +56,13 @@ class Source:
     is_raw: bool
 
 
-class OnClosed(Protocol):
-    """Called when poprun's output cannot be written any more."""
-
-    def __call__(self, *, is_lost: bool) -> None:
-        """``is_lost``: it cannot be written, although somebody may read it."""
+OnClosed = Callable[[OSError], None]  # called when poprun's output cannot be written any more, with the reason
 
 
 class OutputStream:
     """One of poprun's own streams; ``on_closed`` is called when its reader has gone or the disk is full."""
 
-    def __init__(self, descriptor: int, on_closed: "OnClosed") -> None:
+    def __init__(self, descriptor: int, on_closed: OnClosed) -> None:
         self._descriptor = descriptor
         self._on_closed = on_closed
         self._is_closed = False
@@ -81,10 +77,9 @@ class OutputStream:
                 select.select((), (self._descriptor,), ())
             except OSError as error:
                 self._is_closed = True
-                is_lost = error.errno != errno.EPIPE
-                if is_lost:
+                if error.errno != errno.EPIPE:
                     log(f"standard output cannot be written: {error.strerror}", Level.ERROR)
-                self._on_closed(is_lost=is_lost)
+                self._on_closed(error)
 
 
 class Display:
@@ -140,7 +135,7 @@ class Display:
             self._output.write(self._row.render(self._stream, instances, tag, lines, step))
 
 
-def make_displays(plan: LaunchPlan, on_closed: "OnClosed", *, has_colours: bool) -> dict[int, Display]:
+def make_displays(plan: LaunchPlan, on_closed: OnClosed, *, has_colours: bool) -> dict[int, Display]:
     """The displays of both streams, by number; ``on_closed`` is called when nobody reads poprun's any more."""
     rows: dict[int, BottomRow] = {}  # a terminal's, which two streams may share
     displays = {}
