@@ -147,10 +147,7 @@ class PoplarExecutor:
             del self._user_model.destroy
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with the values that ``optimizer`` has now, from the next call on.
-
-        It is of the same kind as before, and only changes attributes that are not constant.
-        """
+        """Train with the values that ``optimizer`` has now: of the same kind, with the same constant attributes."""
         if not self._is_training:
             raise AssertionError(
                 "setOptimizer is for models of poptorch.trainingModel, and this one does not train"
@@ -174,10 +171,7 @@ class PoplarExecutor:
         return False
 
     def copyWeightsToDevice(self) -> None:
-        """Use the weights and buffers that the user's module has now, on all instances those of instance 0.
-
-        On a CPU a change on all instances alike has effect without it.
-        """
+        """Use the weights and buffers that the user's module has now, on all instances those of instance 0."""
         self._compiled_model().copy_to_device()
 
     def copyNamedBuffersToDevice(self) -> None:
@@ -261,10 +255,7 @@ class PoplarExecutor:
         write(saved, filename)
 
     def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
-        """Compile as the model was that ``compileAndExport`` or ``save`` wrote; nothing of the file is executed.
-
-        What ``save`` wrote has weights and states too, which the module, the optimizer and the replicas get.
-        """
+        """Compile as the model in the file was, and take its weights and states; nothing of it is executed."""
         if self._compiled is not None:
             raise Error("the model is compiled: destroy() it, or load into another one")
         saved = read(filename)
