@@ -238,6 +238,8 @@ def law_strides_play_no_part(rank: Rank) -> None:
     calls: tuple[Callable[[], object], ...] = (
         lambda: distributed.reduce(bits[::2], 0, ReduceOp.BOR),
         lambda: distributed.all_reduce(bits[::2], ReduceOp.BXOR),
+        lambda: distributed.reduce_scatter(bits[:2], [bits[::2]] * rank.num_ranks, ReduceOp.BXOR),
+        lambda: distributed.reduce_scatter_single(bits[::2], bits.repeat(rank.num_ranks)[::2], ReduceOp.BXOR),
         lambda: distributed.scatter(torch.empty(4)[::2], rows if rank.is_last else None, rank.num_ranks - 1),
     )
     for call in calls:

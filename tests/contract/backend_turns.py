@@ -3,11 +3,13 @@
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _get_default_store
 
+from popdist.process_group.work_queue import PendingWork
 from tests.contract.backend_laws import all_brought, brought, expected, same
 from tests.contract.forked_ranks import Rank
 
@@ -61,6 +63,28 @@ def law_a_callback_may_issue_and_wait(rank: Rank) -> None:
         futures.append(work.get_future().then(follow))
     assert [future.wait().item() for future in futures] == [size**3 * (number + 1.0) for number in range(20)]
     assert order == sorted(order)
+
+
+def law_what_fails_raises_where_it_is_waited_for(rank: Rank) -> None:
+    """Also over gloo beside the group, by an operator that is called itself, and where only the results fail."""
+    gloo: Any = rank.gloo
+    odd = torch.ones(2, dtype=torch.uint16)
+    work = gloo.all_gather_single_coalesced([odd.repeat(rank.num_ranks)], [odd])
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        work.wait()
+
+    group: Any = distributed.group.WORLD
+    if rank.num_ranks > 1 and group.host_group:
+        tensor = torch.ones(3 if rank.is_last else 2)
+        with pytest.raises(RuntimeError, match="not in the same collective"):
+            torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, -1)
+
+    pending = PendingWork(lambda: [int("no number")])
+    assert (pending.is_completed(), pending.exception()) == (False, None)
+    pending.finish(None)
+    with pytest.raises(ValueError, match="no number"):
+        pending.wait()
+    assert (pending.is_completed(), pending.is_success()) == (True, False)
 
 
 def law_two_groups_may_be_used_in_opposite_order(rank: Rank) -> None:

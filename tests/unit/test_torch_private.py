@@ -86,7 +86,7 @@ def test_works_and_futures_without_torchs_names(monkeypatch: pytest.MonkeyPatch)
     torch_private.set_failure(raising, "value", reveal)
     with pytest.raises(ValueError, match="revealed"):
         raising.wait()
-    assert torch_private.work_of(raising).is_completed()
+    assert torch_private.done_work([]).is_completed()
     monkeypatch.setattr(torch_private, "_set_unwrap_func", None)
     monkeypatch.setattr(torch_private, "_create_work_from_future", None)
     torch_private.set_failure(plain, "value", reveal)
@@ -94,7 +94,7 @@ def test_works_and_futures_without_torchs_names(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr("torch._C._distributed_c10d")
     for names in vars(torch_private), run_path(torch_private.__file__):
         with pytest.raises(RuntimeError, match="use the backend gloo"):
-            names["work_of"](plain)
+            names["done_work"]([])
 
 
 def test_functions_are_not_traced_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:

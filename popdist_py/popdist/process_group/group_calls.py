@@ -12,10 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.futures import collect_all
 from torch.utils.dlpack import from_dlpack
 
-from popdist import torch_private
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove
@@ -129,6 +127,7 @@ class GroupCalls:
             check_written("reduce_scatter", outputs)
             rows = [bare(row) for row in inputs]
             return self._do(_reduce_scatter, opts, list(outputs), bare(outputs), rows, op)
+        check_dense("reduce_scatter", [*outputs, *inputs[0]])
         return self._gloo.reduce_scatter(list(outputs), list(map(list, inputs)), opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Options) -> Work:
@@ -140,8 +139,8 @@ class GroupCalls:
             check_parts("reduce_scatter", inputs, outputs, self._host.size)
             check_written("reduce_scatter", outputs)
             return self._do(_reduce_scatter_single, opts, list(outputs), bare(outputs), bare(inputs), op)
-        works = one_by_one(self._gloo._reduce_scatter_base, outputs, inputs, opts)  # noqa: SLF001 - torch's name for it
-        return works[0] if len(works) == 1 else all_of(works, lambda: list(outputs))
+        check_dense("reduce_scatter", [*outputs, *inputs])
+        return scatter_reduced(self._gloo, outputs, inputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
@@ -314,20 +313,15 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
     return len(storages) < sum(tensor.numel() > 0 for tensor in tensors)
 
 
-def one_by_one(call: Callable[..., Work], outputs: Tensors, inputs: Tensors, opts: Options) -> list[Work]:
-    """Make ``call`` of a group of torch's own for each of ``outputs`` and ``inputs``; the works."""
-    return [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-
-
-def all_of(works: Sequence[Work], results: Callable[[], list[Any]]) -> Work:
-    """A work that is done when all of some works of torch's own are; where these have no futures, at once."""
-    try:
-        futures = [work.get_future() for work in works]
-    except RuntimeError:  # gloo's reduce_scatter has none
-        for work in works:
-            work.wait()
-        return torch_private.work_of(DoneWork(results).get_future())
-    return torch_private.work_of(collect_all(futures).then(lambda done: (done.value(), results())[1]))
+def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:  # noqa: ANN401 - torch's stubs lack its methods
+    """Reduce and scatter each of ``inputs`` by a backend of torch's own; several are done when this returns."""
+    call = backend._reduce_scatter_base  # noqa: SLF001 - torch's name for it
+    works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+    if len(works) == 1:
+        return works[0]
+    for work in works:  # gloo's have no futures to wait for together
+        work.wait()
+    return DoneWork(list(outputs))
 
 
 def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:

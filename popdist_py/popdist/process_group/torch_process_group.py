@@ -32,7 +32,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
     ScatterOptions,
     Store,
 )
-from torch.futures import Future
 
 from popdist import torch_private
 from popdist.host_memory.barriers import Names
@@ -40,7 +39,7 @@ from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove, RemappableStorages
 from popdist.host_memory.shared_storages import StoragePool
-from popdist.process_group.group_calls import GroupCalls, all_of, gathered_parts, one_by_one
+from popdist.process_group.group_calls import GroupCalls, scatter_reduced
 from popdist.process_group.work_queue import WorkQueue, are_all_idle
 from popdist.transport.hosts import Member, connect, machine
 
@@ -395,31 +394,28 @@ def _call_group(
     """Do a collective of popdist's; its work, as operators return it."""
     if method in ("send", "recv", "scatter"):
         return getattr(calls, method)(*data, *opts).boxed()
+    if call is None:  # the operator was called itself: its work is of torch's and cannot fail later
+        opts[0].asyncOp = False
+        return getattr(calls, method)(*data, *opts).boxed()
     if method == "allreduce":
-        work = calls.allreduce(data[0], opts[0], None if call is None else call.may_move)
+        call.work = calls.allreduce(data[0], opts[0], call.may_move)
     else:
-        work = getattr(calls, method)(*data, *opts)
-    if call is not None:
-        call.work = work
-        return _placeholder()
-    return torch_private.work_of(work.get_future()).boxed()
+        call.work = getattr(calls, method)(*data, *opts)
+    return _placeholder()
 
 
 @cache
 def _placeholder() -> Any:  # noqa: ANN401 - as torch's
-    done = Future[list[Tensor]]()
-    done.set_result([])
-    return torch_private.work_of(done).boxed()
+    return torch_private.done_work([]).boxed()
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as torch's
     """Call a backend of torch's own; its work, as operators return it."""
     if method == "allgather_into_tensor_coalesced":  # torch has not bound this method, and the next one
-        works = one_by_one(backend._allgather_base, *data, *opts)  # noqa: SLF001 - torch's name for it
-        return all_of(works, lambda: gathered_parts(data[0], data[1], backend.size())).boxed()
+        rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
+        return backend.allgather_coalesced(list(map(list, rows)), data[1], *opts).boxed()
     if method == "reduce_scatter_tensor_coalesced":
-        works = one_by_one(backend._reduce_scatter_base, *data, *opts)  # noqa: SLF001 - torch's name for it
-        return all_of(works, lambda: list(data[0])).boxed()
+        return scatter_reduced(backend, *data, *opts).boxed()
     return getattr(backend, method)(*data, *opts).boxed()
 
 

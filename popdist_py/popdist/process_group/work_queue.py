@@ -30,12 +30,27 @@ Outcome = Results | Callable[[], Results]
 """The results of a collective, or what makes them when somebody asks."""
 
 
-class PendingWork(dist.Work):
-    """A collective that the group's thread does."""
+class _Work(dist.Work):
+    """A collective that has or will have an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
         self._outcome = outcome
+
+    def result(self) -> list[Any]:
+        """What the collective changes, in the form of gloo's results."""
+        return list(self._outcome() if callable(self._outcome) else self._outcome)
+
+    def boxed(self) -> Any:  # noqa: ANN401 - torch's stubs lack the class
+        """What a kernel returns for a collective that is done: a work of torch's own, which needs no Python."""
+        return torch_private.done_work(self.result()).boxed()
+
+
+class PendingWork(_Work):
+    """A collective that the group's thread does."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
         self._future: Future[Results] = Future()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -55,27 +70,28 @@ class PendingWork(dist.Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the collective raised, or None."""
+        """What the collective raised; None where it has not, and while it is not done."""
+        if not self._future.done():
+            return None
         try:
             self._future.value()
         except Exception as error:  # noqa: BLE001 - whatever it was is the answer
             return error
         return None
 
-    def result(self) -> list[Any]:
-        """What the collective changes, in the form of gloo's results."""
-        return list(self._outcome() if callable(self._outcome) else self._outcome)
-
     def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
         """A future of :meth:`result`."""
         return self._future
 
     def finish(self, error: BaseException | None) -> None:
-        """Finish the future, with what the collective raised or with its results."""
-        if error is None:
-            self._future.set_result(self.result())
-        else:
-            torch_private.set_failure(self._future, _Failure(error), _Failure.reveal)
+        """Finish the future, with what the collective or the making of its results raised, or with these."""
+        try:
+            if error is None:
+                self._future.set_result(self.result())
+                return
+        except Exception as caught:  # noqa: BLE001 - it is raised where the work is waited for
+            error = caught
+        torch_private.set_failure(self._future, _Failure(error), _Failure.reveal)
 
 
 class _Failure:
@@ -96,12 +112,8 @@ class _Failure:
         raise self._error
 
 
-class DoneWork(dist.Work):
+class DoneWork(_Work):
     """A collective that was done when its call returned."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__()
-        self._outcome = outcome
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True at once: there is nothing to wait for."""
@@ -118,10 +130,6 @@ class DoneWork(dist.Work):
 
     def exception(self) -> None:
         """None."""
-
-    def result(self) -> list[Any]:
-        """As :meth:`PendingWork.result`."""
-        return list(self._outcome() if callable(self._outcome) else self._outcome)
 
     def get_future(self) -> Any:  # noqa: ANN401 - as above
         """A future of :meth:`result`, which is done."""
