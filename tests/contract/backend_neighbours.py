@@ -182,23 +182,6 @@ def neighbour_zero_redundancy_optimizer(rank: Rank) -> None:
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
 
-def neighbour_objects(rank: Rank) -> None:
-    """Anything that pickles, all ways."""
-    mine = {"rank": rank.rank, "text": "x" * (1 + 100 * rank.rank)}
-    gathered: list[object] = [None] * rank.num_ranks
-    distributed.all_gather_object(gathered, mine)
-    assert [item["rank"] for item in gathered if isinstance(item, dict)] == list(range(rank.num_ranks))
-    sent: list[object] = [mine, rank.rank]
-    distributed.broadcast_object_list(sent, src=rank.num_ranks - 1)
-    assert sent == [gathered[-1], rank.num_ranks - 1]
-    part: list[object] = [None]
-    distributed.scatter_object_list(part, gathered if rank.rank == 0 else None, src=0)
-    assert part == [mine]
-    rows: list[object] | None = [None] * rank.num_ranks if rank.is_last else None
-    distributed.gather_object(mine, rows, dst=rank.num_ranks - 1)
-    assert rows is None or rows == gathered
-
-
 def neighbour_compiled_functional_collectives(rank: Rank) -> None:
     """In a graph of torch.compile, whole: the graph's own calls reach the backend, and have gradients."""
     group = distributed.group.WORLD

@@ -1,6 +1,5 @@
 """Runs one suite of a torch backend's tests."""
 
-from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -18,8 +17,8 @@ def prepare() -> None:
         import_module(f"tests.contract.backend_{name}")
 
 
-def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seeds: Sequence[int]) -> None:
-    """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each is; what is random has ``seeds``."""
+def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seed: int) -> None:
+    """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each is; what is random has ``seed``."""
     from tests.contract import (  # noqa: PLC0415 - see prepare()
         backend_calls,
         backend_hosts,
@@ -36,7 +35,7 @@ def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seeds: Seque
         return
     suites = {
         "laws": lambda rank: _run_laws(rank, backend_laws, backend_turns, backend_calls, backend_watched),
-        "random": lambda rank: backend_random.play(rank, seeds),
+        "random": lambda rank: backend_random.play(rank, seed, backend_random.NUM_CALLS),
         "neighbours": backend_neighbours.run_all,
         "hosts": backend_hosts.run_all,
     }

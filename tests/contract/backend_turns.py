@@ -77,7 +77,7 @@ def law_what_fails_raises_where_it_is_waited_for(rank: Rank) -> None:
     if rank.num_ranks > 1 and group.host_group:
         tensor = torch.ones(3 if rank.is_last else 2)
         with pytest.raises(RuntimeError, match="not in the same collective"):
-            torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, -1)
+            torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, async_op=True, timeout=-1)
 
     pending = PendingWork(lambda: [int("no number")])
     assert (pending.is_completed(), pending.exception()) == (False, None)

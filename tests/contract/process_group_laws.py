@@ -123,37 +123,6 @@ def law_any_strides_will_do() -> None:
     dist.all_reduce(torch.empty(3, 0))
 
 
-def law_tensors_are_handed_round() -> None:
-    """all_gather, reduce_scatter, all_to_all, broadcast and reduce, of lists and of single tensors."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for length in SIZES:
-        every = [numbers(other, length, torch.float32) for other in range(size)]
-        rows = [torch.empty(length) for _ in range(size)]
-        dist.all_gather(rows, every[rank].clone())
-        assert all(map(torch.equal, rows, every))
-        flat = torch.empty(size * length)
-        dist.all_gather_single(flat, every[rank].clone())
-        assert torch.equal(flat, torch.cat(every))
-        out = torch.empty(length)
-        dist.reduce_scatter(out, [numbers(rank + 10 * other, length, torch.float32) for other in range(size)])
-        expected = sum(numbers(other + 10 * rank, length, torch.float32) for other in range(size))
-        assert torch.equal(out, torch.as_tensor(expected))
-        dist.reduce_scatter_single(
-            out, torch.cat([numbers(rank + 10 * i, length, torch.float32) for i in range(size)])
-        )
-        assert torch.equal(out, torch.as_tensor(expected))
-        dist.all_to_all_single(
-            flat, torch.cat([numbers(rank * size + i, length, torch.float32) for i in range(size)])
-        )
-        assert torch.equal(flat, torch.cat([numbers(i * size + rank, length, torch.float32) for i in range(size)]))
-        tensor = every[rank].clone()
-        dist.reduce(tensor, dst=0)
-        assert torch.equal(tensor, sum(every) if rank == 0 else every[rank])  # type: ignore[arg-type] # no sum of no ranks
-    received = [torch.empty(rank + 1, dtype=torch.int16) for _ in range(size)]
-    dist.all_to_all(received, [torch.full((other + 1,), rank, dtype=torch.int16) for other in range(size)])
-    assert [row.tolist() for row in received] == [[other] * (rank + 1) for other in range(size)]
-
-
 def law_an_asynchronous_call_returns_at_once() -> None:
     """The first rank has its handles before the others come; what was issued first is done first."""
     rank, size = dist.get_rank(), dist.get_world_size()
