@@ -186,7 +186,7 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """How long to wait before a job that ended with ``end`` starts again, at most 30; None if it does not."""
+    """How long to wait before a job that ended with ``end`` starts again, at most 30 s; None if it does not."""
     # one that was asked to end stays ended; nor does it help one whose program says so, or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)

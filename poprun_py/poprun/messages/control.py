@@ -111,11 +111,6 @@ def receive_descriptors(
     return data, descriptors
 
 
-def _send_descriptors(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> int:
-    block = b"".join(map(_DESCRIPTOR.pack, descriptors))
-    return connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, block)])
-
-
 class Link:
     """The connection between poprun and one agent or monitor, which owns the socket; a TCP one has a ``seal``."""
 
@@ -144,7 +139,10 @@ class Link:
         if self._seal is not None:
             lines = [self._seal.seal(line) for line in lines]
         data = b"".join(lines)
-        sent = _send_descriptors(self.connection, data, descriptors) if descriptors else 0
+        sent = 0
+        if descriptors:
+            block = b"".join(map(_DESCRIPTOR.pack, descriptors))
+            sent = self.connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, block)])
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:

@@ -26,7 +26,7 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """The lines of advice on a plan that was made here, the weightiest first; ``left_out`` is of `job_words`."""
+    """Advice on a plan that was made here, the weightiest first; ``left_out`` are words that MPI is not told."""
     lines = list(_on_machine(plan, facts))
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
@@ -37,7 +37,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Check that a plan of the file ``source`` can run here, else a PlanError; a line for what makes it slower."""
+    """Check that this machine has what a plan of ``source`` names; the lines returned say what makes it slow."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:

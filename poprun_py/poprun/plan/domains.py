@@ -28,7 +28,7 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """The IPU-Link domains that a job spans, or None without a pod; a PlanError names what would fit."""
+    """How many IPU-Link domains a job spans: as asked, else as its ``pod`` has them, else None."""
     asked = plan.vipu.num_ilds
     if pod is None:
         if asked is not None and plan.num_instances % asked:

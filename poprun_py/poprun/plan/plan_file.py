@@ -5,21 +5,14 @@ nothing that follows from it. Reading is strict, because a plan that is misread 
 """
 
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Final
 
 from poprun.errors import PlanError
 from poprun.plan.mpi_options import check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.planner import check_settings
-from poprun.plan.request import (
-    EndingSettings,
-    OutputSettings,
-    RemoteSettings,
-    VipuSettings,
-    check_count,
-    check_counts,
-)
+from poprun.plan.request import check_count, check_counts
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import YamlError, parse_json, parse_yaml
@@ -27,29 +20,21 @@ from poprun.text.ranges import fold_numbers
 
 VERSION: Final = 1
 
-_SECTIONS: Final = {
-    "output": OutputSettings,
-    "ending": EndingSettings,
-    "vipu": VipuSettings,
-    "remote": RemoteSettings,
-}
-_ALL_KEYS: Final = frozenset(
-    (
-        *(field.name for field in fields(LaunchPlan)),
-        *(f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in fields(section)),
-    )
-)
-_RENAMED: Final = {
-    "only_output_from_instance": "shown_instances",
-    "report": "report_file",
+_OPTION: Final = re.compile("--(?:vipu-)?([a-z-]+)")
+_KEYS: Final = {
+    **{
+        inner.name.removesuffix("_seconds"): f"{section.name}.{inner.name}"
+        for section in fields(LaunchPlan)
+        if isinstance(section.type, type) and is_dataclass(section.type)
+        for inner in fields(section.type)
+    },
+    **{field.name: field.name for field in fields(LaunchPlan)},
+    "host_subnet": "remote.subnet",
     "instance_mpi_local_args": "instance_variables",
-    "vipu_server_host": "server_host",
-    "vipu_server_port": "server_port",
-    "vipu_server_timeout": "server_timeout",
-    "host_subnet": "subnet",
-    "synchronise_python_venv": "synchronises_venv",
+    "only_output_from_instance": "output.shown_instances",
+    "report": "ending.report_file",
 }
-_OPTION: Final = re.compile("--([a-z-]+)")
+"""What an option of the command line, which messages name, is called in a plan."""
 
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
@@ -91,7 +76,8 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
         check_settings(plan, plan.num_instances)
         check_instance_variables(plan.instance_variables, plan.num_instances)
     except PlanError as error:
-        raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
+        message = _OPTION.sub(lambda option: _KEYS.get(option[1].replace("-", "_"), option[0]), str(error))
+        raise PlanError(f"{source}: {message}") from None
     if not plan.cores:
         raise PlanError(f"{source}: cores is empty: a host has at least one")
     _check_bindings(plan, source)
@@ -124,11 +110,3 @@ def _check_bindings(plan: LaunchPlan, source: str) -> None:
             f"it has {fold_numbers(range(plan.num_instances_per_host))}: name each of them once, or leave "
             "bindings empty to bind none"
         )
-
-
-def _key_of(option: re.Match[str]) -> str:
-    """The key that stands in a plan for an option of the command line."""
-    name = option[1].replace("-", "_")
-    name = _RENAMED.get(name, name).removeprefix("vipu_")
-    keys = (name, *(f"{section}.{name}{unit}" for section in _SECTIONS for unit in ("", "_seconds")))
-    return next((key for key in keys if key in _ALL_KEYS), option[0])

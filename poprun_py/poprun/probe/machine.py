@@ -60,7 +60,7 @@ def own_names(hostname: str) -> frozenset[str]:
 
 
 def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
-    """The names that mean this machine, with the only one of ``hosts`` if the resolver, asked now, says so."""
+    """The names that mean this machine; a single one of ``hosts`` is among them if it resolves to here."""
     names = own_names(socket.gethostname())
     if len(hosts) == 1 and hosts[0] not in names and _is_here(hosts[0]):
         return names | {hosts[0]}

@@ -33,10 +33,10 @@ def find_mpi(
     path: str, own_folder: str, cache_file: str | None = None
 ) -> tuple[MpiRuntime | None, tuple[str, ...]]:
     """The first MPI runtime in the folders of ``path``, then ``own_folder``, and unknown launchers before it."""
-    answers = _Answers(cache_file)
+    kept = {} if cache_file is None else _read(cache_file)
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):
-        runtime = answers.of(launcher)
+        runtime = _runtime_of(launcher, kept, cache_file)
         if runtime is not None:
             return replace(runtime, forker=_forker_beside(runtime)), tuple(unknown)
         unknown.append(launcher)
@@ -63,28 +63,6 @@ def read_version(launcher: str, output: str) -> MpiRuntime | None:
     return None
 
 
-class _Answers:
-    """What launchers have said, by the path of their file; those that have not been asked are asked."""
-
-    def __init__(self, cache_file: str | None) -> None:
-        self._cache_file = cache_file
-        self._kept = {} if cache_file is None else _read(cache_file)
-
-    def of(self, launcher: str) -> MpiRuntime | None:
-        """The runtime that a launcher is of; None when it did not answer, or is of no known family."""
-        file = os.path.realpath(launcher)
-        identity = _identity(file)
-        kept = self._kept.get(file)
-        if kept is not None and kept.identity == identity:
-            return kept.runtime(launcher)
-        output = answer_of((launcher, "--version"), _VERSION_SECONDS)
-        runtime = read_version(launcher, output or "")
-        if self._cache_file is not None and identity is not None and output is not None:
-            answer = _Answer(identity, runtime.kind, runtime.version) if runtime else _Answer(identity, None, "")
-            _keep(self._cache_file, file, answer)
-        return runtime
-
-
 class _Answer(NamedTuple):
     """What a launcher has said."""
 
@@ -92,9 +70,19 @@ class _Answer(NamedTuple):
     kind: MpiKind | None  # its family; None of one that is of no known family
     version: str  # its version; empty without a family
 
-    def runtime(self, launcher: str) -> MpiRuntime | None:
-        """The runtime of a launcher that has said this."""
-        return MpiRuntime(kind=self.kind, path=launcher, version=self.version) if self.kind else None
+
+def _runtime_of(launcher: str, kept: Mapping[str, _Answer], cache_file: str | None) -> MpiRuntime | None:
+    """The runtime of a launcher, as ``kept`` or asked; None when it did not answer, or is of no known family."""
+    file = os.path.realpath(launcher)
+    identity, said = _identity(file), kept.get(file)
+    if said is not None and said.identity == identity:
+        return MpiRuntime(kind=said.kind, path=launcher, version=said.version) if said.kind else None
+    output = answer_of((launcher, "--version"), _VERSION_SECONDS)
+    runtime = read_version(launcher, output or "")
+    if cache_file is not None and identity is not None and output is not None:
+        answer = _Answer(identity, runtime.kind, runtime.version) if runtime else _Answer(identity, None, "")
+        _keep(cache_file, file, answer)
+    return runtime
 
 
 def _identity(file: str) -> list[int] | None:

@@ -124,7 +124,10 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 def fold_hosts(hosts: Iterable[str]) -> str:
     """Write hosts in range notation, in their order; :func:`parse_hosts` reads it back."""
-    return ",".join(_fold_run(list(run)) for _, run in groupby(map(_cut, hosts), key=_affixes))
+    cuts = map(_cut, hosts)
+    return ",".join(
+        _fold_run(list(run)) for _, run in groupby(cuts, key=lambda cut: (cut[0], cut[1] != "", cut[2]))
+    )
 
 
 _Cut = tuple[str, str, str]
@@ -134,10 +137,6 @@ _Cut = tuple[str, str, str]
 def _cut(host: str) -> _Cut:
     match = re.fullmatch(_NUMBERED, host, re.DOTALL)
     return (match[1], match[2], match[3]) if match else (host, "", "")
-
-
-def _affixes(cut: _Cut) -> tuple[str, bool, str]:
-    return cut[0], bool(cut[1]), cut[2]
 
 
 def _fold_run(run: list[_Cut]) -> str:
@@ -152,16 +151,12 @@ def _fold_digits(numbers: Sequence[str]) -> str:
     """Write numbers as ranges, such as 08, 09, 10 as 08-10; each number keeps its digits."""
     ranges: list[tuple[str, str]] = []
     for number in numbers:
-        if ranges and number == _successor(*ranges[-1]):
-            ranges[-1] = (ranges[-1][0], number)
+        first, last = ranges[-1] if ranges else ("", "")
+        if last and number == str(int(last) + 1).zfill(len(first)):  # a range keeps the width of its first number
+            ranges[-1] = (first, number)
         else:
             ranges.append((number, number))
     return ",".join(_piece(first, last) for first, last in ranges)
-
-
-def _successor(first: str, last: str) -> str:
-    """The text that follows ``last`` in a range that starts with ``first``, whose width it keeps."""
-    return str(int(last) + 1).zfill(len(first))
 
 
 _Part = str | list[tuple[str, int]]

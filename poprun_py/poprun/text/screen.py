@@ -130,7 +130,7 @@ def width() -> int:
 
 
 def visible(text: str, *, keeps: str = "") -> str:
-    r"""``text`` of another user or program for the screen: an escape becomes ``\x1b``; ``keeps`` are not."""
+    r"""``text`` with control characters escaped for the screen, as ``\x1b`` is; those in ``keeps`` stay."""
     if text.isprintable():
         return text
     return "".join(
