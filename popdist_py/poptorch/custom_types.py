@@ -1,7 +1,4 @@
-"""Nested values as a list of tensors and back: tuples, lists, dicts, and types that a program registers.
-
-Arguments and results of models and the batches of a loader are such values.
-"""
+"""Nested values as a list of tensors and back: tuples, lists, dicts, and types that a program registers."""
 
 import copy
 import pickle
@@ -28,7 +25,6 @@ class ICustomArgParser:
 
 
 PARSERS: Final[dict[type, ICustomArgParser]] = {}
-"""Those that are registered."""
 
 
 def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser) -> None:

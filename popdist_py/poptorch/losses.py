@@ -1,8 +1,4 @@
-"""The loss that a model trains by: found in its first forward, wherever it is in the result.
-
-A loss is what one of torch's loss functions gives, or `identity_loss`. The final one is that into which all others
-flow.
-"""
+"""The loss that a model trains by: found in its first forward, wherever it is in the result."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -62,7 +58,6 @@ LOSSES: Final = {
     *(getattr(functional, name) for name in _NAMES),
     *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
 }
-"""What makes a loss."""
 
 _OF_COMPILED: Final = "CompiledFunctionBackward"
 """What makes each result of a function that torch.compile has compiled."""
@@ -91,10 +86,7 @@ class LossSearch(TorchFunctionMode):
         return result
 
     def final(self) -> Tensor:
-        """The one loss that flows into no other.
-
-        One without a gradient, such as a metric, does not count beside one that has it.
-        """
+        """The one loss that flows into no other; one without a gradient does not count beside one that has it."""
         with_gradient = [loss for loss in self._losses if loss.grad_fn is not None]
         found = with_gradient or self._losses[-1:]
         if not found:
@@ -117,7 +109,6 @@ class LossSearch(TorchFunctionMode):
 
 
 def _add_ancestors(node: Node | None, found: set[Node]) -> None:
-    """Add all that ``node`` was computed from."""
     waiting = [node]
     while waiting:
         current = waiting.pop()

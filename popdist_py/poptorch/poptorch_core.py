@@ -38,7 +38,6 @@ _POPART_OPTIONS: Final = frozenset(
     useLoopCandidateCreator virtualGraphMode
     """.split()  # noqa: SIM905 - a hundred names read best as text
 )
-"""Options of PopART by name."""
 
 _SETTINGS: Final = (
     "accumulateOuterFragmentSettings.",
@@ -46,7 +45,6 @@ _SETTINGS: Final = (
     "autodiffSettings.",
     "batchSerializationSettings.",
 )
-"""Groups of such options."""
 
 _LATE: Final = frozenset({"model_name", "use_model", "ipu_id", "ipu_version", "random_seed", "execution_mode"})
 """Those of Options that exist only once they are set."""

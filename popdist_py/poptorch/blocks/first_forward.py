@@ -1,7 +1,4 @@
-"""What is seen of a model's first forward: which blocks it enters, what runs in each, and what backward keeps.
-
-Everything else about blocks follows from it. Later forwards are not recorded, and cost nothing.
-"""
+"""The record of a model's first forward: the blocks it enters, what runs in each, and what backward keeps."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -53,10 +50,7 @@ class FirstForward:
             self.block_of.setdefault(module, self.current)
 
     def record_saved(self, tensor: Tensor) -> Tensor:
-        """Count ``tensor``, which backward needs, for the current block; a hook of torch's autograd.
-
-        What other hooks keep in place of tensors, as those of torch.utils.checkpoint, is not counted.
-        """
+        """Count ``tensor``, which backward needs, for the current block; a hook of torch's autograd."""
         place = _place_of(tensor)
         if place not in self._kept:
             self._kept[place] = tensor.detach()  # so that no other tensor comes to lie there meanwhile
@@ -73,15 +67,11 @@ recorded_forward: Final[ContextVar[FirstForward | None]] = ContextVar("recorded_
 
 
 def record_forward(module: nn.Module, call: Callable[[], T]) -> tuple[T, FirstForward]:
-    """Have ``call`` run the forward of ``module``, and record it.
-
-    What torch.jit compiled is one piece: nothing is seen of what runs within it. What backward keeps is not
-    counted where the forward uses torch.func, which refuses the hooks for that.
-    """
+    """Have ``call`` run the forward of ``module``, and record it; what torch.jit compiled is one piece."""
     try:
         return _record(module, call, counts_saved=True)
     except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
+        if "saved tensor hooks" not in str(error):  # which torch.func refuses
             raise
     return _record(module, call, counts_saved=False)
 

@@ -27,11 +27,7 @@ class DealtBlocks:
 
 
 def deal_blocks(strategy: ExecutionStrategy, blocks: Sequence[EnteredBlock]) -> DealtBlocks:
-    """Which stages and virtual IPUs ``blocks`` get.
-
-    ``AutoStage.SameAsIpu`` takes a block's IPU as its stage, and without one that of the block before.
-    ``AutoStage.AutoIncrement`` gives each new block the next stage, and without an IPU of its own that number.
-    """
+    """Which stages and virtual IPUs ``blocks`` get by ``strategy``."""
     if strategy.stages:
         found = [_stage_of(strategy, block) for block in blocks]
         ipus = [strategy.ipu_of(stage) for stage in (strategy.stages[0], *found)]
@@ -93,11 +89,7 @@ def is_pipeline(strategy: ExecutionStrategy) -> bool:
 def devices_of_tensors(
     module: nn.Module, devices: Sequence[torch.device], options: Options
 ) -> dict[str, torch.device]:
-    """Where the parameters and buffers of ``module`` lie before it has run: virtual IPU ``k`` is device ``k``.
-
-    A block goes from a module that ``BeginBlock`` was given up to the next one, in the order of their definition;
-    ``with poptorch.Block`` places nothing. More virtual IPUs than devices share these out evenly.
-    """
+    """Where each parameter and buffer lies before ``module`` runs, by name: virtual IPU ``k`` is device ``k``."""
     parts = list(module.named_modules())
     ipus = deal_blocks(
         strategy_of(options), [begun_by(part) for _, part in parts if isinstance(part, BlockModule)]
@@ -120,10 +112,7 @@ def devices_of_tensors(
 
 
 def ipus_of_parameters(module: nn.Module, seen: FirstForward) -> dict[str, int]:
-    """The virtual IPU of each parameter, by name: that of the block in which its module ran first.
-
-    A module that never ran has that of the module around it, and 0 without one.
-    """
+    """The virtual IPU of each parameter, by name: that of the block in which its module ran first."""
     ipu_of: dict[str, int] = {}
     for path, part in module.named_modules():
         around = ipu_of.get(path.rpartition(".")[0], 0)
@@ -132,12 +121,7 @@ def ipus_of_parameters(module: nn.Module, seen: FirstForward) -> dict[str, int]:
 
 
 class MovedArguments(TorchFunctionMode):
-    """Within it the tensors of an operation meet on one device: that of its parameter, else that of the last one.
-
-    ``device`` is that of operations before there was a parameter.
-
-    Operations that write into a tensor take place where it lies.
-    """
+    """Within it an operation's tensors are moved to the device of its parameter, else of the last one before."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

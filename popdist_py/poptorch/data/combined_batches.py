@@ -51,11 +51,7 @@ class Partition:
         return self.num_samples // self.num_processes + (self.process_id < self.num_samples % self.num_processes)
 
     def positions(self, epoch: int) -> range:
-        """This process's positions in the order of ``epoch``.
-
-        Where samples are dropped, every second epoch begins later by as many as one process's share leaves over,
-        so that other samples are dropped.
-        """
+        """This process's positions in the order of ``epoch``; every second epoch drops other samples."""
         if not self.drop_last:
             share, larger = divmod(self.num_samples, self.num_processes)
             first = self.process_id * share + min(self.process_id, larger)
@@ -198,7 +194,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._accessor = AsynchronousDataAccessor(self, **(joining | (async_options or {})))
 
     def _check_worker_size(self, mode: DataLoaderMode, worker_size: int | None) -> None:
-        """Refuse parts of a batch that nobody joins."""
         if worker_size is None:
             return
         if mode is not DataLoaderMode.AsyncRebatched:
@@ -274,7 +269,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 
 def _check_kinds(dataset: object, mode: object, async_options: object) -> None:
-    """Refuse what torch's loader, or nobody, would complain of."""
     one_of("mode", mode, DataLoaderMode)
     if not isinstance(async_options, dict | None):
         raise Error(f"async_options must be a dict, as {{'buffer_size': 3}}, and is {async_options!r}")
@@ -283,7 +277,6 @@ def _check_kinds(dataset: object, mode: object, async_options: object) -> None:
 
 
 def _warn_of_many(num_workers: int) -> None:
-    """Say what the first batch will wait for."""
     num_cores = len(os.sched_getaffinity(0))
     if num_workers > num_cores:
         logger.warning(
@@ -294,7 +287,6 @@ def _warn_of_many(num_workers: int) -> None:
 
 
 def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_divided: bool) -> None:
-    """Refuse what chooses samples beside a batch sampler."""
     if batch_size not in (1, None) or shuffle:
         raise Error("batch_sampler excludes batch_size and shuffle: it gives the indices of each micro batch")
     if is_divided:

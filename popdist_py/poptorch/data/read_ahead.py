@@ -204,7 +204,6 @@ class AsynchronousDataAccessor:
         self._is_new = True
 
     def _receive(self) -> Any:  # noqa: ANN401 - as the dataset has it
-        """Wait for the next batch."""
         if self._epochs is None:
             raise Error("the process that reads ahead has ended: terminate() was called")
         try:

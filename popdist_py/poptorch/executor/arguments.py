@@ -21,8 +21,6 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class _Form(NamedTuple):
-    """The shape and dtype of a tensor, which all calls have alike."""
-
     shape: torch.Size
     dtype: torch.dtype
 
@@ -32,8 +30,6 @@ MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Parameters:
-    """The parameters of ``forward``, by their names."""
-
     def __init__(self, forward: Callable[..., Any]) -> None:
         found = _parameters_of(forward)
         empty = inspect.Parameter.empty
@@ -83,10 +79,7 @@ def _parameters_of(forward: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - w
 
 
 class CallArguments:
-    """The arguments of a model's calls: as the first call had them, so have them all.
-
-    Structure, shapes, dtypes, and values that are no tensors are fixed.
-    """
+    """What the first call fixes for later ones: structure, shapes, dtypes, and values that are no tensors."""
 
     def __init__(
         self,
@@ -121,10 +114,7 @@ class CallArguments:
                 _check_size(path, detail.shape, batch)
 
     def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """Check a call, and split its tensors along dim 0, by iteration, step of accumulation and replica.
-
-        Each micro batch gets views, and a tensor without dims as a whole.
-        """
+        """Check a call, and split its tensors along dim 0, by iteration, step of accumulation and replica."""
         if self._is_whole and not kwargs and len(args) == len(self._forms) and all(map(_fits, args, self._forms)):
             return [(args, kwargs)]  # which is most of a small model's calls, and fast
         bound = self._parameters.bind(args, kwargs)
@@ -182,7 +172,6 @@ class CallArguments:
     def _difference(
         self, num_positional: int, bound: dict[str, Any], structures: dict[str, Structure], forms: list[_Form]
     ) -> str:
-        """What differs from the first call, in words."""
         expected, found = _listed(self._first, self._forms), _listed(structures, forms)
         lines = []
         if num_positional != self._num_positional:
@@ -209,7 +198,6 @@ def _aligned(piece: Tensor) -> Tensor:
 
 
 def _fits(value: Any, form: _Form) -> bool:  # noqa: ANN401 - of every kind
-    """Whether ``value`` is a tensor of that form, and may be handed on as it is."""
     return (
         type(value) is Tensor
         and value.shape == form.shape
@@ -226,7 +214,6 @@ def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind
 
 
 def _check_size(path: str, shape: torch.Size, batch: CombinedBatch) -> None:
-    """Refuse what cannot be split."""
     if 0 in shape:
         raise Error(f"Zero-sized tensors are unsupported (Got shape {list(shape)} for {path})")
     if shape and shape[0] % batch.num_parts:
@@ -275,7 +262,6 @@ def _entries(path: str, structure: Structure, forms: Iterator[_Form]) -> Iterato
 
 
 def _in_words(path: str, expected: tuple[Any, Any], found: tuple[Any, Any]) -> str:
-    """One difference, in words."""
     (kind, detail), (other_kind, other) = expected, found
     if kind is not other_kind:
         return f"Type mismatch for {path}: expected {kind} but got {other_kind}."

@@ -181,10 +181,7 @@ class InferenceRuns(Runs):
 
 
 class TrainingRuns(Runs):
-    """Calls that train: one step of the optimizer for each device iteration, over all replicas of the job.
-
-    Where a step is one micro batch, of the one replica of the job, there is nothing to add up.
-    """
+    """Calls that train: one step of the optimizer for each device iteration, over all replicas of the job."""
 
     def __init__(
         self, forward: TracedForward, tensors: ModuleTensors, options: Options, optimizer: torch.optim.Optimizer
@@ -296,7 +293,6 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
 
 
 def _updatable_buffers(options: Options, tensors: ModuleTensors) -> list[str]:
-    """The names of ``updatableNamedBuffers``."""
     names: list[str] = options._Popart.options.get("updatableNamedBuffers", [])  # noqa: SLF001 - its setter puts it there
     if unknown := [name for name in names if name not in tensors.buffers]:
         raise Error(

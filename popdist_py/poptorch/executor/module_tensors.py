@@ -56,10 +56,7 @@ counts: Final = _Counts()
 
 
 class ModuleTensors:
-    """The parameters and buffers of one wrapped module.
-
-    Within it as a context the module has its modes, its device's values and no gradients: the model runs.
-    """
+    """The parameters and buffers of one wrapped module; within it as a context the model runs."""
 
     _all_copies: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
     """Tensor of the host → device → the copy there, which all models of the tensor share."""
@@ -86,11 +83,7 @@ class ModuleTensors:
         self._find_tensors()
 
     def separate_buffers(self, names: Iterable[str], num_replicas: int, shared: Iterable[str]) -> None:
-        """Give each of the process's replicas its own buffers ``names``.
-
-        The module has those of the first one; of the buffers ``shared`` those of the job's first one, as soon as
-        `share_buffers` is called.
-        """
+        """Give each local replica its own buffers ``names``; of ``shared`` ones the module has the job's first."""
         self._separate, self._num_replicas, self._shared = [*names], num_replicas, frozenset(shared)
         self._make_replica_buffers()
 

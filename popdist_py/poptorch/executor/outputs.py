@@ -16,11 +16,7 @@ Result: TypeAlias = tuple[Structure, list[Tensor]]
 
 
 class Outputs:
-    """The result of one call: the results of some micro batches, one after the other in dim 0.
-
-    Final keeps the last result of each replica; EveryN each replica's N-th, 2N-th and so on, N being
-    the period; All keeps all of them; Sum adds up each replica's.
-    """
+    """The result of one call: of the micro batches that its output mode keeps, joined along dim 0."""
 
     def __init__(
         self, mode: OutputMode, period: int, num_device_iterations: int, num_accumulations: int, num_replicas: int
@@ -45,10 +41,7 @@ class Outputs:
         self._structure: Structure | None = None
 
     def add(self, result: Result) -> None:
-        """Add the next micro batch's result, in order of iteration, step of accumulation and replica.
-
-        Tensors are copied, so that the model may change them later.
-        """
+        """Add the next micro batch's result; tensors are copied, as the model may change them later."""
         step, replica = divmod(self._num_seen, self._num_replicas)
         self._num_seen += 1
         if (step + 1) % self._period:
@@ -68,7 +61,6 @@ class Outputs:
             self._kept.append([tensor.detach().clone() for tensor in tensors])
 
     def _check(self, structure: Structure, tensors: list[Tensor], earlier: Structure) -> None:
-        """Refuse a result that cannot be put together with those before."""
         if len(tensors) != len(self._kept[0]) or structure.kind is not earlier.kind:
             raise Error(
                 f"a micro batch gave a result of {len(tensors)} tensors, and an earlier one of "
@@ -82,12 +74,7 @@ class Outputs:
                 )
 
     def result(self) -> Any:  # noqa: ANN401 - as above
-        """The result for the user: of the structure of a micro batch's result, on the CPU.
-
-        Dim 0 of each tensor is as many times as long as results were kept. A tensor without dims gets one of the
-        number of results, unless that is 1. What is no tensor is the last micro batch's. ``backward()`` of each
-        tensor says that it cannot be called.
-        """
+        """The result for the user, in the structure of a micro batch's result, on the CPU."""
         if self._structure is None:
             return None
         return unflatten(self._structure, map(_joined, zip(*self._kept, strict=True)))
@@ -158,5 +145,4 @@ class AnchoredTensors:
 
 
 def _parameter_name(long: str) -> str:
-    """The parameter's own name, as the module has it."""
     return long.removeprefix(_GRADIENT).removeprefix(_UPDATED).removeprefix("model.")

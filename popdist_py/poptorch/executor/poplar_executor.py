@@ -91,7 +91,6 @@ class PoplarExecutor:
         return (self._attached or self._made_ready(args, kwargs)).call(args, kwargs)
 
     def _made_ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
-        """The model, compiled and on its device."""
         self._check_device()
         if self._compiled is None:
             self._compile(args, kwargs)
@@ -147,7 +146,7 @@ class PoplarExecutor:
             del self._user_model.destroy
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with the values that ``optimizer`` has now: of the same kind, with the same constant attributes."""
+        """Train with the values that ``optimizer`` has now: of the same kind, and the same constants."""
         if not self._is_training:
             raise AssertionError(
                 "setOptimizer is for models of poptorch.trainingModel, and this one does not train"
@@ -286,7 +285,6 @@ class PoplarExecutor:
             self.rng_state = saved.random_state.tolist()
 
     def _host_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers of the user's module by name."""
         yield from self._user_model.named_parameters()
         yield from self._user_model.named_buffers()
 
@@ -490,5 +488,4 @@ def _module_of(model: nn.Module | PoplarExecutor) -> nn.Module:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether a training model wraps ``module``."""
     return isinstance(vars(module).get("destroy"), _Destroy)

@@ -1,9 +1,4 @@
-"""Models in files: weights and states as tensors, and beside them the program's own objects, pickled.
-
-A file is one of ``torch.save``. What is needed to go on with a model that the program has made holds tensors and
-texts only, and is read without running anything. The module itself can only be pickled: reading it runs what the
-file says, so read it from files that you trust.
-"""
+"""Models in files: tensors and texts, read without running anything, and the program's objects, pickled."""
 
 import io
 import json
@@ -151,10 +146,7 @@ def read(path: str | os.PathLike[str], name: str = "model") -> SavedModel:
 
 
 def write_files(options: Options, kind: str, tensors: Mapping[str, Tensor], compilation_seconds: float) -> None:
-    """Write what is asked for: ``profile.pop`` for ``enableProfiling``, and ``POPTORCH_EXPORT_PROTO_FILE``.
-
-    Both are JSON: there is no Poplar whose formats they could have.
-    """
+    """Write what ``enableProfiling`` and ``POPTORCH_EXPORT_PROTO_FILE`` ask for, as JSON."""
     description: dict[str, Any] = {
         "kind": kind,
         "compilation_seconds": compilation_seconds,

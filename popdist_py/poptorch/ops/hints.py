@@ -156,10 +156,8 @@ class MultiConv:
 
 
 def _with_overlap(name: str, value: T, mode: OverlapMode) -> T:
-    try:
-        one_of(f"poptorch.{name}: mode", mode, OverlapMode)
-    except AssertionError as error:
-        raise Error(str(error)) from None
+    if not isinstance(mode, OverlapMode):
+        raise Error(f"poptorch.{name}: mode must be a member of poptorch.OverlapMode, and is {mode!r}")
     return value
 
 

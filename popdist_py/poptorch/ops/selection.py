@@ -57,10 +57,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, si
 
 
 def _first(name: str, tensor: Tensor, dim: int, start: Tensor | int, size: int) -> int:
-    """The whole number in ``start``, from which ``size`` elements must lie in the tensor.
-
-    While a model is compiled, for an example, it is the nearest one from which they do.
-    """
+    """The whole number in ``start``; while a model is compiled, the nearest from which the elements are there."""
     check_arguments(name, "a tensor", tensor=tensor)
     check_arguments(name, "a whole number", dim=dim, size=size)
     if not isinstance(start, Tensor):

@@ -1,7 +1,4 @@
-"""Operators of torch that do what poptorch's functions do: ``torch.ops.poptorch.nop(x)`` is ``poptorch.nop(x)``.
-
-Torch differentiates what the functions compute.
-"""
+"""Operators of torch that do what poptorch's functions do: ``torch.ops.poptorch.nop`` is ``poptorch.nop``."""
 
 from collections.abc import Callable
 from typing import Any, Final

@@ -1,7 +1,4 @@
-"""The optimizer of torch or popdist that computes the steps of a group of parameters, and its state.
-
-Those that neither has are here.
-"""
+"""The optimizer of torch or popdist that computes the steps of a group of parameters, and its state."""
 
 import functools
 import inspect
@@ -258,12 +255,7 @@ class UncorrectedAdamW(torch.optim.AdamW):
 
 
 class TensorFlowRMSprop(torch.optim.RMSprop):
-    """RMSprop as TensorFlow has it: ``eps`` is within the square root, and the learning rate within the momentum.
-
-    With v the running mean of the squared gradient, less the square of that of the gradient if ``centered``,
-    x = lr · g / sqrt(v + eps); with momentum b ← momentum · b + x and w ← w - b, else w ← w - x. The state has
-    the names and dtypes of torch.optim.RMSprop; ``foreach``, ``capturable`` and ``differentiable`` have no effect.
-    """
+    """RMSprop as TensorFlow has it: ``eps`` is within the square root, the learning rate within the momentum."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything

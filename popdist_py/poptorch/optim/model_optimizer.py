@@ -31,10 +31,7 @@ _FACTOR: Final = "lossScaleUpdateFactor"
 
 
 def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None:
-    """Check ``optimizer`` for a model that is not compiled yet, and set in its ``options`` when a mean is divided.
-
-    Warns of a class that a program derived.
-    """
+    """Check ``optimizer`` for a model that is not compiled yet, and set in ``options`` when a mean is divided."""
     kind = kind_of(optimizer)
     if is_subclass(optimizer):
         logger.warning(
@@ -47,11 +44,7 @@ def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None
 
 
 class ModelOptimizer:
-    """Updates a model's parameters as the program's optimizer would.
-
-    A step is: ``(loss * loss_scaling).backward()``, the mean of the gradients, ``step()``. What the program
-    changes in its optimizer has effect once ``update`` is called.
-    """
+    """Updates a model's parameters as the program's optimizer would, with its values at the last ``update``."""
 
     def __init__(
         self,
@@ -102,10 +95,7 @@ class ModelOptimizer:
         return self._values.graph["lossScaling"].number * self._factor
 
     def step(self) -> None:
-        """Update the parameters, with the gradients of the scaled loss that are there.
-
-        With automatic loss scaling, a step whose gradients are not finite is left out.
-        """
+        """Update the parameters by the gradients of the scaled loss; automatic scaling skips infinite ones."""
         self.has_news = True
         scaling, is_made = self.loss_scaling, True
         if self._is_automatic:
@@ -137,10 +127,7 @@ class ModelOptimizer:
             stepper.scale_gradients(factor)
 
     def _show_step_to_schedulers(self) -> None:
-        """Call the ``step`` that a scheduler of torch put into the program's optimizer: it warns of a missing one.
-
-        There are no gradients then, so nothing is updated.
-        """
+        """Call, without gradients, the ``step`` that a scheduler put there: it warns of a missing one."""
         self._seen_step = vars(self._optimizer).get("step")
         if is_subclass(self._optimizer):
             return
@@ -215,7 +202,6 @@ class ModelOptimizer:
             self.write_state(optimizer.held_state)
 
     def _use_values(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use the values of ``optimizer``, and log those that are new."""
         values = values_of(optimizer)
         for before, after in zip(self._values.lines(), values.lines(), strict=True):
             if before != after:
@@ -251,7 +237,6 @@ class ModelOptimizer:
                 log("Ignoring unexpected %s attribute in %s optimizer: %s", owner, type(optimizer).__name__, new)
 
     def _values_by_parameter(self) -> dict[str, Tensor]:
-        """The values of ``ipu_param``, by PopTorch's names."""
         named: dict[str, float] = {"lossScaling_FLOAT": self._values.graph["lossScaling"].number}
         for group, names in zip(self._values.groups, self._group_names, strict=True):
             for name in names:
@@ -299,11 +284,7 @@ _SMALLEST_SCALING: Final = 2.0**-24
 
 
 def next_factor(factor: float, scaling: float, gradients: Iterable[Tensor]) -> float:
-    """The factor of the loss ``scaling`` in the next step, after ``factor`` in this one.
-
-    It is halved if of all gradients more than one in ten million is above 8188 or no number, and else doubled,
-    within 2**-24 to 2**15.
-    """
+    """The factor of the loss ``scaling`` in the next step: halved where gradients are large, else doubled."""
     found = [(it.numel(), torch.count_nonzero(it.abs() <= _LARGE)) for it in gradients]
     num_elements = sum(number for number, _ in found)
     num_large = num_elements - sum(int(number) for _, number in found)

@@ -1,8 +1,4 @@
-"""PopTorch's optimizers: those of torch with loss scaling, dtypes of their state, and variable attributes.
-
-They are ordinary optimizers too: ``step()`` updates the parameters that they were given. A model that trains does
-the same arithmetic on the device's copy of the parameters, with the values it has read.
-"""
+"""PopTorch's optimizers: those of torch with loss scaling, dtypes of their state, and variable attributes."""
 
 import copy
 import math
@@ -19,7 +15,6 @@ from poptorch.errors import Error
 from poptorch.optim.group_stepper import step_by_others
 
 Parameters: TypeAlias = Iterable[Any]
-"""Parameters or groups of them, as torch's optimizers take them."""
 
 MAX_WEIGHT_NORM: Final = 65500.0
 """LAMB's largest norm of a parameter, about the largest number that half precision has."""
@@ -126,7 +121,6 @@ class Optimizer(torch.optim.Optimizer):
             self._add_setting(name, value)
 
     def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
-        """Be an optimizer of torch."""
         super().__init__(params, **given)
 
     def read_state_from(self, holder: StateHolder | None) -> None:

@@ -10,11 +10,7 @@ from poptorch.options.model_options import Options
 
 @dataclass(frozen=True, kw_only=True)
 class CombinedBatch:
-    """The micro batches of one call on this process.
-
-    They lie one after the other in dim 0 of each input: by device iteration, then step of accumulation, then
-    replica. Replicas of one input group get the same samples, which are there once.
-    """
+    """The micro batches of one call on this process: by device iteration, step of accumulation, then replica."""
 
     num_iterations: int  # device iterations. At least 1
     num_accumulations: int  # micro batches of a replica in a step of the optimizer. At least 1

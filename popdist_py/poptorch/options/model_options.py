@@ -19,17 +19,11 @@ import torch
 from poptorch import enums, environment
 from poptorch._logging import logger
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
-from poptorch.errors import ConfigFileError as ConfigFileError
-from poptorch.errors import Error, is_whole
+from poptorch.errors import ConfigFileError, Error, is_whole
 from poptorch.options.execution_strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.options.option_values import OptionValues, at_least_one, one_of
 from poptorch.options.sub_options import (
-    TensorLocationSettings as TensorLocationSettings,
-)
-from poptorch.options.sub_options import (
-    _DistributedOptions as _DistributedOptions,
-)
-from poptorch.options.sub_options import (
+    _DistributedOptions,
     _JitOptions,
     _PopartOptions,
     _PrecisionOptions,
@@ -311,7 +305,6 @@ def check_options(call: str, options: object) -> Options:
 
 
 def _output_mode(mode: OutputMode, period: int | None) -> tuple[OutputMode, int]:
-    """A mode with its period, which EveryN alone has."""
     one_of("output_mode", mode, OutputMode)
     if mode is not OutputMode.EveryN:
         if period not in (None, 1):
@@ -339,10 +332,7 @@ def apply_file(options: object, path: str, names: ModuleType) -> None:
 
 
 def apply_json(options: object, text: str, what: str) -> None:
-    """Call the setters that the JSON object ``text`` names on ``options``.
-
-    A key is the path of a setter, such as ``Training.gradientAccumulation``; a list is the list of its arguments.
-    """
+    """Call the setters that the JSON object ``text`` names by their paths on ``options``; lists are arguments."""
     try:
         calls = json.loads(text)
     except ValueError as error:

@@ -9,10 +9,7 @@ from poptorch.errors import is_whole
 
 
 class OptionValues:
-    """Values by name, which are also attributes. After ``_freeze()`` nothing can be set.
-
-    Each keeps the type of its default; one whose default is None takes any type.
-    """
+    """Values by name, of the types of their defaults, which are also attributes; frozen, nothing can be set."""
 
     def __init__(self, **defaults: Any) -> None:  # noqa: ANN401 - options are of every kind
         self.__dict__.update(_defaults=defaults, _values=copy.deepcopy(defaults), _is_frozen=False)

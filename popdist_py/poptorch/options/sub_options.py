@@ -89,11 +89,7 @@ class _PrecisionOptions(OptionValues):
 
 
 class _DistributedOptions(OptionValues):
-    """``options.Distributed``: which process of the job this one is, for the loader and the replicas.
-
-    At first what poprun says, else ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``, else another launcher
-    that popdist knows, such as torchrun; 0 of 1 without any.
-    """
+    """``options.Distributed``: which process of the job this one is; at first what the launcher says."""
 
     def __init__(self) -> None:
         super().__init__(distributed_process_id=0, num_distributed_processes=1)
