@@ -3,6 +3,7 @@
 Holds poprun.job.monitors, poprun.messages.view and poprun.monitor.job_table.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 
@@ -18,7 +19,7 @@ from poprun.job.state import InstanceState, InstanceStatus, Usage
 from poprun.messages.json_lines import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.job_table import Rate, describe_seconds, fit, rates, render
-from poprun.monitor.top import LiveDrawing
+from poprun.monitor.top import draw_views
 from poprun.text.ranges import describe_bytes
 from tests.planning import planned
 
@@ -192,16 +193,17 @@ class Terminal:
         self._file.truncate()
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip().split("\n")
 
-    def draw(self, drawing: LiveDrawing, job: JobView, said: str = "") -> None:
-        """Draw a job, with one speed for each instance."""
-        speeds = [Rate(steps_per_second=2.5, cpu_share=1.5)] * len(job.instances)
-        drawing.show(render(job, speeds, self.console.height - 1, self.console.width), said)
-
 
 LONG = replace(
     JOB,
     program=("/bin/python", "train.py", "--epochs", "30", "--data", "/data/of/the/job"),
     instances=(replace(RUNNING, last_line="epoch 2 of 30, 512 samples each second"), WAITING),
+)
+BEFORE = replace(
+    LONG,
+    instances=tuple(
+        replace(each, looked_at_seconds=98.0, num_steps=35, cpu_seconds=5.0) for each in LONG.instances
+    ),
 )
 
 SCREENS = {
@@ -244,8 +246,7 @@ running for 1:02:03 · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
 def test_columns_make_room_in_a_fixed_order(width: int) -> None:
     """No word is cut, and no line is wider than the terminal."""
     terminal = Terminal(width)
-    with LiveDrawing(terminal.console) as drawing:
-        terminal.draw(drawing, LONG)
+    draw_views((BEFORE, LONG), terminal.console, is_transient=False)
 
     assert "\n".join(terminal.rows) == SCREENS[width]
 
@@ -253,21 +254,18 @@ def test_columns_make_room_in_a_fixed_order(width: int) -> None:
 def test_each_drawing_takes_the_place_of_the_one_before_at_any_width() -> None:
     """Also where the terminal got narrower in between, and with what is said above it."""
     terminal = Terminal(120)
-    with LiveDrawing(terminal.console) as drawing:
-        terminal.draw(drawing, LONG)
-        terminal.draw(drawing, LONG)
+
+    def views() -> Iterator[JobView]:
+        yield from (BEFORE, LONG)
         assert "\n".join(terminal.rows) == SCREENS[120]
-
         terminal.resize(40)
-        terminal.draw(drawing, LONG)
+        yield LONG
         assert "\n".join(terminal.rows) == SCREENS[40]
-
-        terminal.draw(drawing, LONG, said="where they stand:\n  line 7\x1b[2J")
-        terminal.draw(drawing, LONG)
+        yield from (replace(LONG, said="where they stand:\n  line 7\x1b[2J"), LONG)
         assert "\n".join(terminal.rows) == "where they stand:\n  line 7\\x1b[2J\n" + SCREENS[40]
 
-        drawing.wipe()
-        assert terminal.rows == ["where they stand:", "  line 7\\x1b[2J"]
+    draw_views(views(), terminal.console, is_transient=True)
+    assert terminal.rows == ["where they stand:", "  line 7\\x1b[2J"]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from popdist.contract import VERSION
@@ -131,9 +132,8 @@ def _first_view(job: RunningJob) -> JobView | None:
 def _show(job: RunningJob) -> None:
     console = Console()
     if console.is_terminal:
-        signal.signal(
-            signal.SIGQUIT, lambda *_: os.kill(job.pid, signal.SIGQUIT)
-        )  # what it says comes with a view
+        # what it says comes with a view
+        signal.signal(signal.SIGQUIT, lambda *_: os.kill(job.pid, signal.SIGQUIT))
         _draw(job, console, is_transient=False)
         return
     view = _first_view(job)
@@ -141,62 +141,28 @@ def _show(job: RunningJob) -> None:
         console.print(render(view, [Rate()] * len(view.instances), sys.maxsize, console.width))
 
 
-class LiveDrawing:
-    """A drawing that stays at the end of a terminal, where each one takes the place of the one before."""
-
-    # rich.live counts lines of the terminal as it was: when that gets narrower, pieces of each drawing remain
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._size = console.size
-        self._num_lines = 0
-
-    def __enter__(self) -> Self:
-        self._console.show_cursor(False)  # noqa: FBT003 - it takes no keywords
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._console.show_cursor(True)  # noqa: FBT003 - as above
-
-    def show(self, drawing: RenderableType, said: str = "") -> None:
-        """Show ``drawing``, with what was ``said`` meanwhile above it, where it stays."""
-        with self._console.capture() as capture:
-            if said:
-                self._console.print(Text(visible(said, keeps="\n")), soft_wrap=True)
-            num_above = said.count("\n") + bool(said)
-            self._console.print(drawing)
-        text = capture.get()
-        start = self._back()
-        self._num_lines = text.count("\n") - num_above
-        self._console.file.write(start + text)
-        self._console.file.flush()
-
-    def wipe(self) -> None:
-        """Take the drawing off the terminal."""
-        self._console.file.write(self._back())
-        self._console.file.flush()
-
-    def _back(self) -> str:
-        """The terminal codes that move to the drawing's beginning and clear all from there on."""
-        before, self._size = self._size, self._console.size
-        if before != self._size:
-            return "\x1b[H\x1b[2J"
-        return (f"\x1b[{self._num_lines}A" if self._num_lines else "") + "\r\x1b[J"
+def draw_views(views: Iterable[JobView], console: Console, *, is_transient: bool) -> None:
+    """Draw one view after the other at the end of a terminal, each in the place of the one before."""
+    recent: deque[JobView] = deque(maxlen=_VIEWS_OF_A_RATE)
+    size = console.size
+    live = Live(console=console, auto_refresh=False, transient=is_transient)
+    with live, suppress(KeyboardInterrupt):
+        for view in views:
+            if size != console.size:  # the drawing has other lines now than those that rich has counted
+                size = console.size
+                console.clear()
+            if view.said:
+                console.print(Text(visible(view.said, keeps="\n")), soft_wrap=True)
+            speeds = rates(recent[0] if recent else None, view)
+            live.update(render(view, speeds, console.height - 1, console.width), refresh=True)
+            recent.append(view)
 
 
 def _draw(job: RunningJob, console: Console, *, is_transient: bool) -> None:
-    recent: deque[JobView] = deque(maxlen=_VIEWS_OF_A_RATE)
-    with LiveDrawing(console) as drawing, suppress(KeyboardInterrupt):
-        try:
-            for view in watch(job):
-                before = recent[0] if recent else None
-                height, width = console.height - 1, console.width
-                drawing.show(render(view, rates(before, view), height, width), view.said)
-                recent.append(view)
-        except (OSError, ProtocolError) as error:
-            console.print(Text(visible(f"poprun-top: {error}")))
-        if is_transient:
-            drawing.wipe()
+    try:
+        draw_views(watch(job), console, is_transient=is_transient)
+    except (OSError, ProtocolError) as error:
+        console.print(Text(visible(f"poprun-top: {error}")))
 
 
 if __name__ == "__main__":
