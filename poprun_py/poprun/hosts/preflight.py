@@ -174,11 +174,11 @@ class _Examiner:
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
         """The answers of the hosts that answer in time; that the others do not is a problem of theirs."""
-        replies = await self._connections.ask(questions, seconds)
+        answers, failures = await self._connections.ask(questions, seconds)
         in_slurm = self._plan.remote.slurm_job is not None
-        for name, error in replies.failures.items():
+        for name, error in failures.items():
             self._problems.append(no_answer(name, error.code, error.words, sys.executable, in_slurm=in_slurm))
-        return replies.answers
+        return answers
 
     async def _ask_for_facts(self) -> dict[str, Answer]:
         plan = self._plan

@@ -13,7 +13,7 @@ from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, cast
 
 from poprun.hosts import remote_side
@@ -25,6 +25,7 @@ Answer = dict[str, Any]
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_COMPLAINT_BYTES: Final = 2000
 _BOOT: Final = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+_PROGRAM: Final = Path(remote_side.__file__).read_bytes()
 _COMMAND: Final = (sys.executable, "-I", "-S", "-c", _BOOT)
 _USUAL_SECONDS: Final = 0.4  # how long this machine takes for its own first answer when it has nothing else to do
 
@@ -38,12 +39,7 @@ class NoAnswerError(Exception):
         self.words = words  # what ssh or the host said about it
 
 
-@dataclass(frozen=True, slots=True)
-class Replies:
-    """The answers of several hosts to one question, and the failures to answer."""
-
-    answers: dict[str, Answer] = field(default_factory=dict)  # the answer of each host that gave one, by its name
-    failures: dict[str, NoAnswerError] = field(default_factory=dict)  # why each of the others did not answer
+Replies = tuple[dict[str, Answer], dict[str, NoAnswerError]]  # by the names of the hosts
 
 
 class HostConnections:
@@ -58,7 +54,7 @@ class HostConnections:
         self._own = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
-        """Ask each host its question; hosts that failed to answer before are left out."""
+        """The answers of the hosts, and why others gave none; those that failed to before are not asked."""
         # it may take longer on a machine that is so busy that its own first answer took longer than usual
         asked = {
             name: asyncio.create_task(self._connections[name].ask(question))
@@ -70,17 +66,18 @@ class HostConnections:
             slowness = self._own.first_answer_seconds / _USUAL_SECONDS
             if pending and slowness > 1:
                 await asyncio.wait(pending, timeout=seconds * (slowness - 1))
-        replies = Replies()
+        answers: dict[str, Answer] = {}
+        failures: dict[str, NoAnswerError] = {}
         for name, task in asked.items():
             if not task.done():
                 task.cancel()
-                replies.failures[name] = NoAnswerError(None, "")
+                failures[name] = NoAnswerError(None, "")
             elif isinstance(error := task.exception(), NoAnswerError):
-                replies.failures[name] = error
+                failures[name] = error
             else:
-                replies.answers[name] = task.result()
-        await self._close(replies.failures)
-        return replies
+                answers[name] = task.result()
+        await self._close(failures)
+        return answers, failures
 
     async def close(self) -> None:
         """Close all connections."""
@@ -123,7 +120,6 @@ class _HostConnection:
             await self._process.wait()
 
     async def _start(self) -> Process:
-        text = _source()
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._words, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_MAX_LINE_BYTES, start_new_session=True
@@ -131,13 +127,8 @@ class _HostConnection:
         except OSError as error:
             raise NoAnswerError(127, f"{self._words[0]}: {error.strerror}") from None
         self._process = process
-        _send(process, f"{len(text)}\n".encode() + text)
+        _send(process, f"{len(_PROGRAM)}\n".encode() + _PROGRAM)
         return process
-
-
-def _source() -> bytes:
-    with open(os.path.abspath(remote_side.__file__), "rb") as file:
-        return file.read()
 
 
 def _send(process: Process, data: bytes) -> None:

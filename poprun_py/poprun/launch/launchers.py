@@ -176,17 +176,17 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
-    is_mpi = plan.launcher is LauncherKind.MPI and plan.mpi is not None
+    runtime = plan.mpi if plan.launcher is LauncherKind.MPI else None
     own = LaunchCommand(
         words=SHIM_WORDS,
         environment={RANK_VARIABLE: INSTANCES, INSTANCES: instances},
         death_signal=signal.SIGKILL,
-        is_host_shim=is_mpi,
+        is_host_shim=runtime is not None,
     )
-    if plan.launcher is not LauncherKind.MPI or plan.mpi is None:
+    if runtime is None:
         return (own,)
-    runtimes = mpi_command(plan, plan.mpi, network)
-    return (own, runtimes) if has_host_shim(plan, network) else (runtimes,)
+    ranks = mpi_command(plan, runtime, network)
+    return (own, ranks) if has_host_shim(plan, network) else (ranks,)
 
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:

@@ -84,30 +84,24 @@ def start_process(start: ProcessStart) -> int:
     """Fork and execute, from the main thread; the process id, which is the id of the new session, too."""
     # the death signal comes when the *thread* that forked ends
     parent = os.getpid()
-    reader, writer = _pipe_for(start)
+    pipe: tuple[int, ...] = ()
     try:
+        pipe = reader, writer = os.pipe()
         pid = os.fork()
     except OSError as error:
-        os.close(reader)
-        os.close(writer)
+        for descriptor in pipe:
+            os.close(descriptor)
         raise OSError(error.errno, error.strerror, start.words[0]) from None
     if pid == 0:
         _run_child(start, parent, writer)
     os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        problem = pipe.read()
+    with os.fdopen(reader, "rb") as failure:
+        problem = failure.read()
     if problem:
         os.waitpid(pid, 0)
         number, _, place = problem.decode(errors="replace").partition(" ")
         raise OSError(int(number), os.strerror(int(number)), place)
     return pid
-
-
-def _pipe_for(start: ProcessStart) -> tuple[int, int]:
-    try:
-        return os.pipe()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, start.words[0]) from None
 
 
 def _run_child(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:

@@ -226,9 +226,8 @@ class LeaseHolder:
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # also what ssh has started, such as another ssh (ProxyJump)
+            # also what ssh has started, such as another ssh (ProxyJump)
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:

@@ -36,8 +36,6 @@ _MODE: Final = 0o644  # everybody who may look into the folder reads its files
 class PoolFile:
     """A file of the folder with its owner, as it was when it was read."""
 
-    kind: str  # the beginning of its name
-    key: str  # the rest of its name, 32 hexadecimal digits
     uid: int
     data: bytes
 
@@ -87,7 +85,7 @@ class PoolFolder:
                 data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise self.damage(kind, key, uid, "it is too long")
-        return PoolFile(kind=kind, key=key, uid=uid, data=data)
+        return PoolFile(uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
         """Make or replace a file as a whole, as root for the user ``uid``, if ``is_lasting`` for after a crash."""

@@ -21,6 +21,7 @@ import anyio
 import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -46,14 +47,6 @@ MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40
 
 _NUM_THREADS: Final = 4
-
-
-class RefusalError(Exception):
-    """A request that is not carried out, with the status of its answer."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status = status
 
 
 def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
@@ -87,7 +80,7 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
 
     def carry_out(command: str, values: object) -> dict[str, object]:
         if command not in commands:
-            raise RefusalError(404, f"there is no command {command[:40]!r}")
+            raise HTTPException(404, f"there is no command {command[:40]!r}")
         kind, act = commands[command]
         return write_record(act(read_record(kind, values, "request", noun="this message")) or Nothing())
 
@@ -97,8 +90,8 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
             command = request.path_params["command"]
             values = _json(await _body(request))
             return JSONResponse(await to_thread.run_sync(carry_out, command, values, limiter=threads[0]))
-        except RefusalError as error:
-            return JSONResponse({"error": str(error)}, error.status)
+        except HTTPException as error:
+            return JSONResponse({"error": error.detail}, error.status_code)
         except PoprunError as error:
             kind, status = describe_error(error)
             return JSONResponse({"error": str(error), "kind": kind}, status)
@@ -128,10 +121,10 @@ async def _end_expired(leases: ClientLeases) -> None:
 def _admit(request: Request, token: str) -> None:
     """Check the headers and the token of a request, in a time that says nothing about the token."""
     if len(request.headers) > MAX_HEADERS:
-        raise RefusalError(431, f"more than {MAX_HEADERS} headers")
+        raise HTTPException(431, f"more than {MAX_HEADERS} headers")
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), token.encode()):
-        raise RefusalError(401, "this is not its token: copy the file that vipu serve named when it started")
+        raise HTTPException(401, "this is not its token: copy the file that vipu serve named when it started")
 
 
 async def _body(request: Request) -> bytes:
@@ -139,7 +132,7 @@ async def _body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise RefusalError(413, f"a request has {MAX_BODY_BYTES} bytes at most")
+            raise HTTPException(413, f"a request has {MAX_BODY_BYTES} bytes at most")
     return body
 
 
@@ -147,7 +140,7 @@ def _json(body: bytes) -> object:
     try:
         values: object = json.loads(body)
     except (ValueError, RecursionError):
-        raise RefusalError(400, "the request is no JSON") from None
+        raise HTTPException(400, "the request is no JSON") from None
     return values
 
 

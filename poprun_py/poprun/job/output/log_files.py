@@ -33,7 +33,10 @@ class LogFiles:
                 _made_folder(folder, job_id) as of_job,
                 _made_folder(of_job, str(restart_count)) as of_attempt,
             ):
-                self._open_all(of_attempt, num_instances)
+                for instance in range(num_instances):
+                    for stream in _NAMES:
+                        name = os.path.basename(self._path(instance, stream))
+                        self._descriptors[instance, stream] = open_below(of_attempt, name, _APPEND)
         except OSError as error:
             self.close()
             if error.errno in _OUT_OF_DESCRIPTORS:
@@ -45,12 +48,6 @@ class LogFiles:
                 f"--log-dir {log_dir}: cannot make {error.filename} ({error.strerror}): "
                 "name a directory that you may write to"
             ) from None
-
-    def _open_all(self, folder: int, num_instances: int) -> None:
-        for instance in range(num_instances):
-            for stream in _NAMES:
-                name = os.path.basename(self._path(instance, stream))
-                self._descriptors[instance, stream] = open_below(folder, name, _APPEND)
 
     def write(self, instance: int, stream: int, data: bytes) -> None:
         """Append ``data`` to the log of ``stream`` (1 or 2) of ``instance``; nothing once that log was cut off."""

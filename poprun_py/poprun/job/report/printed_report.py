@@ -73,9 +73,8 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     """The lines that poprun prints at the end of a job, at most 15; none when all went well."""
     failed = first_failure(end.statuses)
     has_followed = end.findings is not None and end.findings.has_launcher_followed
-    is_let_down = (
-        plan.mpi is not None and bool(end.launcher_code) and not has_followed
-    )  # one cause for all lost shims
+    # one cause for all lost shims
+    is_let_down = plan.mpi is not None and bool(end.launcher_code) and not has_followed
     if failed is not None and has_left(end):
         lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
     elif failed is not None and end.is_output_closed and failed.exit_code == -signal.SIGPIPE:
