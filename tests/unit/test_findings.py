@@ -13,13 +13,12 @@ from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
 GIBIBYTE = 2**30
 NOTHING_SAID = LastWords()
 UNKNOWN = Evidence()
-COUNTED = Evidence(before=KillCounts(in_group=3, on_machine=7), after=KillCounts(in_group=3, on_machine=7))
+COUNTED = Evidence(killed=KillCounts(in_group=0, on_machine=0))
 KILLED_IN_GROUP = Evidence(
-    before=COUNTED.before,
-    after=KillCounts(in_group=4, on_machine=8),
+    killed=KillCounts(in_group=1, on_machine=1),
     limits=MemoryLimits(group_bytes=12 * GIBIBYTE, machine_bytes=64 * GIBIBYTE),
 )
-KILLED_ELSEWHERE = Evidence(before=COUNTED.before, after=KillCounts(in_group=3, on_machine=9))
+KILLED_ELSEWHERE = Evidence(killed=KillCounts(in_group=0, on_machine=2))
 THE_KERNEL_KILLED = "the kernel killed a process of this control group, which may use 12.0 GiB"
 LARGE = MemoryCurve().after(1.0, 12_670_000_000)
 
@@ -31,7 +30,7 @@ def ended(code: int, memory: MemoryCurve = LARGE, problem: str = "") -> Instance
 
 def limited(**limits: int) -> Evidence:
     """A machine of which the limits are known, too."""
-    return Evidence(before=COUNTED.before, after=COUNTED.after, limits=MemoryLimits(**limits))
+    return Evidence(killed=COUNTED.killed, limits=MemoryLimits(**limits))
 
 
 @pytest.mark.parametrize(

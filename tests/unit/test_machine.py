@@ -163,8 +163,9 @@ def test_what_the_control_groups_say_of_memory(
 
 
 def test_a_kernel_that_says_nothing_of_memory() -> None:
-    """Nothing is known then, and that is no error."""
+    """Nothing is known then, nor how much more it is than before, and that is no error."""
     assert kill_counts("/nowhere", "/nowhere", "/nowhere") == KillCounts()
+    assert KillCounts(in_group=4).since(KillCounts(in_group=3, on_machine=9)) == KillCounts(in_group=1)
     assert memory_limits("/nowhere", "/nowhere").group_bytes is None
 
 

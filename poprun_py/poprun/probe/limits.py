@@ -74,6 +74,11 @@ class KillCounts(NamedTuple):
     in_group: int | None = None  # in the control group of this process and those inside it
     on_machine: int | None = None  # on the machine
 
+    def since(self, before: "KillCounts") -> "KillCounts":
+        """How many it has killed since the counts were ``before``."""
+        pairs = zip(self, before, strict=True)
+        return KillCounts(*(None if now is None or then is None else now - then for now, then in pairs))
+
 
 def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
     """The processes that the kernel has killed until now. The arguments are for tests."""
@@ -110,25 +115,13 @@ class MemoryLimits:
 class Evidence:
     """The facts of the machine that may explain why a program has failed."""
 
-    # how many processes the kernel had killed when the job began
-    before: KillCounts = field(default_factory=KillCounts)
-    after: KillCounts = field(default_factory=KillCounts)  # how many it has killed now that the job has ended
+    killed: KillCounts = field(default_factory=KillCounts)  # processes that the kernel has killed during the job
     limits: MemoryLimits = field(default_factory=MemoryLimits)  # what a program may have
-
-    @property
-    def num_killed_in_group(self) -> int | None:
-        """Processes of the job's control group that the kernel killed for want of memory, if it says."""
-        return _difference(self.before.in_group, self.after.in_group)
-
-    @property
-    def num_killed_on_machine(self) -> int | None:
-        """Processes of the machine that it killed for want of memory, if it says."""
-        return _difference(self.before.on_machine, self.after.on_machine)
 
 
 def evidence_since(before: KillCounts) -> Evidence:
     """The evidence after a failure of a job that began with the counts ``before``."""
-    return Evidence(before=before, after=kill_counts(), limits=memory_limits())
+    return Evidence(killed=kill_counts().since(before), limits=memory_limits())
 
 
 def memory_limits(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> MemoryLimits:
@@ -158,10 +151,6 @@ def _group_limit(group: _ControlGroup) -> int | None:
 def _soft_limit(kind: int) -> int | None:
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _difference(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
 
 
 def read_text(path: str) -> str:

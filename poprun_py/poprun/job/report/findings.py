@@ -11,7 +11,7 @@ from popdist.errors import name_instances
 from poprun.errors import describe_error
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
-from poprun.probe.limits import Evidence, MemoryLimits
+from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
 from poprun.text.ranges import describe_bytes
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
@@ -87,7 +87,7 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
         return "sent by somebody other than poprun, such as a batch system"
     if _REFUSED.search(" ".join((words.summary, *words.lines))):
         return _refused(failed, limits)
-    if evidence.num_killed_in_group:
+    if evidence.killed.in_group:
         return f"perhaps out of memory: {_killed_in_group(evidence)}"
     if signum == signal.SIGSEGV and not words.summary.startswith(_CRASH_REPORT):
         return "PYTHONFAULTHANDLER=1 makes Python tell where"
@@ -97,17 +97,17 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
 def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
     limits, peak_bytes = evidence.limits, failed.memory.peak_bytes
     held = f"; it held up to {describe_bytes(peak_bytes)}" if peak_bytes else ""
-    if evidence.num_killed_in_group:
+    if evidence.killed.in_group:
         return f"probably out of memory: {_killed_in_group(evidence)}{held}"
-    if evidence.num_killed_on_machine:
-        killed = _processes(evidence.num_killed_on_machine)
+    if evidence.killed.on_machine:
+        killed = _processes(evidence.killed.on_machine)
         return f"probably out of memory: the kernel killed {killed} for want of memory{held}"
     most = min(limit for limit in (limits.group_bytes, limits.machine_bytes, 2**64) if limit is not None)
     if peak_bytes > _NEARLY * most:
         return f"probably out of memory: it held up to {describe_bytes(peak_bytes)} of {describe_bytes(most)}"
     if limits.cpu_seconds is not None:
         return f"perhaps its processor time was over{_after_limit(limits.cpu_seconds)}{held}"
-    if evidence.num_killed_on_machine is None and evidence.num_killed_in_group is None:
+    if evidence.killed == KillCounts():
         return f"by somebody other than poprun, or by the kernel for want of memory{held}"
     return f"by somebody other than poprun, and not by the kernel for want of memory{held}"
 
@@ -115,7 +115,7 @@ def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
 def _killed_in_group(evidence: Evidence) -> str:
     limit = evidence.limits.group_bytes
     which = "" if limit is None else f", which may use {describe_bytes(limit)}"
-    return f"the kernel killed {_processes(evidence.num_killed_in_group or 0)} of this control group{which}"
+    return f"the kernel killed {_processes(evidence.killed.in_group or 0)} of this control group{which}"
 
 
 def _bus_error(limits: MemoryLimits) -> str:
