@@ -9,7 +9,6 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import yaml
@@ -48,6 +47,8 @@ _IMPLEMENTATIONS: Final = {MpiKind.OPEN_MPI: "OpenMPI", MpiKind.MPICH: "MPICH"}
 _PORT: Final = 29500  # where the instances of a JobSet meet on instance 0; a pod has all ports for itself
 _GROUP: Final = "instance"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+"""The value of a variable that a pod finds in its own description."""
+
 _GPU: Final = "nvidia.com/gpu"
 
 
@@ -77,12 +78,12 @@ def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
 def jobset(plan: LaunchPlan, name: str, image: str) -> str:
     """``plan`` as a JobSet in YAML."""
     # The one job of the set has index 0, and so has the pod of instance 0.
-    variables: dict[str, str | _PodField] = {
-        RANK: _PodField(_INDEX),
+    variables = {
+        RANK: _INDEX,
         WORLD_SIZE: str(plan.num_instances),
         LOCAL_RANK: "0",
         LOCAL_WORLD_SIZE: "1",
-        GROUP_RANK: _PodField(_INDEX),
+        GROUP_RANK: _INDEX,
         MASTER_ADDR: f"{name}-{_GROUP}-0-0.{name}",
         MASTER_PORT: str(_PORT),
         **_common_variables(plan),
@@ -128,20 +129,11 @@ def _common_variables(plan: LaunchPlan) -> dict[str, str]:
     return plan.contract(0).shape_to_env() | hash_seed(asked) | asked
 
 
-@dataclass(frozen=True, slots=True)
-class _PodField:
-    """The value of a variable that a pod finds in its own description, at ``path``."""
-
-    path: str
-
-
-def _container(
-    image: str, command: tuple[str, ...] = (), env: Mapping[str, str | _PodField] | None = None
-) -> dict[str, Any]:
+def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The one container of a pod. Kubernetes reads ``$(NAME)`` in words and values, and ``$$`` as one ``$``."""
     entries = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": value.path}}}
-        if isinstance(value, _PodField)
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": value}}}
+        if value == _INDEX
         else {"name": name, "value": value.replace("$", "$$")}
         for name, value in (env or {}).items()
     ]

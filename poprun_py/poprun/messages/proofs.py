@@ -51,7 +51,7 @@ class Handshake:
 
     def _digest(self, purpose: bytes, other_nonce: bytes) -> bytes:
         nonces = (self.nonce, other_nonce) if self._is_agent else (other_nonce, self.nonce)
-        return _hmac(self._key, purpose + b"\0" + b"".join(nonces))
+        return hmac.digest(self._key, purpose + b"\0" + b"".join(nonces), "sha256")
 
 
 class Seal:
@@ -79,11 +79,7 @@ class Seal:
 
     @staticmethod
     def _mark(key: bytes, number: int, text: bytes) -> bytes:
-        return _hmac(key, _NUMBER.pack(number) + text).hex().encode()
-
-
-def _hmac(key: bytes, text: bytes) -> bytes:
-    return hmac.digest(key, text, "sha256")
+        return hmac.digest(key, _NUMBER.pack(number) + text, "sha256").hex().encode()
 
 
 def prove(connection: socket.socket, key: str) -> Seal:
