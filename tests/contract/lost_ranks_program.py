@@ -51,10 +51,10 @@ def lose_one() -> None:
     if dist.get_rank() == 1:
         wait, num_barriers = Barriers.wait, iter(range(100))
 
-        def wait_thrice(barriers: Barriers, *arguments: Any) -> int:  # noqa: ANN401 - as it is called
+        def wait_thrice(barriers: Barriers, *arguments: Any) -> None:  # noqa: ANN401 - as it is called
             if next(num_barriers) == 3:
                 die()
-            return wait(barriers, *arguments)
+            wait(barriers, *arguments)
 
         faulty: Any = Barriers
         faulty.wait = wait_thrice

@@ -168,11 +168,11 @@ def test_a_work_begins_before_those_before_it_go_on() -> None:
     """So that something travels while the next one computes."""
     told: list[str] = []
 
-    def work(name: str) -> Iterator[None]:
+    def work(name: str) -> Iterator[bool]:
         told.append(f"{name} begins")
-        yield
+        yield True
         told.append(f"{name} goes on")
-        yield
+        yield True
         told.append(f"{name} ends")
 
     in_turns(work(name) for name in "abc")
@@ -195,10 +195,10 @@ def test_every_work_is_done_once_and_in_its_order(pauses: list[int]) -> None:
     """However often each pauses."""
     done: dict[int, list[int]] = {number: [] for number in range(len(pauses))}
 
-    def work(number: int, times: int) -> Iterator[None]:
+    def work(number: int, times: int) -> Iterator[bool]:
         for step in range(times):
             done[number].append(step)
-            yield
+            yield True
         done[number].append(times)
 
     in_turns(work(number, times) for number, times in enumerate(pauses))

@@ -43,7 +43,8 @@ def steps_in(folder: Path) -> list[int]:
 
 def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Make the checkpoint of ``step``, whole or not at all; only one job may do so in ``folder`` at a time."""
-    made = _make(folder)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
     for unfinished in folder.glob(".step-*"):  # left by a program that was killed
         shutil.rmtree(unfinished)
     directory = directory_of(folder, step)
@@ -56,7 +57,7 @@ def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for parent in (folder, *(path.parent for path in made)):
+    for parent in (folder, *(path.parent for path in missing)):
         _sync(parent)
     return directory
 
@@ -71,13 +72,6 @@ def keep_last(folder: Path, count: int) -> None:
     """Remove all checkpoints but the last ``count``, which is at least 1."""
     for step in steps_in(folder)[:-count]:
         remove(folder, step)
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make ``folder`` and its parents, and return the directories that were missing."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _sync_tree(directory: Path) -> None:

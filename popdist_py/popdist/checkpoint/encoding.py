@@ -97,11 +97,7 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
         return tensors[content]
     if tag == "tuple":
         return tuple(decode(content, tensors))
-    state = (
-        _MAPPINGS[tag]((key, decode(item, tensors)) for key, item in content) if tag != "Counter" else Counter()
-    )
-    if tag == "Counter":
-        state.update(dict(content))
+    state = _MAPPINGS[tag]({key: decode(item, tensors) for key, item in content})
     if _ATTRIBUTES in value:
         vars(state).update(decode(value[_ATTRIBUTES], tensors))
     return state

@@ -8,7 +8,7 @@ each rank a share of the elements, in blocks that fit its cache.
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -125,8 +125,6 @@ class Combiner:
         self._is_half = is_widened(op, dtype)
         self._num_held = num_rows if self._is_half else len(self._pairs[:-1])
         self._dtype = torch.float32 if self._is_half else dtype
-        self._is_plain = num_rows == len((0, 1)) and not self._is_half and self._divisor is None
-        """Whether one addition of both rows is all there is to do."""
 
     def memory(self, shape: Sequence[int]) -> list[Tensor]:
         """The memory that :meth:`__call__` needs for rows of ``shape``."""
@@ -134,9 +132,6 @@ class Combiner:
 
     def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:
         """Combine ``rows`` of one shape into ``out``, which may be one of them."""
-        if self._is_plain:
-            self._combine(rows[0], rows[1], out=out)
-            return
         combine, values = self._combine, list(rows)
         if self._is_half:
             values = [held.copy_(row) for held, row in zip(memory, rows, strict=True)]
@@ -217,13 +212,6 @@ def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], N
     return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
 
 
-class _Block(NamedTuple):
-    """A block of this rank's share."""
-
-    rows: list[Tensor]
-    outputs: list[Tensor]
-
-
 class _BlockByBlock:
     """A reduction of a share by torch, one block of elements after the other."""
 
@@ -238,8 +226,9 @@ class _BlockByBlock:
         dtype = rows[0].dtype
         is_half = is_widened(op, dtype)
         pieces = list(blocks(elements, dtype.itemsize, len(rows)))
-        targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
-        self._blocks = [_Block([row[piece] for row in rows], [out[piece] for out in targets]) for piece in pieces]
+        result = (rows[0].data_ptr(), dtype)
+        targets = [out for out in outputs if is_half or (out.data_ptr(), out.dtype) != result]
+        self._blocks = [([row[piece] for row in rows], [out[piece] for out in targets]) for piece in pieces]
         self._order = order
         self._combine = combiner(op, dtype)
         longest = max((piece.stop - piece.start for piece in pieces), default=0)
@@ -258,7 +247,3 @@ class _BlockByBlock:
         if self._wide is None:
             return rows
         return [held[: len(row)].copy_(row) for held, row in zip(self._wide, rows, strict=True)]
-
-
-def _is_same(left: Tensor, right: Tensor) -> bool:
-    return left.data_ptr() == right.data_ptr() and left.dtype == right.dtype

@@ -106,8 +106,8 @@ class Barriers:
         self.wake = self._futexes.wake
         forks.call_in_children(self._refuse_all)
 
-    def wait(self, purpose: int, timeout_seconds: float | None = None) -> int:
-        """Wait until every rank is at this barrier, for the same ``purpose`` below 2**63; its number.
+    def wait(self, purpose: int, timeout_seconds: float | None = None) -> None:
+        """Wait until every rank is at this barrier, for the same ``purpose`` below 2**63.
 
         A lost or late rank is a BackendError, for good; another purpose a CollectiveError, and the group goes on.
         """
@@ -129,7 +129,6 @@ class Barriers:
         for words in self._others:
             if words[place] != purpose:
                 raise CollectiveError(self._disagreement(place))
-        return number
 
     def of_part(self, ranks: Sequence[int], pages: Sequence[Words], watch: "ProcessWatch") -> "Barriers":
         """The barriers of some of the ranks, this rank among them, on pages of their own."""
@@ -143,18 +142,16 @@ class Barriers:
             timeout_seconds=self.timeout_seconds,
         )
 
-    def post(self, number: int) -> None:
-        """Post a number below 2**64, which all ranks can read after the next barrier."""
-        self._mine[NUMBERS + (self._mine[COUNTER] + 1 & 1)] = number
-
-    def posted(self) -> list[int]:
-        """The number that every rank posted for the last barrier."""
-        place = NUMBERS + (self._mine[COUNTER] & 1)
+    def exchange(self, number: int, purpose: int) -> list[int]:
+        """Wait as by :meth:`wait`; the numbers, below 2**64, that all ranks have brought to this barrier."""
+        place = NUMBERS + self.next_parity()
+        self._mine[place] = number
+        self.wait(purpose)
         return [page[place] for page in self._pages]
 
-    def next_number(self) -> int:
-        """The next barrier's number."""
-        return self._mine[COUNTER] + 1
+    def next_parity(self) -> int:
+        """0 if the next barrier's number is even, else 1."""
+        return self._mine[COUNTER] + 1 & 1
 
     def name(self, ranks: Sequence[int]) -> str:
         """The members of these ranks in words."""

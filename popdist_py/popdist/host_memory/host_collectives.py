@@ -73,7 +73,7 @@ class Slots:
 
     def next(self, dtype: torch.dtype) -> list[Tensor]:
         """Every rank's slot for the next barrier."""
-        return self.of_parity(self._group.barriers.next_number() & 1, dtype)
+        return self.of_parity(self._group.barriers.next_parity(), dtype)
 
 
 class _PreparedSum(NamedTuple):
@@ -117,7 +117,7 @@ class AllReduce:
             if prepared is None:
                 self._reduce_in_pieces(tensor, op)
                 return
-        parity = self._barriers.next_number() & 1
+        parity = self._barriers.next_parity()
         prepared.mine[parity].copy_(tensor)
         self._barriers.wait(prepared.purpose)
         prepared.combine(prepared.rows[parity], tensor, prepared.memory)
@@ -334,9 +334,7 @@ class HostCollectives:
             return
         barriers, mine = self._barriers, self._rank
         sent, received = [as_bytes(tensor) for tensor in tensors], [as_bytes(tensor) for tensor in outputs]
-        barriers.post(max(map(len, [*sent, *received])))
-        barriers.wait(purpose(_ALL_TO_ALL))
-        most = max(barriers.posted())
+        most = max(barriers.exchange(max(map(len, [*sent, *received])), purpose(_ALL_TO_ALL)))
         self._slots.fit(most * self.size)
         width = self._slots.num_bytes // self.size // 8 * 8
         received[mine].copy_(sent[mine])

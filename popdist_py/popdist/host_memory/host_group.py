@@ -127,14 +127,12 @@ class HostGroup:
 
         If a rank has no room for its row every rank raises BackendError, and the group goes on.
         """
-        trouble, rows = "", []
+        trouble, rows, reason = "", [], purpose(_ALLOCATE, count=num_bytes)
         try:
             offset = self._segment.grow(num_bytes) if reserved is None else reserved.offset
         except BackendError as error:
             offset, trouble = -1, str(error)
-        self.barriers.post(offset + 1)
-        self.barriers.wait(purpose(_ALLOCATE, count=num_bytes))
-        offsets = [word - 1 for word in self.barriers.posted()]
+        offsets = [word - 1 for word in self.barriers.exchange(offset + 1, reason)]
         if not trouble and -1 not in offsets:
             try:
                 rows = [
@@ -143,12 +141,11 @@ class HostGroup:
                 ]
             except (OSError, ValueError) as error:
                 trouble = f"cannot map {num_bytes} bytes of each rank: {error}"
-        self.barriers.post(1 if rows else 0)
-        self.barriers.wait(purpose(_ALLOCATE, count=num_bytes))
-        if not all(said := self.barriers.posted()):
+        have_room = self.barriers.exchange(1 if rows else 0, reason)
+        if not all(have_room):
             if offset >= 0 and reserved is None:
                 self._segment.release(offset, whole_pages(num_bytes))
-            without = self.barriers.name([rank for rank, has_room in enumerate(said) if not has_room])
+            without = self.barriers.name([rank for rank, has_room in enumerate(have_room) if not has_room])
             raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")
         return SharedBlock(self._segment, offset, rows, self.rank)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from popdist import torch_private
 from popdist.host_memory import shared_storages
@@ -35,7 +35,6 @@ _MOST_NUMBERS: Final = 1 << _NUMBER_BITS
 _HAS_PLACE: Final = 1 << 62
 _NEW: Final = 1 << 61
 
-_MOST_SEEN: Final = 1 << 10
 _MOST_PREPARED: Final = 1 << 8
 
 _MOST_DESCRIPTORS: Final = 1 << 23
@@ -63,15 +62,14 @@ class InPlace:
         self._num_shared = [0] * group.size
         self._can_map = True
         """Whether all ranks could map every storage so far."""
-        self._seen: dict[StorageWeakRef, int] = {}
+        self._seen: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         """The lengths of storages that may be moved when they come again."""
         self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
         """The places of all ranks' tensors, agreed on at a barrier; None if one of them has none."""
-        self._barriers.post(0 if tensor is None else self._place_of(tensor, may_move))
-        self._barriers.wait(reason)
-        posted = self._barriers.posted()
+        place = 0 if tensor is None else self._place_of(tensor, may_move)
+        posted = self._barriers.exchange(place, reason)
         if tensor is None or 0 in posted:
             self._unmap_gone()
             return None
@@ -129,15 +127,8 @@ class InPlace:
         """Whether torch's allocator owns the storage, and it was there before, with the same length."""
         if not storage.resizable() or not self._may_share():
             return False  # numpy and others who know the address have cleared the one
-        key, num_bytes = StorageWeakRef(storage), storage.nbytes()
-        if self._seen.get(key) == num_bytes:
-            return True
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen = {seen: length for seen, length in self._seen.items() if not seen.expired()}
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-        self._seen[key] = num_bytes
-        return False
+        length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
+        return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
         """Have all ranks map the storages that are posted for the first time; whether all of them could."""
@@ -149,17 +140,13 @@ class InPlace:
             mine = self._file_of(tensor)
             answer = 0 if mine is None else _ANSWER | mine.descriptor << NUMBER_BITS | mine.file.number
         reason = purpose(_SHARE, kind=KINDS[tensor.dtype], count=tensor.numel())
-        self._barriers.post(answer)
-        self._barriers.wait(reason)
-        answers, found = self._barriers.posted(), dict[int, MappedFile]()
+        answers, found = self._barriers.exchange(answer, reason), dict[int, MappedFile]()
         if all(answers):
             with suppress(OSError, ValueError):
                 for other in new:
                     is_own = mine is not None and other == rank
                     found[other] = mine.file if mine is not None and is_own else self._map(other, answers[other])
-        self._barriers.post(1 if all(answers) and len(found) == len(new) else 0)
-        self._barriers.wait(reason)
-        if not all(self._barriers.posted()):
+        if not all(self._barriers.exchange(1 if all(answers) and len(found) == len(new) else 0, reason)):
             self._can_map = False
             return False
         for other, file in found.items():
@@ -173,7 +160,7 @@ class InPlace:
         """The file in which the tensor lies, after it was moved there if need be; None if there is no room."""
         storage = tensor.untyped_storage()
         if shared_storages.find(storage) is None:
-            self._seen.pop(StorageWeakRef(storage), None)
+            self._seen.pop(storage, None)
             try:
                 shared_storages.move(storage)
             except Exception:  # noqa: BLE001 - whatever it is, the others wait for an answer
@@ -202,16 +189,13 @@ class InPlace:
                 self._prepared.clear()
 
 
-_MOST_KEPT: Final = 1 << 10
-
-
 class RemappableStorages:
     """The storages of one group that may be remapped: by default DistributedDataParallel's buckets only."""
 
     def __init__(self, *, is_wanted: bool | None, is_idle: Callable[[], bool]) -> None:
         self._is_wanted = is_wanted  # True: all that come again; None: buckets of DistributedDataParallel only
         self._is_idle = is_idle  # whether no other collective goes on in this process
-        self._kept: set[StorageWeakRef] = set()
+        self._kept: WeakSet[UntypedStorage] = WeakSet()
 
     def of_call(self, method_frame: FrameType | None) -> MayMove | None:
         """What to ask whether a tensor may be moved that a call brings; ``method_frame`` is the group's method."""
@@ -223,19 +207,12 @@ class RemappableStorages:
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Remap none of these ever: their addresses are handed on."""
-        if not self._is_wanted:
-            return
-        if len(self._kept) >= _MOST_KEPT:
-            self._kept = {kept for kept in self._kept if not kept.expired()}
-        self._kept |= {
-            StorageWeakRef(tensor.untyped_storage())
-            for tensor in tensors
-            if tensor.is_cpu and tensor.nbytes >= LEAST_BYTES
-        }
+        if self._is_wanted:
+            large = [tensor for tensor in tensors if tensor.is_cpu and tensor.nbytes >= LEAST_BYTES]
+            self._kept.update(tensor.untyped_storage() for tensor in large)
 
     def _is_free(self, tensor: Tensor) -> bool:
-        is_kept = StorageWeakRef(tensor.untyped_storage()) in self._kept
-        return not is_kept and self._is_idle()
+        return tensor.untyped_storage() not in self._kept and self._is_idle()
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -11,6 +11,8 @@ import os
 import secrets
 import weakref
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Final
 
 import torch
@@ -136,23 +138,12 @@ def release_gone() -> None:
             _shared.pop(shared.address).file.name_storage(0)
 
 
-class _DuplicatedDescriptor:
-    """A descriptor as torch's function for storages of other processes takes it, and closes it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = os.dup(descriptor)
-
-    def detach(self) -> int:
-        """Hand over the descriptor."""
-        return self._descriptor
-
-
 def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
     segment = Segment()
     try:
         segment.grow(whole_pages(num_bytes) + PAGE_BYTES)
         file = MappedFile(segment.descriptor)
-        duplicated = _DuplicatedDescriptor(segment.descriptor)
+        duplicated = SimpleNamespace(detach=partial(os.dup, segment.descriptor))  # torch closes it
         storage: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error

@@ -64,14 +64,14 @@ class GroupCalls:
     def broadcast(self, tensors: Tensors, opts: Options) -> Work:
         """Overwrite one tensor with the root's."""
         check_single("broadcast", tensors)
-        check_root("broadcast", opts.rootRank, self._host.size)
+        check_rank("broadcast", opts.rootRank, self._host.size, "root rank")
         check_written("broadcast", tensors)
         return self._do(_broadcast, opts, list(tensors), bare(tensors), opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine one tensor over the ranks into the root's."""
         check_single("reduce", tensors)
-        check_root("reduce", opts.rootRank, self._host.size)
+        check_rank("reduce", opts.rootRank, self._host.size, "root rank")
         parts = [torch.view_as_real(it) if it.is_complex() and _is_sum(opts.reduceOp) else it for it in tensors]
         if op := op_of(opts.reduceOp, parts):
             check_written("reduce", tensors)
@@ -158,13 +158,13 @@ class GroupCalls:
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """Send one tensor to one rank, by gloo."""
-        check_peer("send", rank, self._host.size)
+        check_rank("send", rank, self._host.size)
         self._keep(tensors)
         return self._gloo.send([tensor.resolve_conj().resolve_neg() for tensor in tensors], rank, tag)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """Receive one tensor from one rank, by gloo."""
-        check_peer("recv", rank, self._host.size)
+        check_rank("recv", rank, self._host.size)
         check_dense("recv", tensors)
         self._keep(tensors)
         return self._gloo.recv(list(tensors), rank, tag)
@@ -373,16 +373,10 @@ def seconds(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
 
-def check_root(call: str, root: int, size: int) -> None:
-    """Raise RuntimeError unless ``root`` is a rank of the group."""
-    if not 0 <= root < size:
-        raise RuntimeError(f"popdist::{call}: invalid root rank: {root} (expected 0 to {size - 1})")
-
-
-def check_peer(call: str, rank: int, size: int) -> None:
+def check_rank(call: str, rank: int, size: int, what: str = "rank") -> None:
     """Raise RuntimeError unless ``rank`` is one of the group; gloo would wait for ever for another, or crash."""
     if not 0 <= rank < size:
-        raise RuntimeError(f"popdist::{call}: invalid rank: {rank} (expected 0 to {size - 1})")
+        raise RuntimeError(f"popdist::{call}: invalid {what}: {rank} (expected 0 to {size - 1})")
 
 
 def check_single(call: str, *tensors: Sequence[object]) -> None:

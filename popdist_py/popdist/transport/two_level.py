@@ -113,7 +113,7 @@ class TwoLevelReduction:
         """The combination of all members' ``shares`` for this one, which :meth:`empty_shares` made."""
         return self._divided(self._start_scatter(shares, _step(op))(), op)
 
-    def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[None]:
+    def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[bool]:
         """Reduce a chunk into ``out``; pauses while something travels."""
         wide = [row.float() if is_widened(op, row.dtype) else row for row in rows]
         step, length = _step(op), len(out)
@@ -121,14 +121,14 @@ class TwoLevelReduction:
             if self._local_collectives is not None:
                 self._local_collectives.all_reduce(wide[0], step)
             arrival = self._peers.all_gather(self._spread(wide, 1, 1)[0, 0])
-            yield
+            yield True
             total = self._combine(arrival(), step)
         else:
             shares = self._spread(wide, self._num_local, self._num_hosts)
             arrival = self._start_scatter(shares, step)
-            yield
+            yield True
             arrival = self._peers.all_gather(arrival())
-            yield
+            yield True
             total = arrival().view(-1)
             if self._local_collectives is not None:
                 self._local_collectives.all_gather(_parts(shares), total)
@@ -180,20 +180,13 @@ def _step(op: Op) -> Op:
     return "sum" if op == "mean" else op
 
 
-def in_turns(works: Iterable[Iterator[None]]) -> None:
-    """Do works that yield whenever they have sent something: others go on while it travels."""
-    begun: list[Iterator[None]] = []  # every member takes the same turns, so what they send is not mixed up
+def in_turns(works: Iterable[Iterator[bool]]) -> None:
+    """Do works that yield True whenever they have sent something: others go on while it travels."""
+    begun: list[Iterator[bool]] = []  # every member takes the same turns, so what they send is not mixed up
     for work in works:
-        begun = [other for other in (work, *begun) if _goes_on(other)]
+        begun = [other for other in (work, *begun) if next(other, False)]
     while begun:
-        begun = [other for other in begun if _goes_on(other)]
-
-
-_END = object()
-
-
-def _goes_on(work: Iterator[None]) -> bool:
-    return next(work, _END) is not _END
+        begun = [other for other in begun if next(other, False)]
 
 
 _SHARE_TAG: Final = 2
