@@ -101,9 +101,9 @@ def law_a_reduction_goes_where_it_is_told() -> None:
             pairs=[(0, rank) for rank in range(1, made.size)],
         )
         rows[made.rank].fill_(float(made.rank))
-        made.reduction(rows, outputs=[out.of(0).view(torch.float16)]).run(over=0.25)
+        made.reduction(rows, outputs=[out.rows[0].view(torch.float16)]).run(over=0.25)
         expected = 4.0 * made.size * (made.size - 1) / 2
-        assert (out.of(0).view(torch.float16) == expected).all()
+        assert (out.rows[0].view(torch.float16) == expected).all()
 
 
 def law_a_rank_that_can_ask_no_other_keeps_all_from_it() -> None:

@@ -108,7 +108,7 @@ def law_rows_that_are_added_in_one_pass_have_the_bits_of_the_tree() -> None:
         for dtype, num_rows, length in product((torch.float32, torch.float64), (2, 3, 4), (1, 5, 1000)):
             owners = [number % made.size for number in range(num_rows)]
             blocks = [made.allocate(length * dtype.itemsize) for _ in owners]
-            rows = [block.of(owner).view(dtype) for block, owner in zip(blocks, owners, strict=True)]
+            rows = [block.rows[owner].view(dtype) for block, owner in zip(blocks, owners, strict=True)]
             reduction = made.reduction(rows)
             is_fused = extension.find() is not None and num_rows in (2, 4)
             assert isinstance(reduction._combine_share, partial) is is_fused

@@ -380,7 +380,7 @@ class SharedSum:
         if not self.mine:
             self._place_mine(block.mine)
         parts = [
-            [self._tensors_in(block.of(instance), position) for position, _ in enumerate(owned)]
+            [self._tensors_in(block.rows[instance], position) for position, _ in enumerate(owned)]
             for instance, owned in enumerate(self._nodes)
         ]
         pairs = node_additions([node for owned in self._nodes for node in owned], self._num_replicas)

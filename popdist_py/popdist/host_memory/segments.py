@@ -111,10 +111,6 @@ class SharedBlock:
         self._segment = segment
         self._offset = offset
 
-    def of(self, rank: int) -> Tensor:
-        """The row of ``rank``."""
-        return self.rows[rank]
-
     def release(self) -> None:
         """Give this rank's memory back, when no rank reads it any more: it reads as zeros from now on."""
         self.releaser()

@@ -66,7 +66,7 @@ class GroupCalls:
         check_single("broadcast", tensors)
         check_rank("broadcast", opts.rootRank, self._host.size, "root rank")
         check_written("broadcast", tensors)
-        return self._do(_broadcast, opts, list(tensors), bare(tensors), opts.rootRank)
+        return self._do(_broadcast, opts, list(tensors), *bare(tensors), opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine one tensor over the ranks into the root's."""
@@ -75,7 +75,7 @@ class GroupCalls:
         parts = [torch.view_as_real(it) if it.is_complex() and _is_sum(opts.reduceOp) else it for it in tensors]
         if op := op_of(opts.reduceOp, parts):
             check_written("reduce", tensors)
-            return self._do(_reduce, opts, list(tensors), bare(parts), op, opts.rootRank)
+            return self._do(_reduce, opts, list(tensors), *bare(parts), op, opts.rootRank)
         check_dense("reduce", tensors)
         return self._gloo.reduce(list(tensors), opts)
 
@@ -184,20 +184,18 @@ def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: 
             tensor.copy_(values)
 
 
-def _broadcast(host: Collectives, tensors: Sequence[Tensor], root: int) -> None:
-    """Each of ``tensors`` becomes the root's."""
-    for tensor in tensors:
-        flat = _flat(tensor)
-        host.broadcast(flat, root)
-        _give_back([tensor], [flat])
+def _broadcast(host: Collectives, tensor: Tensor, root: int) -> None:
+    """``tensor`` becomes the root's."""
+    flat = _flat(tensor)
+    host.broadcast(flat, root)
+    _give_back([tensor], [flat])
 
 
-def _reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, root: int) -> None:
-    """Each of the root's ``tensors`` becomes the combination of all."""
-    for tensor in tensors:
-        flat = _flat(tensor)
-        host.reduce(flat, op, root)
-        _give_back([tensor], [flat])
+def _reduce(host: Collectives, tensor: Tensor, op: Op, root: int) -> None:
+    """The root's ``tensor`` becomes the combination of all."""
+    flat = _flat(tensor)
+    host.reduce(flat, op, root)
+    _give_back([tensor], [flat])
 
 
 def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:

@@ -82,9 +82,9 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
         return []
     if host.rank:
         block.release()
-    storage = StorageWeakRef(block.of(0).untyped_storage())
+    storage = StorageWeakRef(block.rows[0].untyped_storage())
     _copies.setdefault(host, []).append(_Copy(storage=storage, release=block.releaser))
-    places = block.of(0).split(sizes)
+    places = block.rows[0].split(sizes)
     views = [place[: flat.nbytes].view(flat.dtype) for place, (_, flat) in zip(places, flats, strict=True)]
     if host.rank == 0:
         for view, (_, flat) in zip(views, flats, strict=True):
