@@ -2,8 +2,7 @@
 
 Each of its methods calls torch's own, and that one an operator such as ``c10d::allreduce_``, so the profiler and
 modes of the dispatcher see what they see of gloo. For CPU tensors the operators have kernels here, which call the
-collectives of a group of popdist's, and the backends of any other. No method may be traced: a compiled model may
-call the group meanwhile.
+collectives of a group of popdist's, and the backends of any other. No compiler may trace a method.
 """
 
 import threading
