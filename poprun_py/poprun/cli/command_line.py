@@ -292,7 +292,7 @@ def _whole_name(written: str) -> str:
 
 
 def _habit(written: str) -> str:
-    """How what ``written`` says to another launcher is said here; empty for words of no other launcher."""
+    """What to write in place of an option of another launcher; empty if ``written`` is none of theirs."""
     name = written.replace("_", "-").rstrip("0123456789")
     return next((here for there, here in _HABITS if name in there.split()), "")
 

@@ -146,7 +146,7 @@ def size_of_partition(num_ipus: int) -> int:
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """A block of neighbours that begins at a multiple of its size; else the first ones."""
+    """``num_ipus`` of ``ipus``: neighbours that begin at a multiple of their number, else the first ones."""
     size = size_of_partition(num_ipus)
     there = {ipu.index: ipu for ipu in ipus}
     for first in there:

@@ -47,7 +47,7 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedDevices:
-    """What leases gave a job on one host, which stands beside its plan in the place of what that names.
+    """The devices and cores that leases gave a job on one host, in place of those that its plan names.
 
     Attributes:
         devices: CUDA devices, in slot order.

@@ -159,7 +159,7 @@ class MachineFacts:
         return int(text) if text.isdecimal() else 0
 
     def within(self, allocation: Allocation | None) -> "MachineFacts":
-        """The facts in an allocation; if this machine is none of its nodes, those each node is taken to have."""
+        """The facts of a node of ``allocation``: this machine's, or those that each node is taken to have."""
         if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
             return replace(self, allocation=allocation)
         return replace(

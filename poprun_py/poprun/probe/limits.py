@@ -27,7 +27,7 @@ _KIBIBYTE: Final = 1024
 
 
 class _ControlGroup(NamedTuple):
-    """A group: its folder, which need not exist in a container, and whether it is of version 2."""
+    """A control group: its folder, which need not exist in a container, and whether it is of version 2."""
 
     folder: str
     is_unified: bool

@@ -81,7 +81,7 @@ def text(words: str, place: tuple[int, int], size: int, class_: str | None = Non
 
 
 def middle(top: int, height: int, size: int) -> int:
-    """The base line of a text of ``size`` in the middle of something."""
+    """The base line of a text of ``size`` in the middle of the ``height`` pixels below ``top``."""
     return top + (height + size * 7 // 10) // 2
 
 

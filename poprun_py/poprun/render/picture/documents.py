@@ -93,13 +93,13 @@ def render_html(plan: LaunchPlan) -> str:
 
 
 def _with_title(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """What an SVG tells of a group: viewers show its title."""
+    """The elements and attributes that describe a group in an SVG: a title, which viewers show."""
     del class_
     return [element("title", escaped(words))], {}
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """What a page tells of a group: its script shows the label of what has the focus."""
+    """The elements and attributes that describe a group in a page: a label, which its script shows."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 
