@@ -64,15 +64,11 @@ class Partition:
         positions = self.positions(epoch)
         if self.seed is None:
             return positions
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, epoch))
+        digest = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=_SEED_BYTES).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         order = torch.randperm(self.num_samples, generator=generator)
         chosen: list[int] = order[positions.start : positions.stop].tolist()
         return chosen
-
-
-def _seed_of(seed: int, epoch: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=_SEED_BYTES).digest()
-    return int.from_bytes(digest, "little")
 
 
 class PartitionSampler(Sampler[int]):
@@ -178,7 +174,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if batch_sampler is not None:
             _check_batch_sampler(batch_size, shuffle=shuffle, is_divided=is_divided)
             arguments["batch_sampler"] = JoinedBatchSampler(batch_sampler, self._factor, drop_last=drop_last)
-            self._combined_batch_size = _size_of(batch_sampler, self._factor)
+            size = getattr(batch_sampler, "batch_size", None)
+            self._combined_batch_size = size * self._factor if isinstance(size, int) else None
         else:
             arguments["batch_size"] = rebatched_worker_size or self._combined_batch_size
             if batch_size is not None:
@@ -294,12 +291,6 @@ def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_div
             "batch_sampler excludes auto_distributed_partitioning with several processes: have it give this "
             "process's batches, and say auto_distributed_partitioning=False"
         )
-
-
-def _size_of(batch_sampler: Sampler[list[int]], factor: int) -> int | None:
-    """Samples of ``factor`` joined batches, where the sampler says how large one is."""
-    size = getattr(batch_sampler, "batch_size", None)
-    return size * factor if isinstance(size, int) else None
 
 
 class _Collate:

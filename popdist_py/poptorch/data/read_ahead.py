@@ -39,8 +39,7 @@ _START_METHODS: Final = {
     SharingStrategy.ForkServer: "forkserver",
 }
 _POLL_SECONDS: Final = 0.005
-_END: Final = object()
-"""In place of a batch, after the last one of an epoch."""
+_END: Final = object()  # in place of a batch, after the last one of an epoch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,8 +14,7 @@ from poptorch.options.combined_batch import CombinedBatch
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CPU: Final = torch.device("cpu")
-_ALIGNMENT_BYTES: Final = 64
-"""Where torch's allocator begins a tensor."""
+_ALIGNMENT_BYTES: Final = 64  # where torch's allocator begins a tensor
 
 _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -25,8 +24,7 @@ class _Form(NamedTuple):
     dtype: torch.dtype
 
 
-MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of one forward, by position and by name."""
+MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one forward, by position and by name
 
 
 class _Parameters:

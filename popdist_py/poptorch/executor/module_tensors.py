@@ -142,8 +142,9 @@ class ModuleTensors:
                 self.fill_replicas()
             if self._separate:
                 self._own = self._own_values()
-            if self.copies:
-                self._put_device_values()
+            self._host_values = {name: self._tensor(name).data for name in self.copies}
+            for name, value in self.copies.items():
+                self._tensor(name).data = value
             counts.running += 1
         self._num_entered += 1
 
@@ -156,25 +157,16 @@ class ModuleTensors:
         if self._others or self._first:
             self._put_buffers(self._own)
         faults = [it.put_back() for it in self._places if getattr(it.part, it.key, None) is not it.tensor]
+        for name, value in self._host_values.items():
+            self._tensor(name).data = value
         if self.copies:
-            self._put_host_values()
+            self.copy_to_host()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for part, mode in self._changed_modes:
             part.training = not mode
         if faults and kind is None:
             raise Error(faults[0])
-
-    def _put_device_values(self) -> None:
-        self._host_values = {name: self._tensor(name).data for name in self.copies}
-        for name, value in self.copies.items():
-            self._tensor(name).data = value
-
-    def _put_host_values(self) -> None:
-        """Give the module its own memory again, with the values that running has made."""
-        for name, value in self._host_values.items():
-            self._tensor(name).data = value
-        self.copy_to_host()
 
     def _tensor(self, name: str) -> Tensor:
         return self.parameters[name] if name in self.parameters else self.buffers[name]

@@ -11,8 +11,7 @@ from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.losses import REFUSED_BACKWARD
 
-Result: TypeAlias = tuple[Structure, list[Tensor]]
-"""What a forward gives, as ``custom_types.flattened`` has it."""
+Result: TypeAlias = tuple[Structure, list[Tensor]]  # what a forward gives, as `custom_types.flattened` has it
 
 
 class Outputs:

@@ -313,9 +313,7 @@ class PoplarExecutor:
         """Moments of the last call in seconds: when each micro batch read its inputs, and wrote its outputs."""
         return self._compiled_model().perf_counters()
 
-    def getComputeLatency(self) -> tuple[float, float, float]:
-        """As ``getLatency()``, which holds what tensors take to a GPU and back."""
-        return self.getLatency()
+    getComputeLatency = getLatency  # noqa: N815 - PopTorch's
 
     def getHostIpuLatency(self) -> tuple[float, float, float]:
         """Zeros: inputs are not timed by themselves."""

@@ -19,7 +19,7 @@ from poptorch.errors import Error
 from poptorch.options import Options
 
 _FORMAT: Final = "poptorch model 1"
-_SUFFIX: Final = ".poptorch"
+_NAME: Final = "model.poptorch"  # of a file in a folder
 _TENSORS: Final = (Tensor, nn.Parameter)
 _PLAIN: Final = frozenset({Tensor, tuple, list, dict, type(None), bool, int, float, str})
 
@@ -113,11 +113,11 @@ class _ModelUnpickler(pickle.Unpickler):
         return self._made[number]
 
 
-def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") -> Path:
+def write(saved: SavedModel, path: str | os.PathLike[str]) -> Path:
     """Write a file; one that was there stays whole until the new one is."""
     target = Path(path)
     if target.is_dir():
-        target /= f"{name}{_SUFFIX}"
+        target /= _NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {part.name: getattr(saved, part.name) for part in fields(saved)}
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -129,11 +129,11 @@ def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") 
     return target
 
 
-def read(path: str | os.PathLike[str], name: str = "model") -> SavedModel:
+def read(path: str | os.PathLike[str]) -> SavedModel:
     """Read what `write` wrote, without running anything."""
     source = Path(path)
     if source.is_dir():
-        source /= f"{name}{_SUFFIX}"
+        source /= _NAME
     if not source.is_file():
         raise Error(f"there is no saved model {source}")
     try:

@@ -27,8 +27,7 @@ _CONVOLUTIONS: Final = (
     *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
 )
 
-_WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
-"""Operations whose weights get the dtype of their input."""
+_WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}  # operations whose weights get the dtype of their input
 
 _WITH_STATISTICS: Final = {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")

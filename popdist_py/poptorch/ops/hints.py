@@ -9,7 +9,6 @@ from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from poptorch.enums import MatMulSerializationMode, MultiConvPartialsType, MultiConvPlanType, OverlapMode
@@ -226,7 +225,9 @@ def ipu_print_tensor(
     brackets = str.maketrans({"[": open_bracket, "]": close_bracket})
 
     def show(value: Tensor, heading: str) -> None:
-        sys.stderr.write(f"{heading}: {text_of(_array(value)).translate(brackets)}\n")
+        values = value.detach().cpu()
+        array = (values.float() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
+        sys.stderr.write(f"{heading}: {text_of(array).translate(brackets)}\n")
 
     show(tensor, title)
     if not (print_gradient and tensor.requires_grad):
@@ -235,8 +236,3 @@ def ipu_print_tensor(
     if passed.requires_grad:
         passed.register_hook(lambda gradient: show(gradient, f"{title}_gradient"))
     return passed
-
-
-def _array(value: Tensor) -> NDArray[Any]:
-    values = value.detach().cpu()
-    return (values.float() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16

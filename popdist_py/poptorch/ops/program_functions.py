@@ -8,8 +8,7 @@ from torch import Tensor
 
 from poptorch.errors import Error, check_arguments
 
-Body = Callable[..., Any]
-"""A function of tensors that returns one, or several in a list or tuple."""
+Body = Callable[..., Any]  # a function of tensors that returns one, or several in a list or tuple
 
 
 def for_loop(count: int, body: Body, inputs: list[Tensor]) -> list[Tensor]:

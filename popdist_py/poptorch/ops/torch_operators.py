@@ -14,10 +14,6 @@ from poptorch.ops import hints
 from poptorch.ops.program_functions import nop, recomputationCheckpoint
 
 
-def _begin_block(stage: int, _phase: int, ipu: int) -> None:
-    Block.start(stage, ipu)
-
-
 def _end_block() -> None:
     """Have what follows belong to no block."""
     if (seen := recorded_forward.get()) is not None:
@@ -35,7 +31,7 @@ def _nothing(*_args: object) -> None:
 _OPERATORS: Final[dict[str, Callable[..., Any]]] = {
     "push_name_scope(str name) -> ()": _nothing,
     "pop_name_scope() -> ()": _nothing,
-    "begin_ipu_block(int stage, int phase, int ipu) -> ()": _begin_block,
+    "begin_ipu_block(int stage, int phase, int ipu) -> ()": lambda stage, _phase, ipu: Block.start(stage, ipu),
     "end_ipu_block() -> ()": _end_block,
     "identity_loss(Tensor x, int reduction) -> Tensor": identity_loss,
     "nop(Tensor(a) x) -> Tensor(a)": nop,
@@ -46,8 +42,7 @@ _OPERATORS: Final[dict[str, Callable[..., Any]]] = {
     'ipu_print_tensor(Tensor(a) x, str title="") -> Tensor(a)': hints.ipu_print_tensor,
 }
 
-LIBRARY: Final = torch.library.Library("poptorch", "DEF")
-"""Torch has the operators for as long as this lives."""
+LIBRARY: Final = torch.library.Library("poptorch", "DEF")  # torch has the operators for as long as this lives
 
 for _schema, _function in _OPERATORS.items():
     # "implicit": torch differentiates the operations within

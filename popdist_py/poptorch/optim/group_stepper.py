@@ -14,8 +14,7 @@ import popdist
 from poptorch._logging import logger
 from poptorch.options import Options
 
-_UNCORRECTED_STEPS: Final = 2.0**40
-"""In float32 a step more is the same number."""
+_UNCORRECTED_STEPS: Final = 2.0**40  # in float32 a step more is the same number
 
 _EXACT: Final = (torch.float32, torch.float64)
 
@@ -299,8 +298,7 @@ def _step_of_tensorflow(
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
-_ELEMENTS_AT_ONCE: Final = 1 << 19
-"""So many elements are in float32 at once, or one parameter."""
+_ELEMENTS_AT_ONCE: Final = 1 << 19  # so many elements are in float32 at once, or one parameter
 
 
 class WidenedLAMB(torch.optim.Optimizer):

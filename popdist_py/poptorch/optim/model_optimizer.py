@@ -24,8 +24,7 @@ from poptorch.optim.optimizer_values import (
 from poptorch.optim.optimizers import Optimizer
 from poptorch.options import Options
 
-_EPSILON: Final = 1e-6
-"""What torch adds to a norm that it divides by."""
+_EPSILON: Final = 1e-6  # what torch adds to a norm that it divides by
 
 _FACTOR: Final = "lossScaleUpdateFactor"
 
@@ -275,8 +274,7 @@ def _check_constants(before: OptimizerValues, after: OptimizerValues) -> None:
                 )
 
 
-_LARGE: Final = 65504.0 / 8
-"""From here on a gradient is near the largest number of half precision."""
+_LARGE: Final = 65504.0 / 8  # from here on a gradient is near the largest number of half precision
 
 _TOLERATED_SHARE: Final = 1e-7
 _LARGEST_SCALING: Final = 2.0**15

@@ -25,8 +25,7 @@ _STATES: Final = ("ipu_state", "ipu_param")
 class StateHolder(Protocol):
     """The model that trains with an optimizer, and has its state."""
 
-    has_news: bool
-    """Whether it has made a step since its state was read."""
+    has_news: bool  # whether it has made a step since its state was read
 
     def read_state(self) -> dict[str, dict[str, Tensor]]:
         """The state, as ``ipu_state`` and ``ipu_param``."""
@@ -88,8 +87,7 @@ class Optimizer(torch.optim.Optimizer):
     max_grad_norm: float
     variable_attrs: VariableAttributes
 
-    _numbers: ClassVar[tuple[str, ...]] = ()
-    """Settings of a group that can be variable."""
+    _numbers: ClassVar[tuple[str, ...]] = ()  # settings of a group that can be variable
 
     def __init__(
         self,
@@ -229,15 +227,12 @@ class SGD(Optimizer, torch.optim.SGD):
         self.use_combined_accum = use_combined_accum
         self._own += ("use_combined_accum",)
         if use_combined_accum:
-            self._scale_velocity(velocity_scaling)
+            self._add_setting("velocity_scaling", _positive("velocity_scaling", velocity_scaling, 1.0))
+            self.variable_attrs.allow("velocity_scaling")
+            if velocity_scaling is not None:
+                self.variable_attrs.markAsVariable("velocity_scaling")
         elif velocity_scaling is not None:
             logger.warning("velocity_scaling is only used with use_combined_accum=True: it is loss_scaling now")
-
-    def _scale_velocity(self, given: float | None) -> None:
-        self._add_setting("velocity_scaling", _positive("velocity_scaling", given, 1.0))
-        self.variable_attrs.allow("velocity_scaling")
-        if given is not None:
-            self.variable_attrs.markAsVariable("velocity_scaling")
 
     @property
     def velocity_scaling(self) -> float:

@@ -40,8 +40,7 @@ _PARTS: Final[Mapping[str, Callable[[], OptionValues]]] = {
     "_Popart": _PopartOptions,
 }
 
-_RANDOM_NORMAL: Final = 2
-"""PopART's number of synthetic data."""
+_RANDOM_NORMAL: Final = 2  # PopART's number of synthetic data
 
 
 class Options(OptionValues):
@@ -84,9 +83,6 @@ class Options(OptionValues):
         self._defaults["max_repeat_logs"] = None  # which it may be
         self.__dict__.update({name: make() for name, make in _PARTS.items()})
         self.__dict__["_execution_strategy"] = PipelinedExecution()
-        self._apply_environment()
-
-    def _apply_environment(self) -> None:
         if folder := environment.setting("CACHE_DIR"):
             logger.info("POPTORCH_CACHE_DIR is set: setting cache path to %s", folder)
             self.enableExecutableCaching(folder)
