@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import socket
 import threading
 import warnings
 from array import array
@@ -112,6 +113,13 @@ def law_a_rank_that_can_ask_no_other_keeps_all_from_it() -> None:
         if dist.get_rank() == 0:
             patch.setattr(segments, "_connect", lambda _token, _rank: None)
         assert (connect() is None) == (dist.get_world_size() > 1)
+
+
+def law_nobody_waits_at_a_socket_whose_queue_is_full() -> None:
+    """As strangers could fill it: there is no group then, at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "SOMAXCONN", 0)  # room for one
+        assert (connect() is None) == (dist.get_world_size() > 2)
 
 
 def law_a_foreign_segment_proves_no_host() -> None:

@@ -193,7 +193,7 @@ class SegmentExchange:
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
         found: dict[int, PeerSegment] = {}
         with ExitStack() as stack:
-            listener = stack.enter_context(_listen(token.hex(), len(self._names)))
+            listener = stack.enter_context(_listen(token.hex()))
             tokens = self._values_of_all("tokens", token.hex())
             connections = {
                 rank: stack.enter_context(made)
@@ -243,10 +243,10 @@ class SegmentExchange:
         return _checked(descriptors[0], _peer_of(connection)[0], token) if descriptors else None
 
 
-def _listen(token: str, num_ranks: int) -> socket.socket:
+def _listen(token: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(_socket_name(token))
-    listener.listen(num_ranks)
+    listener.listen(socket.SOMAXCONN)
     return listener
 
 
@@ -260,6 +260,7 @@ def open_through_proc(pid: int, descriptor: int) -> int:
 
 def _connect(token: str, rank: int) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_ACCEPT_SECONDS)  # where strangers fill the queue this fails at once, and never waits
     try:
         connection.connect(_socket_name(token))
         if _peer_of(connection)[1] == os.geteuid():
