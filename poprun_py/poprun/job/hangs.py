@@ -53,7 +53,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 
 
 def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float) -> Hang | None:
-    """The hang of programs that say nothing, by the collectives that they stand in (``calls``); or None."""
+    """The hang, perhaps only suspected, of programs that say nothing; ``calls`` are their collectives."""
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     if any(status.usage is None or status.busy_at_seconds is None for status in running):
         return None

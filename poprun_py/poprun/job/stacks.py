@@ -98,7 +98,9 @@ def collective_of(standing: Standing) -> str:
     """The call of torch's in which the main thread of a program waits for others, in words; "" for none."""
     whole = standing.threads[0] if standing.threads else ()
     main = _without_backend(whole)
-    if main and main[-1].file.endswith(_BACKWARD):
+    if main and main[-1].file.endswith(
+        _BACKWARD
+    ):  # DistributedDataParallel waits in C++, below Python's last call
         return "backward() of torch"
     inside = list(takewhile(lambda frame: _OF_GROUPS.search(frame.file), reversed(main)))
     called = [frame.function for frame in reversed(inside) if frame.file.endswith(_GROUPS)]

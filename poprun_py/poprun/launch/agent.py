@@ -105,8 +105,7 @@ class TreeEnding:
 
     def stop(self, program: int | None) -> None:
         """Ask the program to end; what is left of its tree at the deadline is killed."""
-        # its children are asked once it has ended: one that saves its state must not lose its data loader's
-        # workers
+        # its children only once it has ended: while it saves its state it needs its data loader's workers
         self.was_stopped = True
         self._begin(self.grace_seconds)
         if program is not None:
@@ -141,9 +140,8 @@ class TreeEnding:
 
 def hold_master_port(address: str) -> socket.socket:
     """A socket that keeps a free port of ``address`` for torch, without listening there."""
-    # Every instance must know the port before instance 0's program listens there. The kernel gives a port that is
-    # bound with SO_REUSEADDR to nobody who asks for any free one, and torch's listener, which sets that too, may
-    # bind it.
+    # Every instance must know it before instance 0's program listens there. The kernel gives a port that is bound
+    # with SO_REUSEADDR to nobody who asks for any, and torch's listener, which sets that too, may bind it.
     holder = socket.socket(_family(address), socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))

@@ -36,7 +36,7 @@ class HostShim(Shim):
     def fork_agents(self, instances: range) -> bool:
         """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes."""
         self._awaited = set(instances)
-        if not has_room():
+        if not has_room():  # a runtime that can start no process may say nothing
             self._lose_all(thread_shortage())
             return False
         load_agent()
@@ -75,7 +75,7 @@ class HostShim(Shim):
             raise ValueError(f"process {shim} is not that of an awaited instance")
         environment = environment_of(shim) | dict(zip(names, map(str, descriptors), strict=True))
         try:
-            end = end_of(runtime)
+            end = end_of(runtime)  # Hydra's proxy can die without mpiexec noticing
         except OSError as error:
             self._report_loss(index, error.errno or 0)
             raise

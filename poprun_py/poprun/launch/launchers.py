@@ -102,8 +102,7 @@ class HostWords(NamedTuple):
 
 def _through_hydra(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
     """The words for Hydra, whose proxies are told where mpiexec is."""
-    # Hydra 5 leaves out the last variable of its environment if it is in its list: so the options for ssh come
-    # last.
+    # Hydra 5 does not carry the last variable of its environment: so the options for ssh are that one
     from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - jobs of one host go without
 
     in_slurm = plan.remote.slurm_job is not None
@@ -191,8 +190,7 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
     """Whether one process forks the agents of a job of MPI, and the runtime's shims hand over to it."""
-    # with words of the user's, a runtime may give a shim more, such as cores; on other hosts it alone starts
-    # processes
+    # with words of the user's a runtime may give a shim more, such as cores; other hosts have no host shim
     return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
@@ -210,6 +208,8 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 
 class StartWatch:
     """Watches the shims while a job starts, to find those that end before their agent has reported."""
+
+    # They leave no trace on the control socket, and Hydra goes on waiting for them.
 
     def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
         # whether an MPI runtime starts all shims, on this machine; else there is nothing to see

@@ -97,7 +97,7 @@ class Shim:
             os.close(life_writer)
             return Parentage(os.getppid(), self._runtime, (life_reader,), os.environ)
 
-        if len(instances) > 1:
+        if len(instances) > 1:  # else the only agent loads it, which leaves less to copy
             load_agent()
         for index in instances:
             if self._fork_agent(index, make_parentage) is None:

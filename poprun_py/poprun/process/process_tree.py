@@ -152,7 +152,7 @@ def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
     """Every living descendant of this process, a subreaper, without those in ``apart_from`` and below them."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+    except ChildProcessError:  # a subreaper without a child has no descendants
         return []
     return descendants(os.getpid(), apart_from)
 
@@ -167,9 +167,9 @@ def reap() -> Iterator[Ended]:
             return
         if pid == 0:
             return
-        yield Ended(
-            pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * _KIBIBYTE if usage.ru_maxrss > own else 0
-        )
+        # the kernel counts what the child held before it executed its program: less than ours says nothing
+        peak_bytes = usage.ru_maxrss * _KIBIBYTE if usage.ru_maxrss > own else 0
+        yield Ended(pid, os.waitstatus_to_exitcode(status), peak_bytes)
 
 
 def send(keys: Iterable[ProcessKey], signum: int) -> None:
@@ -198,7 +198,7 @@ class StoppedChildren:
 
     def continue_them(self) -> None:
         """Continue those that were seen stopped at the last look, and look for others, at most once a second."""
-        if time.monotonic() >= self._next_seconds:
+        if time.monotonic() >= self._next_seconds:  # a pause of the whole job stops this process meanwhile, too
             self._next_seconds = time.monotonic() + STOPPED_SECONDS
             send(self._seen, signal.SIGCONT)
             self._seen = list(_newly_stopped())

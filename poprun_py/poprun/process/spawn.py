@@ -81,7 +81,7 @@ class ProcessStart(NamedTuple):
 
 
 def start_process(start: ProcessStart) -> int:
-    """Fork and execute, from the main thread; the process id, which is the id of the new session, too."""
+    """Fork and execute, from the main thread; the id of process and session, or an OSError with the path."""
     # the death signal comes when the *thread* that forked ends
     parent = os.getpid()
     pipe: tuple[int, ...] = ()

@@ -42,7 +42,7 @@ class ProgramStreams:
         self._relay: Relay | None = None
         self._feed: InputFeed | None = None
         is_alone = plan.num_instances == 1 and not plan.is_tagged
-        # whether the one program has poprun's own streams
+        # whether the one program has poprun's own streams: debuggers and progress bars work as without poprun
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:

@@ -201,11 +201,12 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None
+    # a thread's or a child's only when there is no other
     last = max(candidates, key=lambda traceback: (not traceback.origin.startswith(_THREAD_OR_CHILD), traceback.at))
     after = [line for line in lines[last.at + 1 :] if line and not NOISE.match(line)]
     if any(map(_DRAWN.match, after)):
         return None
-    if not last.is_a_launchers:
+    if not last.is_a_launchers:  # a program that printed much after it has survived it
         return None if len(after) > _MAX_LINES_AFTER else last
     earlier = [traceback for traceback in candidates if traceback.at < last.at and not traceback.is_a_launchers]
     rank = next((int(match[1]) for match in map(_ROOT_RANK.match, last.root_cause) if match), None)

@@ -256,6 +256,7 @@ def describe_others(
 
 
 def _kind(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
+    # an instance names itself in its message, or an address, and has failed for the same reason as another
     return status.exit_code, status.problem, _NUMBER.sub("#", _summary(status, words))
 
 
