@@ -189,8 +189,8 @@ def _join_job(found: Environment, asked: Asked) -> Job:
         connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
     finally:
         progress_page.end_wait()
-    if "torch" in sys.modules or not _torch_registers():
-        register()
+    if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        register()  # else torch finds the backend by itself when it is imported
     group = Group(connected, found.contract.num_instances, _state.notice)
     try:
         group.agree(
@@ -248,11 +248,6 @@ def _numbered_store(store: "Store") -> "Store":
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
 
     return PrefixStore(f"popdist/{_state.num_inits}", store)
-
-
-def _torch_registers() -> bool:
-    """Whether torch, when it is imported, finds the backend by itself."""
-    return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
 
 
 def ensure_init() -> None:

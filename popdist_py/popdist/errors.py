@@ -140,14 +140,20 @@ def name_first(names: Sequence[str], most: int = 3) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
+def runs_of(numbers: Iterable[int]) -> list[range]:
+    """The runs of consecutive numbers among ``numbers``, ascending."""
+    runs: list[range] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
     """The instances in words: ``instances 0 to 2 and 5``; of more than ``max_runs`` runs the bounds only."""
-    runs: list[list[int]] = []
-    for instance in sorted(instances):
-        if runs and instance == runs[-1][-1] + 1:
-            runs[-1].append(instance)
-        else:
-            runs.append([instance])
+    runs = runs_of(instances)
     if max_runs is not None and len(runs) > max_runs:
         return f"{sum(map(len, runs))} {noun}s from {runs[0][0]} to {runs[-1][-1]}"
     words = [word for run in runs for word in ([f"{run[0]} to {run[-1]}"] if run[2:] else map(str, run))]

@@ -10,14 +10,14 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Self
 
 from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.errors import PopdistError, whole_number
+from popdist.errors import PopdistError, runs_of, whole_number
 
 PAGE_BYTES: Final = 4096
 """Where the page ends and the text about threads begins."""
@@ -184,7 +184,8 @@ class ProgressPage:
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0
             self._memory[_NAME_AT : _NAME_AT + MAX_NAME_BYTES] = _encode(collective)
-            _RUNS.pack_into(self._memory, _RUNS_AT, *_bounds_of(_runs_of(members)))
+            runs = [(run[0], run[-1]) for run in runs_of(members)]
+            _RUNS.pack_into(self._memory, _RUNS_AT, *_bounds_of(runs))
             self._collective = collective
             self._words[0] = self._words[_BEGUN]
         self._words[_NUM_WAITS] += 1
@@ -202,17 +203,6 @@ class ProgressPage:
 def _one_nan(loss: float) -> float:
     """One NaN object for every NaN, so that two pages with a NaN compare equal."""
     return math.nan if math.isnan(loss) else loss
-
-
-def _runs_of(members: Iterable[int]) -> list[tuple[int, int]]:
-    """The runs of consecutive numbers in ``members``, ascending, each from its first to its last."""
-    runs: list[tuple[int, int]] = []
-    for member in sorted(members):
-        if runs and member == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], member)
-        else:
-            runs.append((member, member))
-    return runs
 
 
 def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:

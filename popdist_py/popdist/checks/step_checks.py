@@ -121,10 +121,9 @@ class ReplicaChecks(ModelChecks):
         is_first = self._steps.number == 1
         num_passes = training_loop.num_loader_passes - self._passes_before
         if self._layout.num_replicas == 1:
-            return CheckedStep(None, batch, num_passes, is_first=is_first)
-        step = CheckedStep(sum_parameters(self._module), batch, num_passes, is_first=is_first)
-        step.watch_others(OtherParameters(self._module, self._buffers.other_modules()))
-        return step
+            return CheckedStep(None, None, batch, num_passes, is_first=is_first)
+        others = OtherParameters(self._module, self._buffers.other_modules())
+        return CheckedStep(sum_parameters(self._module), others, batch, num_passes, is_first=is_first)
 
     def end_step(self) -> None:
         """Count a step that has ended with a gradient on all instances."""
@@ -152,19 +151,23 @@ class CheckedStep(UncheckedStep):
 
     is_on = True
 
-    def __init__(self, sums: ParameterSums | None, batch: Nest, num_passes: int, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        sums: ParameterSums | None,  # None where the job has one replica
+        others: OtherParameters | None,
+        batch: Nest,
+        num_passes: int,
+        *,
+        is_first: bool,
+    ) -> None:
         self._sums = sums
-        self._others: OtherParameters | None = None
+        self._others = others
         self._buffers: UntrackedBuffers | None = None
         self._is_first = is_first
         self.checksum = 0 if sums is None else sums.word
         if context.environment().contract.num_instances > 1 and batch is not None:
             self.num_loader_passes = num_passes
             self.digest = 0 if batches_of_loaders(batch) else digest_of(batch)
-
-    def watch_others(self, parameters: OtherParameters) -> None:
-        """Look for writes of other models' parameters, too."""
-        self._others = parameters
 
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None

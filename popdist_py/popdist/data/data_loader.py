@@ -59,10 +59,9 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     all right, and nothing has to be split. Its state is that of the loop, not of the workers.
 
     Random numbers that the dataset draws for a sample (from Python's, numpy's and torch's CPU generators) follow
-    from ``seed``, the epoch and the sample's index, and those of ``collate_fn`` from its first sample: neither the
-    split nor the number of workers changes them, and without workers the process's own random state stays as it
-    was. (A dataset that reads a list of samples at once with ``__getitems__`` draws once for each micro batch.)
-    With a ``sampler`` they follow from the sample's place in its order: an index that comes twice draws twice.
+    from ``seed``, the epoch and the sample's index, or its place in the order of a ``sampler``; those of
+    ``collate_fn`` from its first sample. Neither the split nor the number of workers changes them, nor do they
+    change the process's own state. (A dataset with ``__getitems__`` draws once for each micro batch.)
 
     Args:
         dataset: Map-style: a length, and a sample for each index. A stream comes as ``shard_iterable(stream)``.
@@ -83,9 +82,10 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
             loader; a loader that was made before ``popdist.init()`` finds out when it is first iterated over.
     """
     _refuse_dealing(options)
-    _refuse_order(dataset, sampler, shuffle=shuffle, is_packed=packing is not None)
-    plan = LoaderPlan(_stated(micro_batch_size), accumulation, shuffle, seed, drop_last)
-    _refuse_kinds(plan, collate_fn, packing)
+    if micro_batch_size is None:
+        raise DatasetError("data_loader(dataset, micro_batch_size): say how many samples a micro batch has")
+    plan = LoaderPlan(micro_batch_size, accumulation, shuffle, seed, drop_last)
+    _check_arguments(dataset, plan, sampler, collate_fn, packing)
     if packing is not None:
         return packing.make_loader(dataset, plan, collate_fn, options)
     collation = Collation(
@@ -98,19 +98,6 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
         return _sampled_loader(dataset, sampler, plan, collation, options)
     make = _stream_loader if isinstance(dataset, ShardedIterable) else _map_loader
     return make(dataset, plan, collation, options)
-
-
-def _stated(micro_batch_size: int | None) -> int:
-    if micro_batch_size is None:
-        raise DatasetError("data_loader(dataset, micro_batch_size): say how many samples a micro batch has")
-    return micro_batch_size
-
-
-def _refuse_kinds(plan: LoaderPlan, collate_fn: object, packing: object) -> None:
-    check_flags(DatasetError, shuffle=plan.shuffle, drop_last=plan.drop_last)
-    check_callable(DatasetError, collate_fn=collate_fn)
-    if packing is not None and not hasattr(packing, "make_loader"):
-        raise DatasetError(f"packing={packing!r} must be a popdist.packing.Packing(...)")
 
 
 def _refuse_dealing(options: dict[str, Any]) -> None:
@@ -126,16 +113,22 @@ def _refuse_dealing(options: dict[str, Any]) -> None:
         )
 
 
-def _refuse_order(dataset: object, sampler: object, *, shuffle: bool, is_packed: bool) -> None:
-    """Refuse a sampler together with shuffling, packing or a stream, and shuffling of a stream."""
+def _check_arguments(
+    dataset: object, plan: LoaderPlan, sampler: object, collate_fn: object, packing: object
+) -> None:
+    """Refuse what is no such argument, and those that do not go together, such as a sampler and shuffling."""
+    check_callable(DatasetError, collate_fn=collate_fn)
+    check_flags(DatasetError, shuffle=plan.shuffle, drop_last=plan.drop_last)
+    if packing is not None and not hasattr(packing, "make_loader"):
+        raise DatasetError(f"packing={packing!r} must be a popdist.packing.Packing(...)")
     is_stream = isinstance(dataset, ShardedIterable)
     if sampler is None:
-        if is_stream and shuffle and not is_packed:
+        if is_stream and plan.shuffle and packing is None:
             raise DatasetError("shuffle=True: a stream has no indices to shuffle; shuffle it where it is made")
         return
-    if shuffle:
+    if plan.shuffle:
         raise DatasetError("sampler= with shuffle=True: the sampler makes the order, so leave shuffle out")
-    if is_packed:
+    if packing is not None:
         raise DatasetError("sampler= with packing=: rows are packed from all samples, so leave one of them out")
     if is_stream:
         raise DatasetError("sampler= with a stream, which has no samples at indices: leave the sampler out")

@@ -33,11 +33,8 @@ MAX_LENGTH: Final = 2**63
 NUM_ROUNDS: Final = 12
 """Rounds of the Feistel network: with fewer than 12, some orders of short ranges are visibly more frequent."""
 
-LOOKUP_SIZES: Final = (256, 16384)
-"""Samples looked up in the permutation at once: few at first, to start at once, soon many, which is faster."""
-
-_GROWTH: Final = 8
-"""Each lookup has so many times the samples of the one before it."""
+LOOKUP_SIZE: Final = 4096
+"""Samples looked up in the permutation at once: an epoch starts soon, and numpy's cost of a call does not show."""
 
 _WORD: Final = 2**64 - 1  # integers modulo 2**64: the same shuffle on every machine and for every numpy
 GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -97,10 +94,7 @@ def scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _scramble_word(word: int) -> int:
     """The same as :func:`scramble`, for one Python number."""
-    word &= _WORD
-    word = (word ^ word >> 30) * _FIRST_FACTOR & _WORD
-    word = (word ^ word >> 27) * _SECOND_FACTOR & _WORD
-    return word ^ word >> 31
+    return int(scramble(np.array([word & _WORD], dtype=np.uint64))[0])
 
 
 def round_keys(*ingredients: int) -> list[int]:
@@ -347,15 +341,14 @@ def deal_epoch(
 def _deal(
     plan: EpochPlan, replicas: range, steps: Iterator[range], order: Order | None
 ) -> Iterator[tuple[range, list[int]]]:
-    size, largest = (max(1, size // (plan.samples_per_replica * len(replicas))) for size in LOOKUP_SIZES)
-    while ahead := list(islice(steps, size)):
+    num_steps = max(1, LOOKUP_SIZE // (plan.samples_per_replica * len(replicas)))
+    while ahead := list(islice(steps, num_steps)):
         shares = [plan.positions_of(replicas, step) for step in ahead]
         positions = np.concatenate([np.arange(share.start, share.stop, dtype=np.int64) for share in shares])
         indices, stop = (positions if order is None else order.indices(positions)).tolist(), 0
         for step, share in zip(ahead, shares, strict=True):
             start, stop = stop, stop + len(share)
             yield step, indices[start:stop]
-        size = min(_GROWTH * size, largest)
 
 
 def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:  # noqa: ANN401 - what was given, checked here

@@ -23,7 +23,7 @@ from popdist.groups import Group
 from popdist.host_memory.addition import HALVES, Op, node_additions
 from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
-from popdist.transport.two_level import CHUNK_SIZE, Transport, TwoLevelReduction, WaitingPeers
+from popdist.transport.two_level import CHUNK_SIZE, TwoLevelReduction, WaitingPeers
 from popdist.tree import Node, aligned_nodes, finish
 
 if TYPE_CHECKING:
@@ -284,19 +284,14 @@ def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | 
     return [aligned_nodes(first, first + block, layout.num_replicas) for first in hosts]
 
 
-def sum_between(transport: Transport, layout: ReplicaLayout) -> TwoLevelReduction:
-    """The sum over all replicas, between all instances, each of which counts as a host of its own."""
-    nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
-    return TwoLevelReduction(WaitingPeers(transport), nodes, layout.num_replicas)
-
-
 def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) -> TwoLevelReduction:
     """The sum over all replicas of tensors on ``device``: in the memory of each host first, where that can be."""
     backend = group.backend
     local_collectives = None if device.type == "cuda" else backend.local_collectives
     nodes = None if local_collectives is None else nodes_of_hosts(layout, local_collectives.size)
-    if local_collectives is None or nodes is None:
-        return sum_between(backend, layout)
+    if local_collectives is None or nodes is None:  # then each instance counts as a host of its own
+        nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+        return TwoLevelReduction(WaitingPeers(backend), nodes, layout.num_replicas)
     peers = backend.subgroup(backend.instances[local_collectives.group.rank :: local_collectives.size])
     return TwoLevelReduction(WaitingPeers(peers), nodes, layout.num_replicas, local_collectives)
 

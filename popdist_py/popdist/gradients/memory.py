@@ -95,8 +95,8 @@ class GradientMemory:
             span(node, num_replicas).start - self.first_replica: number
             for number, node in enumerate(self.nodes[instance])
         }
-        self._wide = GradientPool(gradients.make_wide)
-        self._narrow = self._wide if narrow is None else GradientPool(lambda: gradients.make_narrow(narrow))
+        self.of_micro_batches = wide = GradientPool(gradients.make_wide)
+        self.of_replicas = wide if narrow is None else GradientPool(lambda: gradients.make_narrow(narrow))
         # the weights that were added last, and their sum: most steps have the same
         self._weights: tuple[list[list[int]], float] = ([], 0.0)
         self.overlap: Overlap | None = None  # None before the first step whose gradients went over a network
@@ -109,13 +109,13 @@ class GradientMemory:
 
     def begin_step(self) -> None:
         """Make all room free."""
-        self._wide.begin_step()
-        self._narrow.begin_step()
+        self.of_micro_batches.begin_step()
+        self.of_replicas.begin_step()
 
     def room_for(self, replica: int, position: int) -> FlatGradient:
         """Room for micro batch ``position`` of a local replica."""
         shared = self._shared_for(replica) if position == 0 and self.narrow is None else None
-        return shared or self._wide.get()
+        return shared or self.of_micro_batches.get()
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
         """Room in the host's memory, if the node that begins with ``replica`` can be computed there."""
@@ -145,14 +145,14 @@ class GradientMemory:
         """The gradient of a local replica as it is added over the replicas: itself, or rounded in narrow room."""
         if self.narrow is None:
             return gradient
-        narrow = self._shared_for(replica) or self._narrow.get()
+        narrow = self._shared_for(replica) or self.of_replicas.get()
         narrow.copy(gradient)
-        self._wide.put_back(gradient)
+        self.of_micro_batches.put_back(gradient)
         return narrow
 
     def widened(self, total: FlatGradient, over: float) -> FlatGradient:
         """The sum over all replicas, in narrow room, as a wide one, divided by ``over``."""
-        wide = self._wide.get()
+        wide = self.of_micro_batches.get()
         wide.copy(total)
         scale_flat(wide.tensors, over=over)
         return wide
@@ -167,14 +167,6 @@ class GradientMemory:
             }
             self._weights = weights, finish(partials, self.layout.num_replicas, operator.add)
         return self._weights[1]
-
-    def add_micro_batches(self, left: FlatGradient, right: FlatGradient) -> FlatGradient:
-        """Add a micro batch's gradient, ``right``, to ``left``; the memory of ``right`` is free afterwards."""
-        return self._wide.add(left, right)
-
-    def add_replicas(self, left: FlatGradient, right: FlatGradient) -> FlatGradient:
-        """Add a replica's gradient, ``right``, to ``left``; the memory of ``right`` is free afterwards."""
-        return self._narrow.add(left, right)
 
 
 ParameterKind = tuple[int, bool, torch.device, torch.dtype]

@@ -87,11 +87,6 @@ def runs_of(bucket: Bucket) -> list[slice]:
     return [slice(start, min(start + width, bucket.stop)) for start in starts]
 
 
-def _digest_of(buckets: Iterable[Bucket]) -> bytes:
-    """A digest that is the same for the same buckets."""
-    return hashlib.blake2b(repr(list(buckets)).encode(), digest_size=16).digest()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPiece:
     """A part of a bucket, which travels by itself: where its numbers are in the flat buffer, and their sum."""
@@ -108,6 +103,10 @@ def keep_freed_memory() -> None:
 
 class Overlap:
     """The buckets of one model's gradients, in the order in which they are sent, and their memory."""
+
+    replica: FlatGradient  # the gradient of this instance's last replica; ``sent`` itself if it is not rounded
+    sent: FlatGradient  # what this instance has sent early
+    sums: FlatGradient  # over the job
 
     def __init__(
         self,
@@ -139,40 +138,28 @@ class Overlap:
         self.members = [[members[index] for index in bucket.members] for bucket in self.buckets]
         self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         self._num_replicas = layout.num_replicas
-        self._digest = _digest_of(self.buckets)
+        self._digest = hashlib.blake2b(repr(self.buckets).encode(), digest_size=16).digest()
         self._narrow = narrow
         self._has_given_up = False
-        self._memory: tuple[FlatGradient, FlatGradient, FlatGradient] | None = None
+        self._has_memory = False
         self._pieces: list[list[BucketPiece]] = []
 
-    @property
-    def replica(self) -> FlatGradient:
-        """The gradient of this instance's last replica; :attr:`sent` itself if it is not rounded."""
-        return self._allocated()[0]
+    def _allocate(self) -> None:
+        """Make the memory that all steps use, unless it is there."""
+        if self._has_memory:
+            return
+        keep_freed_memory()
+        self.replica = self.sent = self.gradients.make_wide()
+        if self._narrow is None:
+            self.sums = self.gradients.make_wide()
+        else:
+            self.sent = self.gradients.make_narrow(self._narrow)
+            self.sums = self.gradients.make_narrow(self._narrow)
+        self._pieces = [self._pieces_of(bucket) for bucket in self.buckets]
+        self._has_memory = True
 
-    @property
-    def sent(self) -> FlatGradient:
-        """What this instance has sent early."""
-        return self._allocated()[1]
-
-    @property
-    def sums(self) -> FlatGradient:
-        """The sums over the job."""
-        return self._allocated()[2]
-
-    def _allocated(self) -> tuple[FlatGradient, FlatGradient, FlatGradient]:
-        if self._memory is None:
-            keep_freed_memory()
-            wide, make = self.gradients.make_wide(), self.gradients.make_narrow
-            if self._narrow is None:
-                self._memory = (wide, wide, self.gradients.make_wide())
-            else:
-                self._memory = (wide, make(self._narrow), make(self._narrow))
-            self._pieces = [self._pieces_of(bucket, self._memory[2]) for bucket in self.buckets]
-        return self._memory
-
-    def _pieces_of(self, bucket: Bucket, sums: FlatGradient) -> list[BucketPiece]:
-        flat = sums.tensors[bucket.buffer]
+    def _pieces_of(self, bucket: Bucket) -> list[BucketPiece]:
+        flat = self.sums.tensors[bucket.buffer]
         return [BucketPiece(run=run, total=self._early_sum(flat[run])) for run in runs_of(bucket)]
 
     def _early_sum(self, into: Tensor) -> BucketAllReduce:
@@ -200,7 +187,7 @@ class Overlap:
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
-            self._allocated()
+            self._allocate()
         except (RuntimeError, MemoryError):
             self._has_given_up = True
             return 0
@@ -249,7 +236,7 @@ class Overlap:
 
     def drop_memory(self) -> None:
         """Use other memory from now on: late messages may still write into this one."""
-        self._memory = None
+        self._has_memory = False
 
 
 class LastMicroBatch:

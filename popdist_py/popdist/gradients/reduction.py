@@ -77,7 +77,7 @@ class GradientSum:
         self._checks = checks
         self._old = old  # None if the gradients of before belong to this step
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
-        self._tree: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.add_replicas, start=first)
+        self._tree: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.of_replicas.add, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0  # bit i: whether the i-th parameter had a gradient on this instance
         self._changes = NO_CHANGES
@@ -271,7 +271,7 @@ class GradientSum:
         if parts is not None:
             return parts.add(self._group, memory.layout, own, over)
         if len(self._group.instances) == 1:
-            total = finish(self._tree.nodes, memory.layout.num_replicas, memory.add_replicas)
+            total = finish(self._tree.nodes, memory.layout.num_replicas, memory.of_replicas.add)
         else:
             total = self._sum_over_network(own)
         scale_flat(total.tensors, over=over)

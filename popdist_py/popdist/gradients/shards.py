@@ -62,13 +62,6 @@ def flat_view(tensor: Tensor, name: str) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def flat_like(tensor: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """The elements of ``tensor`` in the order in which ``parameter``, of the same shape, has them in memory."""
-    if tensor.stride() != parameter.stride():
-        tensor = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-    return flat_view(tensor, name)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owned:
     """A parameter of a sharded optimizer, and for each instance the elements that it updates."""

@@ -27,7 +27,14 @@ from popdist.optim.elementwise import (
     quiet_step,
     signless_names,
 )
-from popdist.optim.pieces import PieceOptimizer, flat, in_order_of, load_uncast
+from popdist.optim.pieces import (
+    PieceOptimizer,
+    flat,
+    flat_in_order_of,
+    gradient_of,
+    in_order_of,
+    load_uncast,
+)
 from popdist.optim.rounding import HALVES, Place, round_by_chance
 
 _OWN_SETTINGS: Final = ("moments", "weights", "rounding", "seed", "num_steps")
@@ -129,12 +136,7 @@ class LowPrecision(PieceOptimizer):
         return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")
 
     def update(self) -> None:
-        """Update the parameters that have a gradient, unless a scaler has found infinity.
-
-        Raises:
-            OptimizerError: If a gradient is sparse, or the optimizer inside keeps something that is neither a
-                number for each element nor a single value.
-        """
+        """Update the parameters that have a gradient, unless a scaler has found infinity."""
         found_infinity = getattr(self, "found_inf", None)
         if found_infinity is not None and bool(found_infinity):
             return
@@ -165,11 +167,7 @@ class LowPrecision(PieceOptimizer):
             }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state is of this precision and of the optimizer inside.
-
-        Raises:
-            OptimizerError: If it is not.
-        """
+        """Raise an OptimizerError unless a state is of this precision and of the optimizer inside."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             then, now = ([it.get(name) for name in ("moments", "weights")] for it in (saved, group))
             if then[0] is None:
@@ -228,7 +226,8 @@ class LowPrecision(PieceOptimizer):
             self._inside[index] = kind([{"params": [anything], **settings}], **self._given)
         inside = self._inside[index]
         inner = _InnerStep(inside, settings, getattr(self, "grad_scale", None))
-        inner.is_checked = _is_checked(group["num_steps"] + 1)
+        is_off = context.is_initialized() and not context.current_job().is_checked
+        inner.is_checked = is_checked(group["num_steps"] + 1) and not is_off
         for position, parameter in parameters.items():
             piece = self._pieces.get(parameter)
             place = Place(position, 0) if piece is None else Place(piece.position, piece.elements.start)
@@ -247,7 +246,7 @@ class LowPrecision(PieceOptimizer):
             for name, value in before.items()
             if name in self._names and isinstance(value, Tensor)
         }
-        weights, gradient = flat(parameter.detach()), flat(in_order_of(_gradient_of(parameter), parameter))
+        weights, gradient = flat(parameter.detach()), flat_in_order_of(gradient_of(parameter), parameter)
         after: Mapping[str, Any] = before
         for start in range(0, parameter.numel(), _ELEMENTS_AT_ONCE):
             part = slice(start, start + _ELEMENTS_AT_ONCE)
@@ -260,7 +259,8 @@ class LowPrecision(PieceOptimizer):
             for name, value in after.items():
                 if name in self._names and isinstance(value, Tensor):
                     if name not in held:
-                        held[name] = _empty(parameter, group["moments"])
+                        dtype = _DTYPES[group["moments"]]
+                        held[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                     rows[name] = value, flat(held[name])[part]
                 elif isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
@@ -322,19 +322,6 @@ def _may_be_fused(settings: Mapping[str, Any]) -> bool:
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 
 
-def _gradient_of(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None or gradient.layout != torch.strided:
-        raise OptimizerError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with sparse=False"
-        )
-    return gradient
-
-
-def _empty(parameter: Tensor, dtype: str) -> Tensor:
-    return torch.empty_like(parameter, dtype=_DTYPES[dtype], requires_grad=False)
-
-
 def _check_class(optimizer_class: object) -> type[Optimizer]:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         is_made = isinstance(optimizer_class, Optimizer)
@@ -344,11 +331,6 @@ def _check_class(optimizer_class: object) -> type[Optimizer]:
             "such as torch.optim.AdamW"
         )
     return optimizer_class
-
-
-def _is_checked(number: int) -> bool:
-    is_off = context.is_initialized() and not context.current_job().is_checked
-    return is_checked(number) and not is_off
 
 
 def _inner_settings(group: Mapping[str, Any]) -> dict[str, Any]:

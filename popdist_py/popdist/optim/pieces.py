@@ -101,6 +101,16 @@ def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Ten
     return {places[number]: dict(state) for number, state in state_dict["state"].items() if number in places}
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient of ``parameter``, which has one; an OptimizerError if it is sparse."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided:
+        raise OptimizerError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with sparse=False"
+        )
+    return gradient
+
+
 def is_piece_optimizer(optimizer_class: type[Optimizer]) -> bool:
     """Whether ``optimizer_class`` is one of popdist's own that may be given pieces; a subclass of it may not."""
     return issubclass(optimizer_class, PieceOptimizer) and optimizer_class.__module__ in _OWN

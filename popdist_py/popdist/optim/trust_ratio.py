@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from popdist.errors import OptimizerError
-from popdist.optim.pieces import PieceOptimizer, check_number, flat_in_order_of, node_sums, square_sums
+from popdist.optim.pieces import (
+    PieceOptimizer,
+    check_number,
+    flat_in_order_of,
+    gradient_of,
+    node_sums,
+    square_sums,
+)
 
 Settings: TypeAlias = Mapping[str, Any]
 """A parameter group."""
@@ -50,6 +57,15 @@ class TrustRatioOptimizer(PieceOptimizer):
         """The same names for any settings."""
         return cls.element_names
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do; an OptimizerError if a setting is not possible."""
+        self.check_settings(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raise an OptimizerError if a setting of a group is out of its range."""
+        raise NotImplementedError
+
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Make the tensors whose norms are needed; gradients are negated already if the group maximizes."""
         raise NotImplementedError
@@ -60,7 +76,10 @@ class TrustRatioOptimizer(PieceOptimizer):
 
     def update(self) -> None:
         """Update the parameters that have a gradient, first those whose norms need an exchange."""
-        work = [(group, _with_gradient(group["params"])) for group in self.param_groups]
+        work = [(group, [it for it in group["params"] if it.grad is not None]) for group in self.param_groups]
+        for _, parameters in work:
+            for parameter in parameters:
+                gradient_of(parameter)  # an error before anything is updated
         if self._whole_sums is not None:
             self._step_on_pieces(work, self._whole_sums)
         for group, parameters in work:
@@ -93,22 +112,11 @@ class TrustRatioOptimizer(PieceOptimizer):
         return piece is not None and not piece.is_whole and bool(group["trust_ratio"])
 
     def _begin(self, group: Settings, parameters: list[Tensor]) -> PreparedUpdate:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [gradient_of(parameter) for parameter in parameters]
         if group["maximize"]:
             gradients = list(torch._foreach_neg(gradients))  # noqa: SLF001 - as torch's own optimizers call it
-        with_values = self.prepare(group, parameters, gradients)
-        return PreparedUpdate(group=group, parameters=parameters, measured=with_values)
-
-
-def _with_gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
-    found = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in found:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise OptimizerError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with "
-                "sparse=False"
-            )
-    return found
+        measured = self.prepare(group, parameters, gradients)
+        return PreparedUpdate(group=group, parameters=parameters, measured=measured)
 
 
 def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
@@ -200,13 +208,8 @@ class LAMB(TrustRatioOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do.
-
-        Raises:
-            OptimizerError: If a setting is out of its range.
-        """
-        settings = self.defaults | param_group
+    def check_settings(self, settings: Settings) -> None:
+        """Raise an OptimizerError if a setting of a group is out of its range."""
         for name in ("lr", "eps", "weight_decay"):
             check_number(name, settings[name])
         betas = settings["betas"]
@@ -216,7 +219,6 @@ class LAMB(TrustRatioOptimizer):
             check_number(f"betas[{index}]", beta, below=1.0)
         if settings["max_weight_norm"] is not None:
             check_number("max_weight_norm", settings["max_weight_norm"], minimum=1e-300)
-        super().add_param_group(param_group)
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Update the moments m and v, and return the update u of each parameter."""
@@ -322,19 +324,13 @@ class LARS(TrustRatioOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do.
-
-        Raises:
-            OptimizerError: If a setting is out of its range.
-        """
-        settings = self.defaults | param_group
+    def check_settings(self, settings: Settings) -> None:
+        """Raise an OptimizerError if a setting of a group is out of its range."""
         for name in ("lr", "weight_decay", "trust_coefficient"):
             check_number(name, settings[name])
         check_number("momentum", settings["momentum"], below=1.0)
         if settings["nesterov"] and not settings["momentum"]:
             raise OptimizerError("nesterov=True needs a momentum above 0: there is nothing to look ahead by")
-        super().add_param_group(param_group)
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
         """Return the gradients, whose norms are needed."""

@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from popdist.collectives import gather_bytes
 from popdist.errors import OptimizerError, name_instances
 from popdist.gradients.partial_gradients import PartialGradient
-from popdist.gradients.shards import Ranges, deal_elements, flat_like, flat_view, may_be_cut
+from popdist.gradients.shards import Ranges, deal_elements, flat_view, may_be_cut
 from popdist.groups import Group
+from popdist.optim.pieces import flat_in_order_of
 
 Named: TypeAlias = tuple[str, Parameter]
 """A name and its parameter of the model."""
@@ -61,7 +62,7 @@ class ShardedParameter:
 
     def shard_of(self, values: Tensor) -> Tensor:
         """The part of ``values``, which has a number for each element of ``whole``, that belongs to the shard."""
-        flat = flat_like(values.view(self.whole.shape), self.whole, self.name)
+        flat = flat_in_order_of(values.view(self.whole.shape), self.whole)
         return flat[self.mine.start : self.mine.stop].view(self.shard.shape)
 
 

@@ -46,11 +46,6 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of settings that are shown and compared by their value."""
 
 
-def is_optimizer_class(kind: object) -> bool:
-    """Whether ``kind`` is a class of torch's optimizers."""
-    return isinstance(kind, type) and issubclass(kind, Optimizer)
-
-
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group: all that it holds beside the parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -127,7 +122,8 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if not isinstance(model, ReplicatedModel):
             raise OptimizerError(f"ShardedOptimizer takes a popdist.ReplicatedModel, not a {type(model).__name__}")
-        if not is_optimizer_class(optimizer_class):
+        given: object = optimizer_class
+        if not (isinstance(given, type) and issubclass(given, Optimizer)):
             raise OptimizerError(f"ShardedOptimizer takes a class of optimizers, not {optimizer_class!r}")
         self._model = weakref.ref(model)
         self._optimizer_class = optimizer_class

@@ -88,10 +88,6 @@ class GroupedNorm:
             running.copy_(torch.from_numpy(before * (1 - rate) + new * rate))
 
 
-def _by_channel(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(1, -1, *[1] * (like.dim() - 2))
-
-
 def _array_of(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
     """One array with all of these."""
     return np.concatenate([*(it.cpu().numpy() for it in tensors), numbers], dtype=np.float64)
@@ -168,7 +164,8 @@ class _Normalise(torch.autograd.Function):
             scale = scale * (variance + eps).rsqrt()
             slopes = means * -scale
             of_x = batch_norm(x, mean, variance, slopes[0], slopes[1], training=False, eps=eps)
-            of_x = of_x.addcmul_(slope, _by_channel(scale, x)).to(dtype)
+            by_channel = scale.view(1, -1, *[1] * (x.dim() - 2))
+            of_x = of_x.addcmul_(slope, by_channel).to(dtype)
         if weight is None:
             return of_x, None, None, None, None
         return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None

@@ -26,19 +26,25 @@ _ALIGNMENT_BYTES: Final = 64
 _CPU: Final = torch.device("cpu")
 """Comparing a device with this one is faster than comparing its type as text."""
 
-_NO_DIM: Final = -1
-"""Stands for the size of a tensor without dim 0."""
-
 
 def count_samples(batch: Nest) -> int:
     """Size of dim 0 of every tensor in ``batch``, which must be one; 0 is legal."""
     if type(batch) in (tuple, list) and (size := _size_of_tensors(batch)) is not None:
         return size
-    sizes: set[int] = set()
-    _add_sizes(batch, sizes)
-    if len(sizes) != 1 or _NO_DIM in sizes:
-        raise _no_size(batch)
-    return sizes.pop()
+    sizes = list(_sizes(batch, "batch"))
+    if not sizes:
+        raise BatchError(
+            f"the batch is a {type(batch).__name__} without a tensor in it, so there is nothing to split: pass "
+            "tensors, or tuples, lists, dicts or dataclasses of tensors"
+        )
+    first_place, num_samples = sizes[0]
+    for place, size in sizes:
+        if size != num_samples:
+            raise BatchError(
+                f"{place} holds {size} samples and {first_place} {num_samples}: all tensors of a batch are split "
+                "together along dim 0, so they must agree in its size"
+            )
+    return num_samples
 
 
 def _size_of_tensors(tensors: Sequence[Any]) -> int | None:
@@ -81,17 +87,11 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
     return _map(nest, lambda child: to_device(child, device))
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    """Whether ``tensor`` begins where torch's allocators have tensors begin; those of other kinds count, too."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return True
-    return tensor.data_ptr() % _ALIGNMENT_BYTES == 0
-
-
 def _aligned(tensor: Tensor) -> Tensor:
     """``tensor``, or a copy of it with the same strides that begins at an even place."""
     # where operands begin shows in the bits of products, and where a part of a batch begins depends on the split
-    if _is_aligned(tensor):
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    if not is_plain or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
@@ -119,35 +119,6 @@ def _map(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
         children = {field.name: function(getattr(nest, field.name)) for field in fields(nest) if field.init}
         return replace(nest, **children)
     return nest
-
-
-def _add_sizes(nest: Nest, sizes: set[int]) -> None:
-    """Add the sizes of dim 0 of all that is cut. Their places are only looked for when one is wrong."""
-    if isinstance(nest, torch.Tensor):
-        shape = nest.shape
-        sizes.add(shape[0] if shape else _NO_DIM)
-    elif is_list_of_strings(nest):
-        sizes.add(len(nest))
-    else:
-        children = nest if type(nest) in (tuple, list) else [child for _, child in children_of(nest)]
-        for child in children:
-            _add_sizes(child, sizes)
-
-
-def _no_size(batch: Nest) -> BatchError:
-    """The error that says why ``batch`` has no one size of dim 0."""
-    sizes = list(_sizes(batch, "batch"))
-    if not sizes:
-        return BatchError(
-            f"the batch is a {type(batch).__name__} without a tensor in it, so there is nothing to split: pass "
-            "tensors, or tuples, lists, dicts or dataclasses of tensors"
-        )
-    first_place, num_samples = sizes[0]
-    place, size = next((place, size) for place, size in sizes if size != num_samples)
-    return BatchError(
-        f"{place} holds {size} samples and {first_place} {num_samples}: all tensors of a batch are split "
-        "together along dim 0, so they must agree in its size"
-    )
 
 
 def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
@@ -217,7 +188,9 @@ def split_batch(
         contents = [content if size else None for content, size in zip(contents, sizes, strict=True)]
     if weights is None:
         return accumulation, contents, sizes
-    weights = _check_weights(weights)
+    if not isinstance(weights, Iterable):
+        raise BatchError(f"weights={weights!r} must be a list of numbers, one for each micro batch")
+    weights = list(map(check_weight, weights))
     _expect(len(weights), "there are {} weights", num_replicas, accumulation)
     for index, (content, weight) in enumerate(zip(contents, weights, strict=True)):
         if content is None and weight:
@@ -255,12 +228,6 @@ def _paired(batches: Sequence[Batch]) -> list[Nest]:
             )
         contents.append(tuple(micro.content for micro in micros))
     return contents
-
-
-def _check_weights(weights: object) -> list[float]:
-    if not isinstance(weights, Iterable):
-        raise BatchError(f"weights={weights!r} must be a list of numbers, one for each micro batch")
-    return [check_weight(weight) for weight in weights]
 
 
 def check_weight(weight: float) -> float:

@@ -343,11 +343,7 @@ class ReplicatedModel(nn.Module):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
-        """Set an attribute of the module, as reading one reads the module's; weights are set before it is wrapped.
-
-        Raises:
-            WeightsError: For a module or a parameter, and for what belongs to DistributedDataParallel.
-        """
+        """Set an attribute of the module; a WeightsError for a weight, and for what belongs to DDP."""
         if "_model_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module | nn.Parameter) or name == "module":

@@ -152,7 +152,7 @@ class Step:
         replica = self._position // self.accumulation
         if replica not in self._open:
             self._open[replica] = _ReplicaSum(
-                TreeSum(self.accumulation, self._memory.add_micro_batches),
+                TreeSum(self.accumulation, self._memory.of_micro_batches.add),
                 TreeSum(self.accumulation, operator.add),
             )
         return self._open[replica]
