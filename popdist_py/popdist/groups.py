@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from popdist.errors import BackendError, CollectiveError, name_instances
+from popdist.errors import BackendError, CollectiveError, PopdistError, name_instances
 from popdist.progress import progress_page
 
 if TYPE_CHECKING:
@@ -308,12 +308,18 @@ class Group:
     def _send(
         self, text: str, send: Callable[[Any, list[list[int]]], T], data: object, received: list[list[int]]
     ) -> T:
-        try:
+        with self.undivided(text):
             return send(data, received)
-        except (BackendError, CollectiveError):
+
+    @contextmanager
+    def undivided(self, text: str) -> Iterator[None]:
+        """Leave the job if the error of a signal handler ends the block: the others wait for the rest of it."""
+        try:
+            yield
+        except PopdistError:
             raise
         except BaseException as error:
-            if len(self.instances) > 1:
+            if len(self.instances) > 1 and self._end is None:
                 self._end = (
                     f"{text} was interrupted here by {type(error).__name__} while the instances exchanged its "
                     "data, so this instance has left the job: let no signal handler raise an error in a collective"

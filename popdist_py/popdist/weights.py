@@ -45,6 +45,11 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
     tensors = dict(_named_tensors(weights))
     if root not in group.instances:
         raise WeightsError(f"{text}: there is no such instance, only {name_instances(group.instances)}")
+    with group.undivided(text):
+        _broadcast(group, root, text, tensors)
+
+
+def _broadcast(group: Group, root: int, text: str, tensors: Mapping[str, Tensor]) -> None:
     if different := _different(group, root, f"{text}, names, shapes and dtypes", _digest(tensors, _describe)):
         raise WeightsError(
             f"{text}: names, shapes or dtypes of {name_instances(different)} differ from those of instance "

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from fractions import Fraction
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import popdist
 from popdist import context
@@ -494,14 +495,16 @@ def law_what_a_signal_interrupts_is_done_before_the_next() -> None:
 
 
 @contextmanager
-def interrupted() -> Iterator[None]:
-    """Have a signal handler raise an error in the block, when that waits for headers."""
+def interrupted(within: str = "") -> Iterator[None]:
+    """Have a signal handler raise an error in the block, when that waits for headers, in that function."""
 
     def on_alarm(_: int, frame: FrameType | None) -> None:
+        names = set()
         while frame is not None:
-            if frame.f_code.co_name == "_receive":
-                raise InterruptedError("the alarm")
+            names.add(frame.f_code.co_name)
             frame = frame.f_back
+        if names >= {"_receive", within or "_receive"}:
+            raise InterruptedError("the alarm")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS, ALARM_SECONDS)
@@ -532,6 +535,44 @@ def law_an_instance_interrupted_in_its_data_leaves() -> None:
         with refused(popdist.BackendError, "ended or was lost|has left|was closed"):
             popdist.all_reduce(torch.ones(1))
     assert time.monotonic() - start < TIMEOUT_SECONDS / 2
+    popdist.finalize()
+    popdist.init("gloo", timeout_seconds=TIMEOUT_SECONDS)
+
+
+def law_an_instance_interrupted_among_exchanges_leaves() -> None:
+    """Of weights, and at the end of a step, before the last of what the others wait for."""
+
+    def broadcast(come: Callable[[], object]) -> None:
+        come()
+        popdist.broadcast_weights(nn.Linear(2, 1))
+
+    def take_step(come: Callable[[], object]) -> None:
+        model = popdist.ReplicatedModel(nn.Linear(2, 1))
+        for part in model.micro_batches(torch.ones(popdist.num_replicas(), 2)):
+            model(part).sum().backward()
+            come()
+
+    assert_leaves(r"broadcast_weights\(root=0\)", broadcast, within="_different")
+    assert_leaves("the end of a step", take_step, within="_finish_together")
+
+
+def assert_leaves(text: str, call: Callable[[Callable[[], object]], None], *, within: str) -> None:
+    """The last instance is interrupted in ``call``, which lets the others come later: all hear of it at once."""
+    last, store = popdist.num_instances() - 1, context._state.store
+    backend: Any = context.current_group().backend
+    if store is None or backend.host_group is None:  # a wait of gloo's ends before a signal handler is called
+        return
+    if popdist.instance_index() == last:
+        with interrupted(within), refused(InterruptedError, "the alarm"):
+            call(lambda: None)
+        with refused(popdist.CollectiveError, rf"barrier\(\): {text}.*interrupted here by InterruptedError"):
+            popdist.barrier()
+        store.set(f"left {text}", "")
+    else:
+        start = time.monotonic()
+        with refused(popdist.BackendError, "ended or was lost|has left|was closed"):
+            call(partial(store.wait, [f"left {text}"], timedelta(seconds=TIMEOUT_SECONDS)))
+        assert time.monotonic() - start < TIMEOUT_SECONDS / 2
     popdist.finalize()
     popdist.init("gloo", timeout_seconds=TIMEOUT_SECONDS)
 

@@ -25,7 +25,7 @@ from popdist.gradients.partial_gradients import PartialGradient
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import whole_pages
 from popdist.optim import LAMB, LARS, LowPrecision
-from tests.contract.collective_laws import refused
+from tests.contract.collective_laws import assert_leaves, refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
 TIMEOUT_SECONDS = 300.0
@@ -369,6 +369,20 @@ def replace_data(gradient: Tensor) -> int:
     """As older programs change gradients."""
     gradient.data = gradient.data * 2
     return 0
+
+
+def law_an_instance_interrupted_in_an_update_leaves() -> None:
+    """Before it has sent its part of the weights, which the others wait for."""
+
+    def update(come: Callable[[], object]) -> None:
+        model = popdist.ReplicatedModel(nn.Linear(2, 1))
+        optimizer = popdist.ShardedOptimizer(model, optim.SGD, lr=0.1)
+        for part in model.micro_batches(torch.ones(popdist.num_replicas(), 2)):
+            model(part).sum().backward()
+        come()
+        optimizer.step()
+
+    assert_leaves(r"ShardedOptimizer\.step\(\)", update, within="report")
 
 
 def law_who_reads_a_gradient_in_parts_gets_all_of_it() -> None:

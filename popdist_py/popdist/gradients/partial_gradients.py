@@ -153,10 +153,10 @@ class StepGradients:
     def gather(self) -> None:
         """Make all gradients whole, and ordinary tensors; every instance calls it."""
         pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
-        self.group.agree(
-            f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
-        )
-        gather_parts(self.group, [gradient for _, gradient in pairs if gradient is not None])
+        text = f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
+        with self.group.undivided(text):
+            self.group.agree(text)
+            gather_parts(self.group, [gradient for _, gradient in pairs if gradient is not None])
         for parameter, gradient in pairs:
             if parameter is not None and gradient is not None and parameter.grad is gradient:
                 _restore_grad(parameter, gradient)
@@ -188,10 +188,12 @@ def _unscale(
     """Divide gradients by a scaler's scale; what one instance finds, all have found."""
     parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
     group = parts[0]._step.group  # noqa: SLF001 - of this module
-    group.agree(f"unscale {len(gradients)} gradients, look for NaN and infinity")
-    here = [gradient.here if isinstance(gradient, PartialGradient) else gradient for gradient in gradients]
-    unscaler([part for part in here if part.numel()], found_inf, inv_scale)
-    found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
+    text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
+    with group.undivided(text):
+        group.agree(text)
+        here = [gradient.here if isinstance(gradient, PartialGradient) else gradient for gradient in gradients]
+        unscaler([part for part in here if part.numel()], found_inf, inv_scale)
+        found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
 
 
 class GradientParts:
@@ -253,13 +255,13 @@ def clip_grad_norm(
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
-    group.agree(text)
-    if not gradients:
-        return torch.tensor(0.0, dtype=torch.float32)
-    gather_parts(
-        group, [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
-    )
-    norms = _norms(group, gradients, norm_type)  # of whole parameters, so the norm of these has torch's bits
+    cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
+    with group.undivided(text):
+        group.agree(text)
+        if not gradients:
+            return torch.tensor(0.0, dtype=torch.float32)
+        gather_parts(group, cut)
+        norms = _norms(group, gradients, norm_type)  # of whole parameters, so the norm of these has torch's bits
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if must_be_finite and not total.isfinite():
         raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this

@@ -189,6 +189,13 @@ class GradientSum:
         add: bool = False,
     ) -> None:
         """Set every ``.grad`` and every buffer to that of all replicas, or raise what one instance has found."""
+        self.weight_scale()
+        with self._group.undivided("the end of a step"):
+            self._finish_together(reduction, not_finite, fault, add=add)
+
+    def _finish_together(
+        self, reduction: MeanOrSum, not_finite: NotFinite | None, fault: str | None, *, add: bool
+    ) -> None:
         scale = self.weight_scale()
         self._is_awaited, self._adds = False, add
         parts = self._parts()

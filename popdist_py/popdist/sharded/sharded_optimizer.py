@@ -197,10 +197,11 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         group, text = self._group(), f"ShardedOptimizer.step() of {len(self._sharded)} parameters"
-        self._begin(group, text)
-        trouble = self._update()
-        with group.doing(f"{text}, the update"):
-            self._copies.update(group, self._sharded)
+        with group.undivided(text):
+            self._begin(group, text)
+            trouble = self._update()
+            with group.doing(f"{text}, the update"):
+                self._copies.update(group, self._sharded)
         report(group, f"{text}, the update", trouble)
         return loss
 
@@ -258,9 +259,11 @@ class ShardedOptimizer(Optimizer):
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._completed_settings().state
-        for parameter, state in gather_state(self._group(), self._sharded, inner, self._keys, text):
-            if keep:
-                self.state[parameter.whole] = state
+        group = self._group()
+        with group.undivided(text):
+            for parameter, state in gather_state(group, self._sharded, inner, self._keys, text):
+                if keep:
+                    self.state[parameter.whole] = state
         try:
             return super().state_dict()
         finally:
@@ -427,7 +430,8 @@ class NormExchange:
         device = self._cut[0].whole.device
         sent = torch.zeros(width, dtype=torch.float64)
         sent[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        with self._group.doing(f"the norms of {len(self._cut)} parameters"):
+        text = f"the norms of {len(self._cut)} parameters"
+        with self._group.undivided(text), self._group.doing(text):
             rows: list[list[float]] = self._group.backend.all_gather(sent.to(device)).tolist()
         return rows
 
