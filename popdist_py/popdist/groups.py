@@ -253,7 +253,13 @@ class Exchange:
 class Group:
     """The instances that take part in the collectives of this process at the moment."""
 
-    def __init__(self, backend: Backend, num_job_instances: int, notice: PreemptionNotice | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        num_job_instances: int,
+        notice: PreemptionNotice | None = None,
+        whole: "Group | None" = None,
+    ) -> None:
         self.backend = backend
         self.instances = backend.instances
         self._notice = notice
@@ -261,12 +267,12 @@ class Group:
         self.part = self.instances if len(self.instances) < num_job_instances else ()
         self._unfinished: list[Exchange] = []
         self._before_next: list[Callable[[], object]] = []
-        self._end: str | None = None
+        self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - why it has left the job
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
         """Send a header to all members without waiting for theirs; ``text`` is the same on every member."""
-        if self._end is not None:
-            raise CollectiveError(f"{text}: {self._end}")
+        if self._ends:
+            raise CollectiveError(f"{text}: {self._ends[0]}")
         for exchange in tuple(self._unfinished):
             exchange.finish()
         while self._before_next:
@@ -319,8 +325,8 @@ class Group:
         except PopdistError:
             raise
         except BaseException as error:
-            if len(self.instances) > 1 and self._end is None:
-                self._end = (
+            if len(self.instances) > 1:
+                self._ends.append(
                     f"{text} was interrupted here by {type(error).__name__} while the instances exchanged its "
                     "data, so this instance has left the job: let no signal handler raise an error in a collective"
                 )

@@ -64,7 +64,7 @@ def execute_on_instances(
         _prepare()
     if contract.instance_index not in listed:
         return None
-    with limited_to(Group(job.group.backend.subgroup(listed), contract.num_instances)):
+    with limited_to(Group(job.group.backend.subgroup(listed), contract.num_instances, whole=job.group)):
         return fn(*args, **kwargs)
 
 

@@ -540,7 +540,7 @@ def law_an_instance_interrupted_in_its_data_leaves() -> None:
 
 
 def law_an_instance_interrupted_among_exchanges_leaves() -> None:
-    """Of weights, and at the end of a step, before the last of what the others wait for."""
+    """Of weights, of batch norm groups, and at the end of a step, before the last that the others wait for."""
 
     def broadcast(come: Callable[[], object]) -> None:
         come()
@@ -552,6 +552,14 @@ def law_an_instance_interrupted_among_exchanges_leaves() -> None:
             model(part).sum().backward()
             come()
 
+    def normalize(come: Callable[[], object]) -> None:
+        num_replicas = popdist.num_replicas()
+        model = popdist.ReplicatedModel(nn.BatchNorm1d(2), batch_norm_group_size=num_replicas)
+        for part in model.micro_batches(torch.ones(num_replicas, 2)):
+            come()
+            model(part).sum().backward()
+
+    assert_leaves("exchange among batch norm groups", normalize, within="_exchange")
     assert_leaves(r"broadcast_weights\(root=0\)", broadcast, within="_different")
     assert_leaves("the end of a step", take_step, within="_finish_together")
 

@@ -141,15 +141,16 @@ class GroupSync:
         numbers = [
             n for it in shown for n in (it, _KINDS.index(points[it].kind), points[it].layer, points[it].width)
         ]
-        headers = self._group.start(_TEXT, numbers).wait()
-        is_quick = len(shown) == 1 and LEFT not in points.values()
-        if not is_quick or any(words[1:] != numbers[1:] for words in headers):
-            _check(_points_in(headers), own=points)
-        if not arrays:
-            return self._found
-        mine = np.zeros((max(map(len, self._owners)), len(arrays[0])))
-        mine[: len(arrays)] = arrays
-        gathered = self._group.backend.all_gather(torch.from_numpy(mine)).numpy()
+        with self._group.undivided(_TEXT):
+            headers = self._group.start(_TEXT, numbers).wait()
+            is_quick = len(shown) == 1 and LEFT not in points.values()
+            if not is_quick or any(words[1:] != numbers[1:] for words in headers):
+                _check(_points_in(headers), own=points)
+            if not arrays:
+                return self._found
+            mine = np.zeros((max(map(len, self._owners)), len(arrays[0])))
+            mine[: len(arrays)] = arrays
+            gathered = self._group.backend.all_gather(torch.from_numpy(mine)).numpy()
         return np.concatenate([its[: len(owned)] for owned, its in zip(self._owners, gathered, strict=True)])
 
 
@@ -289,7 +290,9 @@ class NormGroups:
         if self._whole is not group:
             self._whole, self._parts = group, {}
         if instances not in self._parts:
-            self._parts[instances] = Group(group.backend.subgroup(instances), self._layout.num_instances)
+            self._parts[instances] = Group(
+                group.backend.subgroup(instances), self._layout.num_instances, whole=group
+            )
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:
