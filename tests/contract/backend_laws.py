@@ -139,6 +139,57 @@ def law_reduce_scatter_gives_each_rank_its_part(rank: Rank) -> None:
             assert same(from_tensor, mine), (op, dtype, size)
 
 
+def law_what_is_gathered_is_what_was_brought(rank: Rank) -> None:
+    """all_gather into a list, into one row each, and end to end."""
+    for dtype in (*FLOATS, *INTEGERS):
+        for size in SIZES:
+            rows, mine = all_brought(rank, dtype, size), brought(rank.rank, dtype, size)
+            listed = [torch.empty(size, dtype=dtype) for _ in rows]
+            distributed.all_gather(listed, mine)
+            stacked = torch.empty(rank.num_ranks, size, dtype=dtype)
+            distributed.all_gather_single(stacked, mine)
+            flat = torch.empty(rank.num_ranks * size, dtype=dtype)
+            distributed.all_gather_into_tensor(flat, mine)
+            assert all(map(same, listed, rows)), (dtype, size)
+            assert same(stacked, torch.stack(rows)), (dtype, size)
+            assert same(flat, torch.cat(rows)), (dtype, size)
+
+
+def law_broadcast_gives_the_roots_values(rank: Rank) -> None:
+    """For every root, dtype and size."""
+    for root in range(rank.num_ranks):
+        for dtype in (*FLOATS, *INTEGERS):
+            for size in SIZES:
+                tensor = brought(rank.rank, dtype, size)
+                distributed.broadcast(tensor, root)
+                assert same(tensor, brought(root, dtype, size)), (root, dtype, size)
+
+
+def law_all_to_all_sends_each_part_to_its_rank(rank: Rank) -> None:
+    """Equal parts, parts of their own sizes, and a list of tensors."""
+    num_ranks, me = rank.num_ranks, rank.rank
+    for dtype in (*FLOATS, *INTEGERS):
+        for size in (0, 1, 3, 1025):
+            rows = all_brought(rank, dtype, size * num_ranks)
+            equal = torch.empty(size * num_ranks, dtype=dtype)
+            distributed.all_to_all_single(equal, rows[me])
+            wanted = torch.cat([row[size * me : size * (me + 1)] for row in rows])
+            assert same(equal, wanted), (dtype, size)
+
+        def part(source: int, target: int, dtype: torch.dtype = dtype) -> Tensor:
+            return brought(7 * source + target, dtype, 5 * source + 3 * target)
+
+        sent = [part(me, other) for other in range(num_ranks)]
+        received = [part(other, me) for other in range(num_ranks)]
+        single = torch.empty(sum(map(len, received)), dtype=dtype)
+        sizes = [len(tensor) for tensor in received], [len(tensor) for tensor in sent]
+        distributed.all_to_all_single(single, torch.cat(sent), *sizes)
+        assert same(single, torch.cat(received)), dtype
+        listed = [torch.empty_like(tensor) for tensor in received]
+        distributed.all_to_all(listed, sent)
+        assert all(map(same, listed, received)), dtype
+
+
 def law_a_tensor_larger_than_the_segment_is_reduced_whole(rank: Rank) -> None:
     """Grown or in pieces, the bits are those of the tree; then a small one still is."""
     rows = [row.repeat(TIMES) for row in all_brought(rank, torch.float32, PERIOD)]

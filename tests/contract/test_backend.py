@@ -30,10 +30,10 @@ def test_laws(run_suite: Callable[..., None], num_ranks: int) -> None:
     run_suite("laws", num_ranks)
 
 
-@pytest.mark.parametrize("hosts", ["a", "aa", "aaa", "aaaa", "abc", "aabb"])
-def test_random_calls(run_suite: Callable[..., None], hosts: str) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_random_calls(run_suite: Callable[..., None], num_ranks: int) -> None:
     """Hundreds of calls of backend_random.py, of a new seed each time, which is in the error."""
-    run_suite("random", len(hosts), hosts, seed=secrets.randbelow(2**32))
+    run_suite("random", num_ranks, seed=secrets.randbelow(2**32))
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
