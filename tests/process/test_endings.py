@@ -8,6 +8,7 @@ poprun.launch.start_rank_shim.
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -215,6 +216,59 @@ def test_whatever_is_killed_while_a_job_starts_it_ends(launcher: Poprun, num_pro
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode > 0
+
+
+KILLED = """
+from poprun.__main__ import main
+from poprun.launch import launchers
+script = '[ -z "${PMI_RANK-$OMPI_COMM_WORLD_RANK}" ] || kill -9 $$; exec "$@"'
+for name in ("SHIM_WORDS", "RANK_SHIM_WORDS"):
+    setattr(launchers, name, ("sh", "-c", script, "sh", *getattr(launchers, name)))
+main()
+"""
+"""poprun where the shims that an MPI runtime starts are killed before anybody can have seen them."""
+
+
+@pytest.mark.parametrize("words", [("-n1",), ("--mpi-local-args=-wdir /", "-n2"), ("-n4",)])
+def test_shims_that_nobody_has_seen_are_killed(mpi: MpiEnvironment, words: tuple[str, ...]) -> None:
+    """The job ends for that reason, and not because nothing has come of its start for long."""
+    finished = run([str(mpi.python), "-c", KILLED, "--launcher=mpi", *words, "sleep", "600"])
+
+    assert finished.code == 70
+    assert "the MPI runtime has started" not in finished.err
+
+
+def write_script(file: Path, text: str) -> None:
+    """Write a shell script that can be executed."""
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+@pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
+def test_a_script_that_starts_the_mpi_runtime_may_take_its_time(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """The children that it has are no shims; when it ends before a shim has come, the job ends, too."""
+    for launcher in mpi.python.parent.glob("mpiexec*"):
+        write_script(tmp_path / launcher.name, f'[ "$1" = --version ] || sleep 1.2\n"{launcher}" "$@"')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    finished = Poprun()("--launcher=mpi", "--no-tag-output", "-n2", "echo", "ran", env=env)
+    killed = run([str(mpi.python), "-c", KILLED, "--launcher=mpi", "-n1", "true"], env=env)
+
+    assert finished.succeeded().lines == ["ran", "ran"]
+    assert killed.code == 70
+    assert "the MPI runtime has started" not in killed.err
+
+
+@pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
+def test_hydras_proxy_is_killed_before_it_has_started_shims(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """It is all that Hydra starts here, and Hydra waits on for ever."""
+    shutil.copy(mpi.mpiexec, tmp_path)
+    write_script(tmp_path / "hydra_pmi_proxy", "kill -9 $$")
+
+    finished = Poprun()("--launcher=mpi", "-n2", "true", env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+
+    assert finished.code == 70
+    assert "killed before it had reported" in finished.err
 
 
 def test_the_shim_that_forks_all_agents_is_killed(launcher: Poprun, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_other_hosts_are_named_and_no_value_is() -> None:
 
 def test_a_shim_that_reports_is_not_lost() -> None:
     """Its process id is known from its agent, and its end is then the agent's to tell."""
-    watch = StartWatch(0.0)
+    watch = StartWatch(0.0, None)
     watch.note_living({10, 11}, set(), 1.0)
     watch.note_living({10, 11, 12}, {10, 12}, 2.0)
     watch.note_living({11}, {10, 12}, 3.0)
@@ -117,7 +117,7 @@ def test_a_shim_that_reports_is_not_lost() -> None:
 
 def test_a_shim_that_vanishes_is_lost() -> None:
     """Whoever was seen, has not reported, and is gone will never report."""
-    watch = StartWatch(0.0)
+    watch = StartWatch(0.0, None)
     watch.note_living({10, 11}, set(), 1.0)
     watch.note_living({10}, {10}, 2.0)
 
@@ -126,7 +126,7 @@ def test_a_shim_that_vanishes_is_lost() -> None:
 
 def test_a_launcher_that_starts_nothing_is_idle() -> None:
     """The time runs while there is no shim that may still report."""
-    watch = StartWatch(0.0)
+    watch = StartWatch(0.0, None)
     watch.note_living(set(), set(), 5.0)
     watch.note_living(set(), set(), 7.0)
     assert watch.idle_seconds == 2.0
@@ -135,3 +135,13 @@ def test_a_launcher_that_starts_nothing_is_idle() -> None:
     watch.note_living({10}, {10}, 9.0)
     watch.note_living({10}, {10}, 9.5)
     assert watch.idle_seconds == 0.5
+
+
+def test_a_launcher_that_was_slow_with_its_first_shim_is_not_idle() -> None:
+    """The time that it took ends with the first report, also between two looks at the processes."""
+    watch = StartWatch(0.0, MPICH)
+    watch.update((), set(), 5.0)
+    watch.update((), set(), 7.0)
+    assert watch.idle_seconds == 2.0
+    watch.update((), {10}, 7.1)
+    assert watch.idle_seconds == 0.0

@@ -81,7 +81,7 @@ def recorded(events: Events, identity: JobIdentity = IDENTITY) -> Record:
 def snapshot(record: Record) -> JobSnapshot:
     """What the policy sees, when nobody has sent a signal."""
     return record.snapshot(
-        ReceivedSignals(), StartWatch(100.0), awaits_stacks=False, has_launcher_ended=False, now_seconds=NOW
+        ReceivedSignals(), StartWatch(100.0, None), awaits_stacks=False, has_launcher_ended=False, now_seconds=NOW
     )
 
 
@@ -166,7 +166,7 @@ def test_clocks_of_other_hosts_do_not_say_who_failed_first() -> None:
 
 def test_signals_shims_and_stacks_are_seen() -> None:
     """What others know is passed on as it is."""
-    signals, watch = ReceivedSignals(), StartWatch(100.0)
+    signals, watch = ReceivedSignals(), StartWatch(100.0, None)
     with signals:
         for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(signum)

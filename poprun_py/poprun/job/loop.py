@@ -62,7 +62,7 @@ class Attempt:
         self._record = Record(plan, identity, time.monotonic())
         self._kills_before = kill_counts()
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
-        self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
+        self._start_watch = StartWatch(time.monotonic(), plan.mpi if has_runtime else None)
         self._launcher_ended_early = False
         self._launcher_ended_at_seconds = math.inf
         self._selector = selectors.DefaultSelector()
@@ -146,7 +146,9 @@ class Attempt:
 
     def _has_lost_launcher(self, now_seconds: float) -> bool:
         """Whether the launcher has ended; on several hosts, shims may say first that a part of it was hit."""
-        if not (self._launcher.has_ended or self._launcher.has_failed):
+        is_starting = self._record.phase is Phase.STARTING  # then the host shim would wait on
+        has_lost_one = is_starting and self._launcher.running != self._launcher.started
+        if not (self._launcher.has_ended or self._launcher.has_failed or has_lost_one):
             return False
         self._launcher_ended_at_seconds = min(self._launcher_ended_at_seconds, now_seconds)
         is_alone = self._identity.network is None
@@ -185,7 +187,7 @@ class Attempt:
         return is_here and self._record.runtimes.get(instance) in self._launcher.started
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
-        if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:  # it died before the shim could look
+        if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it died before the shim could look
             self._record.add_event(instance, {"event": "shim_lost"}, time.monotonic())
         if self._record.phase >= Phase.STOPPING:
             self._links.send_order(instance, {"order": "kill"})

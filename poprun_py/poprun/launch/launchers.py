@@ -30,7 +30,7 @@ from poprun.messages.control import abstract_address
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.process.process_tree import ProcessKey, descendants, reap, words_of
+from poprun.process.process_tree import ProcessKey, descendants, has_reaped, reap, words_of
 from poprun.process.spawn import ProcessStart, start_process
 
 if TYPE_CHECKING:
@@ -211,20 +211,27 @@ class StartWatch:
 
     # They leave no trace on the control socket, and Hydra goes on waiting for them.
 
-    def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
-        # whether an MPI runtime starts all shims, on this machine; else there is nothing to see
-        self.has_runtime = has_runtime
+    def __init__(self, now_seconds: float, runtime: MpiRuntime | None) -> None:
+        self.runtime = runtime  # what starts all shims, on this machine; else there is nothing to see
+        self._has_reaped = False
         self._next_seconds = now_seconds + _LOOK_SECONDS
         self._shims: set[ProcessKey] = set()
         self._seen: set[int] = set()
+        self._num_reported = 0
         self._idle_since_seconds = math.inf
         self.has_lost_one = False  # whether a shim, or an agent, was gone before it had reported
         self.idle_seconds = 0.0  # for how long there has been no shim that may still report
 
     def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
         """Look for shims below the launcher's processes now and then; those in ``reported`` are known."""
-        if self.has_runtime and now_seconds >= self._next_seconds:
+        if len(reported) > self._num_reported:  # a runtime that was slow with its first shim is at work now
+            self._num_reported = len(reported)
+            self._idle_since_seconds, self.idle_seconds = math.inf, 0.0
+        if self.runtime is not None and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _LOOK_SECONDS
+            # One look later: an agent that saw its shim end reports first which one it was.
+            self.has_lost_one = self.has_lost_one or self._has_reaped
+            self._has_reaped = any(has_reaped(root) and _is_mpich(root, self.runtime) for root in roots)
             below = {key for root in roots for key in descendants(root) if key.pid not in reported}
             # To read the words of a process that maps its memory is to wait for it: so only once.
             self._shims |= {key for key in below - self._shims if tuple(words_of(key.pid)) in _ALL_SHIM_WORDS}
@@ -236,6 +243,14 @@ class StartWatch:
         self._seen |= living
         self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
         self.idle_seconds = max(0.0, now_seconds - self._idle_since_seconds)
+
+
+def _is_mpich(pid: int, runtime: MpiRuntime) -> bool:
+    """Whether a process is MPICH's launcher itself, whose children are shims or their proxy, and no script."""
+    try:
+        return runtime.kind is MpiKind.MPICH and os.path.samefile(f"/proc/{pid}/exe", runtime.launcher)
+    except OSError:  # it has ended
+        return False
 
 
 class LauncherProcesses:

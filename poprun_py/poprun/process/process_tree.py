@@ -23,7 +23,7 @@ else:
 
 STOPPED_SECONDS = 1.0  # how often to look for children that are stopped
 _KIBIBYTE = 1024
-_PARENT_FIELD, _STATE_FIELD, _START_FIELD = 1, 0, 19
+_STATE_FIELD, _PARENT_FIELD, _CHILD_FAULTS_FIELD, _START_FIELD = 0, 1, 8, 19
 
 
 class ProcessKey(NamedTuple):
@@ -45,6 +45,7 @@ class _Stat(NamedTuple):
     key: ProcessKey
     parent: int
     state: str
+    has_reaped: bool
 
 
 def _read_stat(pid: int) -> _Stat | None:
@@ -56,7 +57,8 @@ def _read_stat(pid: int) -> _Stat | None:
     # The name in parentheses may hold anything, so the fields are counted from the last parenthesis.
     fields = text[text.rindex(b")") + 2 :].split()
     key = ProcessKey(pid, int(fields[_START_FIELD]))
-    return _Stat(key, int(fields[_PARENT_FIELD]), fields[_STATE_FIELD].decode())
+    has_reaped = fields[_CHILD_FAULTS_FIELD] != b"0"  # no child runs without a page fault
+    return _Stat(key, int(fields[_PARENT_FIELD]), fields[_STATE_FIELD].decode(), has_reaped)
 
 
 def _all_stats() -> Iterator[_Stat]:
@@ -75,6 +77,12 @@ def has_ended(pid: int) -> bool:
     """Whether there is no process ``pid``, or one that only has not been reaped."""
     stat = _read_stat(pid)
     return stat is None or stat.state == "Z"
+
+
+def has_reaped(pid: int) -> bool:
+    """Whether there is a process ``pid`` that has reaped a child of its own."""
+    stat = _read_stat(pid)
+    return stat is not None and stat.has_reaped
 
 
 def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
