@@ -1,13 +1,16 @@
 """The commands that start a plan, as golden words."""
 
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from selectors import DefaultSelector
 
 import pytest
 
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.launch.launchers import StartWatch, launch_commands
+from poprun.launch.launchers import LaunchCommand, LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.shim import read_instances
 from poprun.plan.request import LauncherChoice, RemoteSettings
 from poprun.plan.topology import MpiKind, MpiRuntime
@@ -102,6 +105,23 @@ def test_other_hosts_are_named_and_no_value_is() -> None:
     assert open_mpi.words[1:3] == ("--host", "n1:2,n2:2")
     assert open_mpi.words[5].startswith("ssh -F /c -o BatchMode=yes")
     assert [word for word in open_mpi.words if word.startswith("POPRUN_")] == list(names)
+
+
+def test_the_end_of_what_poprun_has_started_is_seen_once() -> None:
+    """The end of a child that it has adopted is none."""
+    with DefaultSelector() as selector:
+        processes = LauncherProcesses(selector)
+        start = LaunchCommand(words=("sleep", "0.5"), environment={}, death_signal=signal.SIGKILL)
+        processes.start([start], os.environ, "/")
+        adopted = os.posix_spawn("/bin/true", ["true"], {})
+        os.waitid(os.P_PID, adopted, os.WEXITED | os.WNOWAIT)
+        assert not processes.reap()
+        (pid,) = processes.running
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert [processes.reap(), processes.reap()] == [True, False]
+        for key in list(selector.get_map().values()):
+            list(key.data())
+        assert processes.has_ended
 
 
 def test_a_shim_that_reports_is_not_lost() -> None:

@@ -157,7 +157,8 @@ class Attempt:
     def _listen(self, timeout_seconds: float) -> None:
         """Wait for events of agents, launcher and signals, and handle all that have come."""
         # children are reaped before the agents are heard: an agent's last word comes before its launcher's end
-        self._launcher.reap()
+        if self._launcher.reap():  # what woke the loop: agents may still say why, but not for long
+            timeout_seconds = min(timeout_seconds, _LAUNCHER_SECONDS)
         for key, _ in self._selector.select(timeout_seconds):
             if key.data is self._signals:
                 self._signals.drain()

@@ -326,12 +326,14 @@ class LauncherProcesses:
         """The last lines that they printed."""
         return self._output.decode(errors="replace").splitlines()
 
-    def reap(self) -> None:
-        """Reap every child that has ended, adopted ones too."""
+    def reap(self) -> bool:
+        """Reap every child that has ended, adopted ones too; whether poprun itself had started one of them."""
+        num_running = len(self._running)
         for ended in reap():
             if ended.pid in self._running:
                 self._running.remove(ended.pid)
                 self.exit_code = self.exit_code or (0 if self._was_asked else ended.code)
+        return len(self._running) < num_running
 
     def end(self, signum: int) -> None:
         """Send a signal to those that still run; how they then end is no failure."""
