@@ -8,6 +8,8 @@ import _signal  # type: ignore[import-not-found]  # signal of the standard libra
 import os
 import sys
 
+_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h, as of all that there is too little of
+
 
 def main() -> None:
     """Run poprun with the words of this process and end it."""
@@ -23,7 +25,11 @@ def main() -> None:
 
 def run_command(words: list[str]) -> int:
     """Run poprun with ``words``, without its name; returns the exit code: the job's, or that of an error."""
-    from poprun.text.screen import exit_code_of, log, write_any_letter  # noqa: PLC0415 - Ctrl-C is heard before this import
+    try:
+        from poprun.text.screen import exit_code_of, log, write_any_letter  # noqa: PLC0415 - Ctrl-C is heard before it
+    except (MemoryError, SystemError):  # the second is Python's own, where an import finds no memory
+        os.write(2, b"poprun: error: too little address space or memory: raise `ulimit -v`\n")
+        return _SOFTWARE
 
     def run() -> int:
         _open_closed_streams()

@@ -559,7 +559,8 @@ def law_an_instance_interrupted_among_exchanges_leaves() -> None:
             come()
             model(part).sum().backward()
 
-    assert_leaves("exchange among batch norm groups", normalize, within="_exchange")
+    if popdist.num_local_replicas() == 1:  # several replicas of an instance take turns in run_micro_batches only
+        assert_leaves("exchange among batch norm groups", normalize, within="_exchange")
     assert_leaves(r"broadcast_weights\(root=0\)", broadcast, within="_different")
     assert_leaves("the end of a step", take_step, within="_finish_together")
 

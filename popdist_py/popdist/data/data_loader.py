@@ -119,10 +119,10 @@ def _check_arguments(
     """Refuse what is no such argument, and those that do not go together, such as a sampler and shuffling."""
     check_callable(DatasetError, collate_fn=collate_fn)
     check_flags(DatasetError, shuffle=plan.shuffle, drop_last=plan.drop_last)
-    if packing is not None and not hasattr(packing, "make_loader"):
-        raise DatasetError(f"packing={packing!r} must be a popdist.packing.Packing(...)")
     is_stream = isinstance(dataset, ShardedIterable)
     if sampler is None:
+        if packing is not None and not hasattr(packing, "make_loader"):
+            raise DatasetError(f"packing={packing!r} must be a popdist.packing.Packing(...)")
         if is_stream and plan.shuffle and packing is None:
             raise DatasetError("shuffle=True: a stream has no indices to shuffle; shuffle it where it is made")
         return

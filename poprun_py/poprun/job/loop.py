@@ -148,11 +148,12 @@ class Attempt:
         """Whether the launcher has ended; on several hosts, shims may say first that a part of it was hit."""
         is_starting = self._record.phase is Phase.STARTING  # then the host shim would wait on
         has_lost_one = is_starting and self._launcher.running != self._launcher.started
-        if not (self._launcher.has_ended or self._launcher.has_failed or has_lost_one):
+        has_ended = self._launcher.has_ended or self._launcher.has_failed
+        if not (has_ended or has_lost_one):
             return False
         self._launcher_ended_at_seconds = min(self._launcher_ended_at_seconds, now_seconds)
-        is_alone = self._identity.network is None
-        return is_alone or now_seconds - self._launcher_ended_at_seconds >= CAUSE_SECONDS
+        patience = CAUSE_SECONDS if self._identity.network else 0.0 if has_ended else _LAUNCHER_SECONDS
+        return now_seconds - self._launcher_ended_at_seconds >= patience
 
     def _listen(self, timeout_seconds: float) -> None:
         """Wait for events of agents, launcher and signals, and handle all that have come."""

@@ -68,6 +68,8 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
     except (OSError, MemoryError) as error:
         abandon_stdout()
         found = error_of_system(error)
+    except SystemError:  # Python's own, where an import finds no memory
+        found = error_of_system(MemoryError())
     except ImportError as error:
         if _NO_ROOM not in str(error):
             raise
