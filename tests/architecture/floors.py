@@ -8,12 +8,14 @@ from typing import Final
 from tests.architecture.source_tree import words
 
 _LOWEST_FIRST: Final = {
+    "popsize": "errors < hardware model < constants stages < catalogue < mapping < duration footprint < search"
+    " < cases tables < picture",
     "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < devices"
-    " < job monitor emit doctor < cli vipu < start < command < __main__",
+    " < job monitor emit doctor < cli vipu < start size < command < __main__",
     "popdist": "errors layout tree stack_signal startup < contract torch_private extension < environments progress"
     " < host_memory < transport < groups < process_group < context < collectives < metrics weights"
     " < instances gradients < data < training packing < checks < optim < sharded"
-    " < checkpoint compat stubs poptorch preemption testing < popdist_core",
+    " < checkpoint compat parallel stubs poptorch preemption testing < popdist_core",
     "poptorch": "errors enums environment _impl profiling < _logging custom_types < options losses testing"
     " < blocks poptorch_core optim data < executor ops",
 }

@@ -8,7 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
-SOURCES = {"popdist": ROOT / "popdist_py", "poprun": ROOT / "poprun_py", "poptorch": ROOT / "popdist_py"}
+SOURCES = {
+    "popsize": ROOT / "poprun_py",
+    "popdist": ROOT / "popdist_py",
+    "poprun": ROOT / "poprun_py",
+    "poptorch": ROOT / "popdist_py",
+}
 """Each package, with the folder that holds it."""
 
 
@@ -29,7 +34,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """Which of the three it belongs to."""
+        """Which of them it belongs to."""
         return self.name.partition(".")[0]
 
     @property
@@ -50,7 +55,7 @@ class Module:
 
 @cache
 def modules(*packages: str) -> tuple[Module, ...]:
-    """Every module of ``packages``, of all three where none is named, by name."""
+    """Every module of ``packages``, of all where none is named, by name."""
     return tuple(_by_name()[name] for name in _by_name() if name.partition(".")[0] in (packages or SOURCES))
 
 
@@ -84,7 +89,7 @@ def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """Module → the modules of the three packages that it imports anywhere."""
+    """Module → the modules of our packages that it imports anywhere."""
     return {name: (imports(module) & _by_name().keys()) - {name} for name, module in _by_name().items()}
 
 

@@ -29,12 +29,18 @@ AGENT = words(
 LEAN = words("__future__ _json _socket _struct os resource select stat") | {*sys.builtin_module_names}
 """What they may use of the standard library: what is in the interpreter, and modules that load no others."""
 
+PURE = words(
+    "collections.abc contextlib csv dataclasses difflib functools hashlib heapq html io itertools json math"
+    " operator re types typing"
+)
+"""All that the planner of mappings may import of others."""
+
 HEAVY = words("torch mpi4py rich numpy")
 """What neither package may load when it is imported."""
 
 TORCH_FACING = words(
     "torch_private transport host_memory process_group groups collectives gradients training checks optim sharded"
-    " data packing weights instances testing checkpoint stubs preemption"
+    " data packing parallel weights instances testing checkpoint stubs preemption"
 )
 
 
@@ -84,7 +90,25 @@ def test_the_columns_meet_in_the_contract_only() -> None:
     edges = {(top(source), target) for source, targets in graph().items() for target in targets}
     foreign = {(source, target) for source, target in edges if source != top(target)}
 
-    assert foreign == {*(("poprun", target) for target in BRIDGE), ("poptorch", "popdist")}
+    assert {(source, target) for source, target in foreign if top(target) != "popsize"} == {
+        *(("poprun", target) for target in BRIDGE),
+        ("poptorch", "popdist"),
+    }
+    assert {source for source, target in foreign if top(target) == "popsize"} <= {"poprun", "popdist"}
+
+
+def test_the_planner_of_mappings_only_computes() -> None:
+    """It reads no environment, clock or file, and starts nothing: what it says depends on its arguments alone."""
+    used = {name for module in modules("popsize") for name in imports(module) if top(name) != "popsize"}
+    called = {
+        node.func.id
+        for module in modules("popsize")
+        for node in module.nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+
+    assert used <= PURE
+    assert called & {"open", "print", "input", "exec", "eval", "__import__"} == set()
 
 
 def test_poptorch_uses_public_names_only() -> None:

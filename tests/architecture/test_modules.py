@@ -20,9 +20,10 @@ MAKERS_OF_TENSORS = frozenset(
 READERS = {
     "popdist": words("__init__.py context.py process_group/registration.py progress.py startup testing"),
     "poptorch": words("environment.py"),
+    "popsize": words(""),
     "poprun": words(
         "cli vipu.py probe launch devices/lease devices/server hosts/remote_side.py process/spawn.py"
-        " text/screen.py command.py start.py"
+        " text/screen.py command.py start.py size.py"
     ),
 }
 """Where each package may read ``os.environ``: everybody else is handed what they need."""

@@ -14,7 +14,7 @@ FOREIGN = {"__init__", "__main__"}
 """Modules that have namesakes: Python names them."""
 
 _HOLDS = re.compile(r"\bHolds ([\w.,\s]+\w)\.(?:\s|$)")
-_NAME = re.compile(r"\b(?:poprun|popdist|poptorch)(?:\.\w+)*")
+_NAME = re.compile(r"\b(?:poprun|popsize|popdist|poptorch)(?:\.\w+)*")
 
 
 def test_no_name_occurs_twice() -> None:

@@ -1,0 +1,301 @@
+"""Rows of a CSV file, each a model, a machine and a mapping: what is predicted of each."""
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping as Table
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Final
+
+from popsize.catalogue import FIELD_NAMES, model_numbers, named_model
+from popsize.errors import SizingError
+from popsize.hardware import GIB, Machine, named_machine
+from popsize.mapping import Mapping, Training, Workload, mapping_name, parse_value
+from popsize.model import Model, Transformer, transformer
+from popsize.search import Candidate, predict
+
+_MODEL: Final = tuple(f.name for f in fields(Transformer))
+_MAPPING: Final = {
+    "tensor": "tensor",
+    "pipeline": "pipeline",
+    "replicas": "replicas",
+    "micro_batch": "micro_batch",
+    "sharding": "sharding",
+    "sharding_group": "weight_shards",
+    "optimizer_sharding_group": "optimizer_shards",
+    "recompute": "recompute",
+    "sequence_parallel": "sequence_parallel",
+    "schedule": "schedule",
+    "interleave": "interleave",
+    "offload_activations": "offload_activations",
+    "offload_optimizer": "offload_optimizer",
+    "phases": "phases",
+}
+"""Columns of a mapping, and our names of them."""
+
+COLUMNS: Final = (
+    "model",
+    *_MODEL,
+    "devices",
+    "machine",
+    "global_batch",
+    "precision",
+    "optimizer",
+    "gradient_bytes",
+    *_MAPPING,
+)
+"""All columns that a file may have."""
+
+PREDICTED: Final = ("seconds", "weights_gib", "gradients_gib", "optimizer_gib", "activations_gib", "fits")
+"""The columns that are added."""
+
+_WORDS: Final = {
+    "recompute": {
+        "full": "layer",
+        "selective": "attention",
+        "true": "layer",
+        "yes": "layer",
+        "false": "none",
+        "no": "none",
+    },
+    "schedule": {
+        "1f1b-interleaved": "interleaved",
+        "interleaved_1f1b": "interleaved",
+        "interleaved1f1b": "interleaved",
+    },
+    "sharding": {"zero1": "optimizer", "zero2": "gradients", "zero3": "weights", "fsdp": "weights", "no": "none"},
+}
+"""Other words of the field for values of ours."""
+
+
+_MOST_DIGITS: Final = 15
+_NEAR: Final = 0.8
+"""How like a column an unknown one is that was meant to be it."""
+
+_DELIMITERS: Final = (";", "\t", "|")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row of the file.
+
+    Attributes:
+        line: Its line in the file; the first has number 1.
+        row: Its columns as they were read, also those that say nothing about a case.
+        workload: Its model, machine and training; None: the row has an error.
+        predicted: What is predicted; None likewise.
+        error: What is wrong with it.
+    """
+
+    line: int
+    row: Table[str, str]
+    workload: Workload | None = None
+    predicted: Candidate | None = None
+    error: str = ""
+
+
+def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
+    """What is predicted of each row of a CSV file; a row with an error does not stop the others.
+
+    Columns that say nothing about a case, such as ``note``, stay as they are.
+
+    Raises:
+        SizingError: The file has no header, or one with a column that is written wrongly or comes twice.
+    """
+    names = header_of(text)
+    columns = [_column(name) for name in names]
+
+    @cache
+    def machine_of(name: str) -> Machine:
+        """One object for each name, so that what is known of it is kept."""
+        return named_machine(name, machines)
+
+    cases = []
+    for line, cells, error in _lines(text):
+        row = dict(zip(names, cells, strict=False))
+        given = {column: cell for column, cell in zip(columns, cells, strict=False) if cell and column in COLUMNS}
+        many = f"it has {len(cells)} cells, and the file {len(names)} columns" if any(cells[len(names) :]) else ""
+        if error or many:
+            cases.append(Case(line=line, row=row, error=error or many))
+            continue
+        try:
+            workload, mapping = _read(given, machine_of)
+            found = predict(workload, mapping)
+            cases.append(Case(line=line, row=row, workload=workload, predicted=found))
+        except SizingError as wrong:
+            cases.append(Case(line=line, row=row, error=str(wrong)))
+    return tuple(cases)
+
+
+def header_of(text: str) -> tuple[str, ...]:
+    """The names of the columns of a CSV file.
+
+    Raises:
+        SizingError: As `predict_cases`.
+    """
+    names = tuple(next((cells for _, cells, _ in _lines(text, skips=0)), ()))
+    known = [column for name in names if (column := _column(name)) in COLUMNS]
+    if len(names) == 1 and not known and (found := [one for one in _DELIMITERS if one in names[0]]):
+        raise SizingError(f"the delimiter is {found[0]!r}: separate columns by commas")
+    if not known:
+        raise SizingError(f"columns are {', '.join(COLUMNS)}; the file has {', '.join(names) or 'no header'}")
+    if twice := [name for name in names if known.count(_column(name)) > 1]:
+        raise SizingError(f"the columns {' and '.join(twice)} say the same: leave one of them")
+    for name in names:
+        near = get_close_matches(_column(name), set(COLUMNS) - set(known), 1, _NEAR)
+        if near and _column(name) not in (*COLUMNS, *PREDICTED):
+            raise SizingError(f"the file has {name}, which is no column: is it {near[0]}? (or give another name)")
+    return names
+
+
+def _lines(text: str, skips: int = 1) -> Iterator[tuple[int, list[str], str]]:
+    """The number of each line of a CSV file that is not empty, its cells, and what is wrong with it."""
+    reader = csv.reader(io.StringIO(text, newline=None))
+    while True:
+        cells, error = [], ""
+        try:
+            cells = [cell.strip() for cell in next(reader)]
+        except StopIteration:
+            return
+        except csv.Error as wrong:
+            error = f"it is not CSV: {wrong}"
+        if cells or error:
+            skips -= 1
+            if skips < 0:
+                yield reader.line_num, cells, error
+
+
+@cache
+def _column(name: str) -> str:
+    """Our name of a column, from ours or another of the field's; of an unknown one its own."""
+    plain = name.lower().replace(" ", "_").replace("-", "_")
+    ours = next((ours for ours, names in FIELD_NAMES.items() if plain in names), plain)
+    if ours in (*COLUMNS, *PREDICTED):
+        return ours
+    with suppress(SizingError):
+        field = mapping_name(plain)
+        return next(column for column, ours in _MAPPING.items() if ours == field)
+    return {"batch_size": "global_batch", "global_batch_size": "global_batch", "gpus": "devices"}.get(plain, plain)
+
+
+def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
+    """The rows as CSV, with what is predicted; rows with an error have none of it.
+
+    Args:
+        cases: The rows.
+        names: The columns of the file, for one without rows.
+    """
+    names = [name for name in names or (cases[0].row if cases else ()) if _column(name) not in PREDICTED]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*names, *PREDICTED])
+    for case in cases:
+        writer.writerow([*(case.row.get(name, "") for name in names), *_figures(case.predicted)])
+    return out.getvalue()
+
+
+def _figures(candidate: Candidate | None) -> list[str]:
+    """The columns of `PREDICTED`."""
+    if candidate is None:
+        return [""] * len(PREDICTED)
+    memory = candidate.memory
+    kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
+    return [
+        f"{candidate.duration.total:.6g}",
+        *(f"{kind / GIB:.6f}" for kind in kinds),
+        "yes" if candidate.fits else "no",
+    ]
+
+
+def _read(given: Table[str, str], machine_of: Callable[[str], Machine]) -> tuple[Workload, Mapping]:
+    """What a row says."""
+    mapping = _mapping(given)
+    machine = machine_of(given.get("machine", "A100-80GB"))
+    if "replicas" not in given and ("devices" in given or machine.num_devices > 1):
+        devices = _whole("devices", given.get("devices", str(machine.num_devices)))
+        mapping = _with_replicas(mapping, devices, given)
+    devices = _whole("devices", given.get("devices", str(mapping.num_devices)))
+    if devices != mapping.num_devices:
+        raise SizingError(f"devices={devices}, but tensor x pipeline x replicas is {mapping.num_devices}")
+    training = _training(given, mapping, machine)
+    words = tuple(sorted((name, value) for name, value in given.items() if name in _MODEL))
+    model = _model(given.get("model", ""), words, given.get("precision", "bf16"))
+    return Workload(model=model, machine=machine, training=training), mapping
+
+
+def _with_replicas(mapping: Mapping, devices: int, given: Table[str, str]) -> Mapping:
+    """``mapping`` with the replicas that ``devices`` have room for."""
+    if devices % (mapping.tensor * mapping.pipeline):
+        raise SizingError(
+            f"tensor x pipeline is {mapping.tensor * mapping.pipeline}, which does not divide devices={devices}"
+        )
+    return _sharded(replace(mapping, replicas=devices // (mapping.tensor * mapping.pipeline)), given)
+
+
+def _mapping(given: Table[str, str]) -> Mapping:
+    """The mapping of a row; a stage with several pieces is interleaved, and shards go over all replicas."""
+    values: dict[str, Any] = {}
+    for column in _MAPPING.keys() & given.keys():
+        word = given[column].lower()
+        key = mapping_name(_MAPPING[column])
+        values[key] = parse_value(key, _WORDS.get(column, {}).get(word, word))
+    if values.get("interleave", 1) > 1 and "schedule" not in values:
+        values["schedule"] = "interleaved"
+    values.setdefault("recompute", "layer")
+    return _sharded(replace(Mapping(), **values), given)
+
+
+def _sharded(mapping: Mapping, given: Table[str, str]) -> Mapping:
+    """``mapping`` with shards over all replicas where a row does not say over how many."""
+    if mapping.sharding != "none" and "optimizer_sharding_group" not in given:
+        mapping = replace(mapping, optimizer_shards=mapping.replicas)
+    if mapping.sharding in ("gradients", "weights") and "sharding_group" not in given:
+        mapping = replace(mapping, weight_shards=mapping.replicas if mapping.sharding == "weights" else 1)
+    return mapping
+
+
+def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Training:
+    """How a row trains. Mixed precision (``amp_bf16``) and sharded weights keep 32-bit weights."""
+    word = given.get("precision", machine.device.precision(None)).lower()
+    precision = word.removeprefix("amp_")
+    names = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+    half = precision not in ("fp32", "float32", "tf32")
+    return Training(
+        global_batch=_whole(
+            "global_batch", given.get("global_batch", str(mapping.replicas * mapping.micro_batch))
+        ),
+        precision=machine.device.precision(names.get(precision, precision)),
+        optimizer=given.get("optimizer", "adamw").lower(),
+        gradient_bytes=_whole("gradient_bytes", given.get("gradient_bytes", "4")),
+        full_weights=half and (word.startswith("amp_") or mapping.sharding == "weights"),
+    )
+
+
+@cache
+def _model(name: str, words: tuple[tuple[str, str], ...], precision: str) -> Model:
+    """The model of a row.
+
+    Attention of fp16 rows is not fused and has dropout: programs with fp16 are older than the fused kernels.
+    """
+    if name:
+        return named_model(name, tuple(f"{key}={value}" for key, value in words))
+    older = precision.lower() in ("fp16", "float16", "amp_fp16")
+    values: dict[str, Any] = {"sequence": 2048, "tied": True, "dropout": older, "fused_attention": not older}
+    values |= model_numbers(f"{key}={value}" for key, value in words)
+    missing = [key for key in ("layers", "hidden") if key not in values]
+    if missing:
+        raise SizingError(f"the row has neither a model nor {' and '.join(missing)}")
+    values.setdefault("heads", max(1, values["hidden"] // 64))
+    return transformer(Transformer(**values))
+
+
+def _whole(name: str, value: str) -> int:
+    """The whole number of 1 or more that ``value`` says."""
+    found = re.fullmatch(rf"([0-9]{{1,{_MOST_DIGITS}}})(?:\.0*)?", value)
+    if found is None or not int(found[1]):
+        raise SizingError(f"{name}={value:.40}: give a whole number of 1 or more")
+    return int(found[1])

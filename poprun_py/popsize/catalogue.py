@@ -1,0 +1,374 @@
+"""Models that a name, some numbers, a Hugging Face configuration or a file of measurements is enough for."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, fields, replace
+from difflib import get_close_matches
+from hashlib import sha256
+from types import MappingProxyType, UnionType
+from typing import Any, Final
+
+from popsize.errors import ModelError, shown
+from popsize.model import Layer, Model, Split, Transformer, transformer
+
+_MOST_DIGITS: Final = 12
+_LARGEST: Final = 10**_MOST_DIGITS - 1
+
+_GPT: Final = Transformer(
+    layers=1, hidden=1, heads=1, sequence=1, vocab=50257, tied=True, dropout=False, fused_attention=True
+)
+_LLAMA: Final = replace(_GPT, tied=False, gated=True, biases=False, full_loss=True)
+
+
+def _gpt(layers: int, hidden: int, heads: int, sequence: int) -> Transformer:
+    return replace(_GPT, layers=layers, hidden=hidden, heads=heads, sequence=sequence, positions=sequence)
+
+
+def _llama(version: int, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Transformer:
+    vocab, sequence = {2: (32000, 4096), 3: (128256, 8192)}[version]
+    return replace(
+        _LLAMA,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        sequence=sequence,
+    )
+
+
+MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
+    {
+        "bert-base": replace(_gpt(12, 768, 12, 512), vocab=30522, causal=False),
+        "bert-large": replace(_gpt(24, 1024, 16, 512), vocab=30522, causal=False),
+        "gpt2": _gpt(12, 768, 12, 1024),
+        "gpt2-medium": _gpt(24, 1024, 16, 1024),
+        "gpt2-large": _gpt(36, 1280, 20, 1024),
+        "gpt2-xl": _gpt(48, 1600, 25, 1024),
+        "gpt3-2.7b": _gpt(32, 2560, 32, 2048),
+        "gpt3-175b": _gpt(96, 12288, 96, 2048),
+        "llama2-7b": _llama(2, 32, 4096, 32, 32, 11008),
+        "llama2-13b": _llama(2, 40, 5120, 40, 40, 13824),
+        "llama2-70b": _llama(2, 80, 8192, 64, 8, 28672),
+        "llama3-8b": _llama(3, 32, 4096, 32, 8, 14336),
+        "llama3-70b": _llama(3, 80, 8192, 64, 8, 28672),
+        "llama3-405b": _llama(3, 126, 16384, 128, 8, 53248),
+    }
+)
+"""Models by name: of Devlin et al. (arXiv 1810.04805), Radford et al. (GPT-2), Brown et al. (arXiv 2005.14165,
+table 2.1), Touvron et al. (arXiv 2307.09288) and Grattafiori et al. (arXiv 2407.21783, table 3)."""
+
+FAMILIES: Final[Mapping[str, Transformer]] = MappingProxyType(
+    {"gpt": _GPT, "bert": replace(_GPT, causal=False), "llama": _LLAMA}
+)
+"""What ``--model gpt layers=96 …`` starts from."""
+
+
+FIELD_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
+        "heads": ("num_attention_heads", "n_head", "n_heads"),
+        "vocab": ("vocab_size", "padded_vocab_size"),
+        "sequence": (
+            "max_position_embeddings",
+            "n_positions",
+            "max_seq_len",
+            "n_ctx",
+            "seq_length",
+            "max_sequence_length",
+        ),
+        "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+        "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+        "head_width": ("head_dim", "kv_channels"),
+    }
+)
+"""For each number the names that configurations of Hugging Face have for it; the first five have no default."""
+
+_REQUIRED: Final = ("layers", "hidden", "heads", "vocab", "sequence")
+
+
+def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
+    """The model that ``name`` says, with ``numbers`` such as ``layers=96`` in place of its own.
+
+    Raises:
+        ModelError: No model is called so, or a number is missing or not one.
+    """
+    given = model_numbers(numbers)
+    if name in FAMILIES:
+        missing = [key for key in ("layers", "hidden", "heads", "sequence") if key not in given]
+        if missing:
+            raise ModelError(f"--model {name} needs {', '.join(f'{key}=…' for key in missing)}")
+        return transformer(_with(FAMILIES[name], given), name)
+    known = {key.lower(): key for key in MODELS}
+    key = known.get(name.lower())
+    if key is None:
+        near = get_close_matches(name.lower(), [*known, *FAMILIES], 3, 0.3) or list(MODELS)
+        raise ModelError(
+            f"no model is called {name!r}: nearest are {', '.join(near)}; or give numbers (--model gpt "
+            "layers=… hidden=… heads=… sequence=…), a config.json, or a file that "
+            "popdist.parallel.describe(...).save() wrote"
+        )
+    return transformer(_with(MODELS[key], given), key)
+
+
+def model_numbers(words: Iterable[str]) -> dict[str, Any]:
+    """The fields of a `Transformer` that words such as ``layers=96`` give.
+
+    Raises:
+        ModelError: A word names no field, gives it no value, or gives it a second time.
+    """
+    given: dict[str, Any] = {}
+    for word in words:
+        name, value = _number(word)
+        if name in given:
+            raise ModelError(f"{word!r} gives {name} a second time")
+        given[name] = value
+    return given
+
+
+def _number(word: str) -> tuple[str, int | bool]:
+    """The field and value of a word such as ``layers=96`` or ``gated=yes``."""
+    name, _, value = word.partition("=")
+    known = {f.name: f.type for f in fields(Transformer)}
+    if name not in known:
+        near = get_close_matches(name, known, 3, 0.4) or list(known)
+        raise ModelError(f"{word!r} says nothing about a model: nearest are {', '.join(near)}")
+    if known[name] is bool:
+        if value.lower() not in _TRUTHS:
+            raise ModelError(f"{word!r}: say {name}=yes or {name}=no")
+        return name, _TRUTHS[value.lower()]
+    whole = re.fullmatch(rf"([0-9]{{1,{_MOST_DIGITS}}})(?:\.0*)?", value)
+    if whole is None:
+        raise ModelError(f"{word!r} gives no number: write {name}=16")
+    return name, int(whole[1])
+
+
+_TRUTHS: Final = {"yes": True, "true": True, "no": False, "false": False}
+
+
+def _with(base: Transformer, given: Mapping[str, Any]) -> Transformer:
+    """``base`` with ``given`` numbers; positions grow with the sequence."""
+    changed = replace(base, **given)
+    if base.positions and "positions" not in given:
+        changed = replace(changed, positions=max(changed.sequence, base.positions))
+    return changed
+
+
+_GATED: Final = (
+    *(
+        "llama",
+        "mistral",
+        "qwen",
+        "gemma",
+        "phi3",
+        "olmo",
+        "granite",
+        "cohere",
+        "deepseek",
+        "stablelm",
+        "internlm",
+    ),
+    *("baichuan", "minicpm", "exaone", "smollm", "chatglm", "glm4"),
+)
+_GATES: Final = ("silu", "swish", "swiglu")
+_UNTIED: Final = (
+    *("llama", "mistral", "qwen", "phi", "olmo", "granite", "deepseek", "stablelm", "internlm", "baichuan"),
+    *("chatglm", "glm4", "falcon", "gpt_neox", "gptj", "codegen", "persimmon", "nemotron", "exaone"),
+)
+_PLAIN_POSITIONS: Final = ("gpt2", "bert", "roberta", "opt", "gpt_bigcode", "electra")
+_BOTH_WAYS: Final = ("bert", "roberta", "electra", "deberta")
+_NOT_PLANNED: Final = {
+    "an encoder-decoder": ("t5", "bart", "pegasus", "marian", "whisper", "blenderbot", "m2m_100", "prophetnet"),
+    "a state-space model": ("mamba", "rwkv", "jamba", "zamba"),
+    "a model of images": ("vit", "clip", "swin", "deit", "convnext", "resnet"),
+    "a model whose layers share parameters": ("albert",),
+    "a distilled BERT": ("distilbert",),
+}
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Model:
+    """The model that a Hugging Face ``config.json`` describes.
+
+    Args:
+        table: What the file holds.
+        origin: What errors call it.
+        numbers: Words such as ``sequence=1024`` that stand in place of the file's numbers.
+
+    Raises:
+        ModelError: A field lacks, or has no number; or it is a model that is not planned.
+    """
+    if not isinstance(table, dict):
+        raise ModelError(f"{origin} is no configuration: it holds no object")
+    if isinstance(table.get("text_config"), dict):
+        table = {**table["text_config"], "model_type": table.get("model_type", "")}
+    kind = str(table.get("model_type", "")).lower()
+    _check_planned(table, kind, origin)
+    given = model_numbers(numbers)
+    found = {
+        name: number
+        for name, names in FIELD_NAMES.items()
+        if name not in given and (number := _field(table, names, origin, required=name in _REQUIRED))
+    }
+    if table.get("multi_query") is True and not table.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
+    gated = any(word in kind for word in _GATED) or table.get("hidden_act") in _GATES
+    tied = table.get("tie_word_embeddings")
+    base = replace(
+        _LLAMA if gated else _GPT,
+        tied=tied if isinstance(tied, bool) else not any(word in kind for word in _UNTIED),
+        causal=not any(word in kind for word in _BOTH_WAYS),
+        biases=not gated and table.get("bias") is not False,
+    )
+    values = found | given
+    if any(kind.startswith(word) for word in _PLAIN_POSITIONS):
+        values = {"positions": values["sequence"]} | values
+    name = str(table.get("_name_or_path") or kind or origin)
+    return transformer(replace(base, **values), _printable(name) or origin)
+
+
+def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
+    """Refuse configurations of models that are none of equal transformer layers with all of their parameters."""
+    inner = table.get("ffn_config")
+    tables = (table, inner) if isinstance(inner, dict) else (table,)
+    if any(one.get(name) for one in tables for name in _EXPERTS):
+        raise ModelError(f"{origin} has experts ({kind}): expert parallelism is not planned")
+    what = next((what for what, words in _NOT_PLANNED.items() if any(word in kind for word in words)), None)
+    if table.get("is_encoder_decoder") is True:
+        what = "an encoder-decoder"
+    if what:
+        raise ModelError(
+            f"{origin} is {what} ({kind}), which is not planned: give numbers (--model gpt layers=…), or measure "
+            "it with popdist.parallel.describe(...).save()"
+        )
+
+
+def _field(table: Mapping[str, Any], names: tuple[str, ...], origin: str, *, required: bool) -> int:
+    """The number that stands below the first of ``names`` that there is; 0: there is none, and need not be."""
+    name = next((name for name in names if table.get(name) is not None), None)
+    if name is None:
+        if not required:
+            return 0
+        number = next(key for key, known in FIELD_NAMES.items() if known is names)
+        raise ModelError(
+            f"{origin} has no {names[0]} ({', or '.join(names[1:])}): give {number}=… behind it, such as "
+            f"{number}={_USUAL[number]}"
+        )
+    value = table[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not required <= value <= _LARGEST:
+        raise ModelError(f"{origin}: {name} is {shown(value)}, and should be a positive number")
+    return value
+
+
+_USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "sequence": 2048}
+
+
+def _printable(name: str) -> str:
+    """The letters of ``name`` that a terminal and a picture can show."""
+    return "".join(filter(str.isprintable, name))[:_LONGEST_NAME].strip()
+
+
+_LONGEST_NAME: Final = 80
+
+
+_MODEL_FILE: Final = 1
+"""Version of the file that `model_text` writes."""
+
+
+def model_text(model: Model) -> str:
+    """The text of a file that `model_of` reads."""
+    return json.dumps({"popsize_model": _MODEL_FILE, **asdict(model)}, indent=1) + "\n"
+
+
+def model_digest(model: Model) -> str:
+    """What tells this model from those with another number: the SHA-256 of `model_text`."""
+    return sha256(model_text(model).encode()).hexdigest()
+
+
+def model_of(table: Mapping[str, Any], origin: str) -> Model:
+    """The model in what `model_text` wrote.
+
+    Raises:
+        ModelError: Something lacks, or is of another kind.
+    """
+    version = table.get("popsize_model")
+    if version is True or version != _MODEL_FILE:
+        raise ModelError(f"{origin} has version {shown(version)}; this one reads {_MODEL_FILE}: describe it again")
+    try:
+        model = Model(
+            name=_printable(_value(table, "name", str)) or origin,
+            sequence=_value(table, "sequence", int),
+            layers=tuple(map(_layer, _value(table, "layers", list))),
+            divisors=tuple(map(_divisor, _value(table, "divisors", list, least=0))) or _UNDIVIDED,
+            tied_parameters=_value(table, "tied_parameters", float),
+        )
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{origin} is no model that describe(...).save() wrote: {error}") from None
+    if model.num_parameters <= 0:
+        raise ModelError(f"{origin} is a model of {model.num_parameters:g} parameters")
+    return model
+
+
+_UNDIVIDED: Final = (("largest_tensor_group", 1),)
+"""The divisors of a model of which is not known what divides it."""
+
+_LEAST: Final = {"count": 1, "sequence": 1, "number": 1}
+"""The least value of numbers that may not be 0."""
+
+_KINDS: Final[Mapping[object, tuple[type | UnionType, str]]] = MappingProxyType(
+    {
+        str: (str, "a text"),
+        int: (int, "a whole number"),
+        float: (int | float, "a number"),
+        bool: (bool, "true or false"),
+        list: (list, "a list"),
+        Split: (dict, "an object"),
+        tuple[float, ...]: (list, "a list of numbers"),
+    }
+)
+"""For each kind of value what JSON has for it, and what errors call it."""
+
+
+def _value(table: Mapping[str, Any], name: str, kind: object, least: int = 1) -> Any:  # noqa: ANN401 - of any kind
+    """The field ``name`` of a table from JSON, which must be of ``kind``; a list has ``least`` values or more."""
+    if name not in table:
+        raise ValueError(f"it has no {name}")
+    value: Any = table[name]
+    type_, word = _KINDS[kind]
+    is_of_kind = isinstance(value, type_) and (kind is bool or not isinstance(value, bool))
+    if not is_of_kind:
+        raise TypeError(f"{name} is {shown(value)}, and should be {word}")
+    if kind in (int, float) and not _LEAST.get(name, 0) <= value <= (_LARGEST if kind is int else _LARGEST**2):
+        raise ValueError(f"{name} is {shown(value)}, which no model has")
+    if isinstance(value, list) and len(value) < least:
+        raise ValueError(f"{name} is empty")
+    if kind is Split:
+        return Split(**_fields(value, Split, name))
+    if kind == tuple[float, ...]:
+        return tuple(_value({name: one}, name, float) for one in value)
+    return value
+
+
+def _fields(table: object, kind: type[Layer | Split], name: str) -> dict[str, Any]:
+    """The values of a table from JSON that stands for a dataclass; what has a default may lack."""
+    known = {f.name: f for f in fields(kind)}
+    if not isinstance(table, dict) or (unknown := table.keys() - known.keys()):
+        raise ValueError(f"{name} has {shown(table if not isinstance(table, dict) else min(unknown))}")
+    needed = {key for key, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
+    return {key: _value(table, key, f.type) for key, f in known.items() if key in table or key in needed}
+
+
+def _layer(table: object) -> Layer:
+    """A layer from JSON."""
+    layer = Layer(**_fields(table, Layer, "a layer"))
+    return replace(layer, name=_printable(layer.name) or "layer")
+
+
+def _divisor(pair: object) -> tuple[str, int]:
+    """A divisor from JSON: its name and its number."""
+    if not isinstance(pair, list) or [type(one) for one in pair] != [str, int]:
+        raise TypeError(f"a divisor is {shown(pair)}, and should be a name and a number")
+    return _printable(pair[0]), _value({"number": pair[1]}, "number", int)

@@ -1,0 +1,301 @@
+"""How long a step takes: a roofline for each layer, links for what is exchanged, the bubble of the pipeline."""
+
+import math
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from popsize.constants import Constants
+from popsize.hardware import Machine
+from popsize.mapping import Mapping, Training, Workload
+from popsize.model import Layer, Recompute
+from popsize.stages import Stage, shown_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duration:
+    """Seconds of a step, by what they are spent on, on the device that the step waits for.
+
+    Attributes:
+        layers: Forward and backward passes, with what is recomputed.
+        tensor: Sums over the tensor group.
+        bubble: Waiting for the pipeline to fill and to drain.
+        stages: Sending activations between stages.
+        replicas: Sums of gradients over replicas.
+        gathering: Gathering sharded weights.
+        optimizer: The update.
+        streaming: Reading and writing the slower memory, as far as nothing else runs meanwhile.
+    """
+
+    layers: float
+    tensor: float
+    bubble: float
+    stages: float
+    replicas: float
+    gathering: float
+    optimizer: float
+    streaming: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return math.fsum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Seconds of a micro batch: what the device computes, and the sums over the tensor group."""
+
+    layers: float
+    tensor: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.tensor
+
+
+_Way = tuple[int, int, Recompute, bool, bool]
+"""Tensor, micro batch, recomputation, whether the sequence is divided, whether a tensor group is inside a host."""
+
+
+def _way(workload: Workload, mapping: Mapping) -> _Way:
+    near = is_near(mapping.tensor, 1, workload.machine, mapping.num_devices)
+    return mapping.tensor, mapping.micro_batch, mapping.recompute, mapping.sequence_parallel, near
+
+
+def duration_of(workload: Workload, mapping: Mapping) -> Duration:
+    """The seconds of a step of ``mapping``, by what they are spent on."""
+    shown = shown_stages(workload.model, mapping.pipeline)
+    stages = [_stage_passes(stage, workload, mapping) for stage in shown]
+    slowest = max(stages, key=lambda passes: passes.total)
+    number = mapping.num_micro_batches(workload.training.global_batch)
+    parameters = max(stage.parameters_on_device(mapping.tensor) for stage in shown)
+    return Duration(
+        layers=number * slowest.layers,
+        tensor=number * slowest.tensor,
+        bubble=(_all_stages(mapping, stages) - slowest.total) * _waiting_share(mapping, number)
+        + _drained_seconds(workload, mapping),
+        stages=(number * mapping.interleave + mapping.pipeline - 1) * _transfer_seconds(workload, mapping),
+        replicas=_exchange_seconds("replicas", workload, mapping),
+        gathering=_exchange_seconds("gathering", workload, mapping),
+        optimizer=_optimizer_seconds(parameters, workload, mapping),
+        streaming=_streaming_seconds(number * slowest.total, workload, mapping),
+    )
+
+
+def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
+    """The share of a pass through the other stages that a stage waits for.
+
+    Stages of several pieces wait for one piece of each, as far as there are micro batches to fill the others.
+    """
+    if mapping.interleave == 1:
+        return 1.0
+    filled = min(num_micro_batches, mapping.pipeline)
+    return (mapping.pipeline - filled + (filled - 1) / mapping.interleave) / (mapping.pipeline - 1)
+
+
+def _all_stages(mapping: Mapping, shown: list[_Passes]) -> float:
+    """The seconds of a micro batch in all stages: ``shown`` are those of the first, a middle one, and the last."""
+    between = mapping.pipeline - 2
+    return sum(passes.total for passes in shown) + max(0, between - 1) * shown[len(shown) // 2].total
+
+
+def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
+    """Seconds of the logits that the other stages wait for while a pipeline fills and drains."""
+    last = workload.model.layers[-1]
+    if mapping.pipeline == 1 or not last.loss_bytes.divided:
+        return 0.0
+    passes = _layer_passes(last, workload.machine, workload.training, _way(workload, mapping), workload.constants)
+    return (mapping.pipeline - 1) * workload.constants.drained_logits * passes.total
+
+
+def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes:
+    """The passes of a micro batch through ``stage``."""
+    machine, training = workload.machine, workload.training
+    way = _way(workload, mapping)
+    passes = [(n, _layer_passes(layer, machine, training, way, workload.constants)) for layer, n in stage.layers]
+    return _Passes(sum(n * one.layers for n, one in passes), sum(n * one.tensor for n, one in passes))
+
+
+@lru_cache(maxsize=8192)
+def _layer_passes(layer: Layer, machine: Machine, training: Training, way: _Way, constants: Constants) -> _Passes:
+    """The forward and backward pass of a micro batch through one layer, on each device of a tensor group."""
+    tensor, micro_batch, recompute, sequence_parallel, is_near = way
+    device = machine.device
+    width = 1 if training.half else 2
+    speed = device.flops_at(training.precision) * constants.matmul_efficiency
+    moved = device.memory_bytes_per_second * constants.memory_efficiency / width
+    again = recompute if layer.can_recompute else "none"
+    whole = 4 if again == "layer" else 3
+    selective = again == "attention" and layer.cheap_flops.divided > 0
+    core = 3 if again == "none" or selective else 4
+    matmul = layer.matmul_flops.on_device(tensor) / speed
+    if layer.loss_bytes.divided and tensor == 1 and device.launches_ahead:
+        matmul *= constants.whole_logits_slowdown
+    elementwise = layer.memory_bytes.on_device(tensor, sequence_parallel=sequence_parallel) / moved
+    attention = layer.attention_flops.on_device(tensor) / speed + layer.score_bytes.on_device(tensor) / moved
+    twice = layer.cheap_flops.on_device(tensor) / speed + elementwise if selective else 0.0
+    kernels = (4 if selective else whole) * layer.num_kernels
+    each = constants.ramp_seconds if device.launches_ahead else device.operator_seconds
+    busy = micro_batch * (whole * (matmul + elementwise) + twice + core * attention) + kernels * each
+    started = kernels + (constants.skew_kernels if tensor > 1 and kernels else 0)
+    if layer.mask_heads and (micro_batch * layer.mask_heads / tensor) % 4:
+        started += constants.unfused_kernels
+    sums = 0.0
+    if tensor > 1:
+        ring = Exchange(
+            layer.name,
+            tensor_rounds(layer, recompute),
+            micro_batch * layer.output_bytes * width,
+            tensor,
+            1,
+            is_near,
+        )
+        sums = ring.seconds(machine, constants)
+    if device.launches_ahead:
+        busy = max(busy, started * constants.launch_seconds - sums)
+        busy += constants.outside_seconds if layer.loss_bytes.divided else 0.0
+    elif device.operator_seconds:
+        busy += _parameter_bytes(layer.parameters.on_device(tensor), whole, training) / (moved * width)
+    return _Passes(busy, sums)
+
+
+def _parameter_bytes(parameters: float, passes: int, training: Training) -> float:
+    """Bytes in which a micro batch reads weights, writes their gradients, and adds these to those of the others.
+
+    A GPU's matrix products hide it, a CPU's do not.
+    """
+    return parameters * ((passes + 1) * training.weight_bytes + 2 * training.gradient_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What each device of a group sends in a step.
+
+    Attributes:
+        name: The term of `Duration` that it belongs to.
+        rounds: How often the bytes go round: a sum takes 2, scattering or gathering 1.
+        size: Bytes of a device's whole buffer.
+        devices: Devices of a group.
+        stride: Devices from one of them to the next; as many groups share the network of a host.
+        is_near: Whether each group is inside a host.
+    """
+
+    name: str
+    rounds: float
+    size: float
+    devices: int
+    stride: int
+    is_near: bool
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends."""
+        return self.rounds * (self.devices - 1) / self.devices * self.size
+
+    def seconds(self, machine: Machine, constants: Constants) -> float:
+        """Seconds until all have all, in a ring; two rounds begin once."""
+        waits = (machine.collective_seconds or constants.collective_seconds) * math.sqrt(math.log2(self.devices))
+        return self.sent / bandwidth(self.stride, self.is_near, machine, constants) + self.rounds / 2 * waits
+
+
+def tensor_rounds(layer: Layer, recompute: Recompute) -> float:
+    """How often a micro batch's output of ``layer`` goes round its tensor group, in its passes."""
+    return 2.0 * layer.num_reductions * (3 if recompute == "layer" and layer.can_recompute else 2)
+
+
+def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants) -> float:  # noqa: FBT001
+    """Bytes a second that a device of a ring sends, one way."""
+    link = machine.link_bytes_per_second * constants.link_efficiency
+    return link if is_near else min(link, machine.network_bytes_per_second / min(stride, machine.devices_per_host))
+
+
+def is_near(devices: int, stride: int, machine: Machine, num_devices: int) -> bool:
+    """Whether groups of ``devices``, ``stride`` apart, each lie inside one host."""
+    reach, host = devices * stride, machine.devices_per_host
+    return num_devices <= host or (reach <= host and host % reach == 0)
+
+
+def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
+    """What is exchanged over replicas in a step, and the weights that are gathered.
+
+    A sum is scattered and gathered: 2 rounds. Sharded gradients are scattered for each micro batch, and the
+    updated weights gathered once. Sharded weights are gathered for each forward and each backward pass of a micro
+    batch, and not after the update; in a pipeline they stay gathered for all micro batches of a step (Rajbhandari
+    et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277).
+    """
+    if mapping.replicas == 1:
+        return ()
+    stages = shown_stages(workload.model, mapping.pipeline)
+    size = max(stage.parameters_on_device(mapping.tensor) for stage in stages) * 2 * workload.width
+    number = mapping.num_micro_batches(workload.training.global_batch) if mapping.pipeline == 1 else 1
+
+    def among(name: str, rounds: float, devices: int) -> Exchange:
+        near = is_near(devices, mapping.tensor, workload.machine, mapping.num_devices)
+        return Exchange(name, rounds, size, devices, mapping.tensor, near)
+
+    if mapping.sharding == "gradients":
+        return (among("replicas", number + 1, mapping.replicas),)
+    if mapping.sharding == "weights" and mapping.weight_shards > 1:
+        gathered = among("gathering", 2 * number if mapping.pipeline == 1 else 1, mapping.weight_shards)
+        return (among("replicas", number, mapping.replicas), gathered)
+    return (among("replicas", 2, mapping.replicas),)
+
+
+def _exchange_seconds(name: str, workload: Workload, mapping: Mapping) -> float:
+    """Seconds of the exchanges of one term."""
+    every = exchanges(workload, mapping)
+    return sum(one.seconds(workload.machine, workload.constants) for one in every if one.name == name)
+
+
+def _transfer_seconds(workload: Workload, mapping: Mapping) -> float:
+    """Seconds in which a stage sends a micro batch on and gets its gradients back."""
+    if mapping.pipeline == 1:
+        return 0.0
+    stride = mapping.tensor * mapping.replicas
+    near = is_near(2, stride, workload.machine, mapping.num_devices)
+    return transfer_bytes(workload, mapping) / bandwidth(stride, near, workload.machine, workload.constants)
+
+
+def transfer_bytes(workload: Workload, mapping: Mapping) -> float:
+    """Bytes that a device exchanges with the next stage for a micro batch: its share of a layer's output."""
+    return 2 * mapping.micro_batch * workload.model.block.output_bytes * workload.width / mapping.tensor
+
+
+def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) -> float:
+    """Seconds of the update: it reads gradients, reads and writes its state, and writes the weights."""
+    training, device = workload.training, workload.machine.device
+    moved = 2 * training.optimizer_bytes + training.gradient_bytes + training.weight_bytes
+    return (
+        parameters
+        / mapping.optimizer_shards
+        * moved
+        / (device.memory_bytes_per_second * workload.constants.memory_efficiency)
+    )
+
+
+def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
+    """Bytes to and from the slower memory in a step: those it waits for, and those behind its computing."""
+    training, model = workload.training, workload.model
+    parameters = max(stage.parameters_on_device(mapping.tensor) for stage in shown_stages(model, mapping.pipeline))
+    number = mapping.num_micro_batches(training.global_batch)
+    waiting = behind = 0.0
+    if mapping.offload_optimizer or mapping.phases > 1:
+        waiting = 2 * parameters * training.optimizer_bytes / mapping.optimizer_shards
+    if mapping.phases > 1:
+        shards = mapping.weight_shards
+        behind += number * parameters * (2 * training.weight_bytes + training.gradient_bytes) / shards
+    if mapping.offload_activations:
+        kept = model.block.stored(mapping.recompute)
+        layers = number * mapping.micro_batch * model.num_layers / mapping.pipeline
+        size = kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel) * workload.width
+        behind += 2 * layers * size
+    return waiting, behind
+
+
+def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Mapping) -> float:
+    """Seconds that a step waits for the slower memory."""
+    waiting, behind = streamed_bytes(workload, mapping)
+    if not waiting + behind:
+        return 0.0
+    speed = workload.machine.device.streaming_bytes_per_second
+    return waiting / speed + max(0.0, behind / speed - computing_seconds)

@@ -1,0 +1,164 @@
+"""How much memory a mapping needs on the fullest device, by kind."""
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Final
+
+from popsize.mapping import Mapping, Workload
+from popsize.model import Layer
+from popsize.stages import Stage, shown_stages
+
+_CAST_BYTES = 2
+"""Bytes of a weight that was gathered for use."""
+
+_HALVINGS: Final = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one device, by kind.
+
+    Attributes:
+        weights: The model's weights.
+        gradients: Their gradients.
+        optimizer: The optimizer's state, with the 32-bit copy of 16-bit weights.
+        activations: What forward passes leave for backward passes.
+        workspace: What is needed for a moment: gathered weights, a recomputed layer, the loss; and the driver's.
+        streaming: What waits in the slower memory beside the device.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+    streaming: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes in the device's own memory."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+
+    @property
+    def largest(self) -> str:
+        """The kind that takes most of the device's own memory."""
+        return max((f.name for f in fields(self) if f.name != "streaming"), key=lambda name: getattr(self, name))
+
+
+def memory_of(workload: Workload, mapping: Mapping) -> tuple[Memory, Stage]:
+    """The memory of the fullest device, and the stage that it belongs to."""
+    every = (
+        (_of_stage(stage, workload, mapping), stage) for stage in shown_stages(workload.model, mapping.pipeline)
+    )
+    return max(every, key=lambda pair: pair[0].total)
+
+
+def in_flight(mapping: Mapping, stage: int, num_micro_batches: int) -> float:
+    """Micro batches whose activations a stage keeps at once.
+
+    1F1B keeps ``p - i`` on stage ``i``; interleaved ``p + (p - 1 - 2 i) / v`` (the first stage's: Korthikanti).
+    """
+    if mapping.schedule == "gpipe":
+        return num_micro_batches
+    stages = mapping.pipeline
+    waiting = float(stages - stage)
+    if mapping.interleave > 1:
+        waiting = stages + (stages - 1 - 2 * stage) / mapping.interleave
+    return min(waiting, num_micro_batches)
+
+
+def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
+    """The memory of each device of ``stage``."""
+    training, device = workload.training, workload.machine.device
+    parameters = stage.parameters_on_device(mapping.tensor)
+    weights = parameters * training.weight_bytes / mapping.weight_shards
+    gradients = parameters * training.gradient_bytes / mapping.gradient_shards
+    optimizer = parameters * training.optimizer_bytes / mapping.optimizer_shards
+    activations = _activations(stage, workload, mapping)
+    workspace = max(_passing_bytes(layer, workload, mapping) for layer, _ in stage.layers)
+    workspace += _gathered_bytes(stage, parameters, workload, mapping)
+    workspace += workload.constants.context_bytes if device.launches_ahead else 0.0
+    streaming = 0.0
+    if mapping.offload_optimizer or mapping.phases > 1:
+        streaming, optimizer = optimizer, 0.0
+    if mapping.phases > 1:
+        streaming += weights + gradients + activations
+        share = _phase_share(stage, mapping.tensor, mapping.phases)
+        weights, gradients = share * parameters * _CAST_BYTES, share * parameters * _CAST_BYTES
+        activations *= min(1.0, 1 / mapping.phases + 1 / sum(n for _, n in stage.layers))
+    if mapping.offload_activations:
+        kept = activations * min(1.0, 2 / (sum(n for _, n in stage.layers) * mapping.pipeline))
+        activations, streaming = kept, streaming + activations - kept
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        workspace=workspace,
+        streaming=streaming,
+    )
+
+
+def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
+    """Bytes that a device keeps for the backward passes of all micro batches that are under way."""
+    stored = sum(
+        n * layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
+        for layer, n in stage.layers
+    )
+    number = in_flight(mapping, stage.index, mapping.num_micro_batches(workload.training.global_batch))
+    return mapping.micro_batch * workload.width * stored * number
+
+
+def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
+    """Bytes that a device needs while ``layer`` runs, beside what is kept."""
+    whole = layer.kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
+    kept = layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
+    brief = (layer.loss_bytes + layer.backward_bytes).on_device(mapping.tensor) + layer.output_bytes
+    # Sharded gradients are added where they are scattered, and those of a phase stay: both are counted elsewhere.
+    is_added = mapping.gradient_shards == 1 and mapping.phases == 1
+    added = layer.largest_matrix.on_device(mapping.tensor) if is_added else 0.0
+    samples = mapping.micro_batch * workload.width
+    return samples * (max(0.0, whole - kept) + brief) + added * workload.training.weight_bytes
+
+
+def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping: Mapping) -> float:
+    """Bytes of weights that are gathered for use, and of their gradients before these are sharded.
+
+    One layer is used while the next one is gathered. In a pipeline all layers of the stage stay gathered, as the
+    next micro batch needs them at once.
+    """
+    if mapping.sharding != "weights" or mapping.weight_shards == 1:
+        return 0.0
+    if mapping.pipeline > 1:
+        return parameters * (_CAST_BYTES + workload.training.gradient_bytes)
+    largest = max(layer.parameters.on_device(mapping.tensor) for layer, _ in stage.layers)
+    return largest * (2 * _CAST_BYTES + workload.training.gradient_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
+    """The share of a stage's parameters that its largest phase has, cut so that it has as few as possible.
+
+    The next phase is read while one runs: a part of a layer takes the place of the part that is done.
+    """
+    parts = [
+        share * layer.parameters.on_device(tensor)
+        for layer, n in stage.layers
+        for _ in range(n)
+        for share in layer.parts
+    ]
+    least, most = max(*parts, sum(parts) / phases), sum(parts)
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (least, middle) if _num_phases(parts, middle) <= phases else (middle, most)
+    return most / sum(parts)
+
+
+def _num_phases(parts: list[float], most: float) -> int:
+    """How many phases of at most ``most`` parameters follow each other."""
+    number, filled = 1, 0.0
+    for part in parts:
+        if filled + part > most:
+            number, filled = number + 1, 0.0
+        filled += part
+    return number

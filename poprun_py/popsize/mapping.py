@@ -1,0 +1,493 @@
+"""A mapping: how the devices of a machine share a model, and which mappings a program could run."""
+
+import json
+import math
+import re
+from collections.abc import Mapping as Table
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+from popsize.catalogue import model_digest
+from popsize.constants import CONSTANTS, Constants
+from popsize.errors import MappingError
+from popsize.hardware import PRECISIONS, Machine, Precision
+from popsize.model import RECOMPUTE, Model, Recompute
+from popsize.stages import most_phases
+
+Sharding = Literal["none", "optimizer", "gradients", "weights"]
+SHARDING: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "weights")
+"""What is sharded over replicas; each includes what stands before it."""
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
+
+OPTIMIZER_BYTES: Final = {"sgd": 0, "momentum": 4, "lion": 4, "adam": 8, "adamw": 8, "lamb": 8}
+"""Bytes of state a parameter, beside a 32-bit copy of the weights where these have 16 bits."""
+
+GRADIENT_BYTES: Final = (2, 4)
+
+SCHEMA: Final = 1
+"""Version of the file that `save` writes."""
+
+MOST_DEVICES: Final = 2**24
+MOST_LAYERS: Final = 10_000
+MOST_SAMPLES: Final = 10**12
+"""The largest machine, model and global batch that are planned."""
+
+_LARGEST_ROOT: Final = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How the model is trained, whatever the mapping.
+
+    Attributes:
+        global_batch: Samples of a step, over all replicas.
+        precision: What is computed in.
+        optimizer: One of `OPTIMIZER_BYTES`.
+        gradient_bytes: Bytes of a gradient; 4 where it is added in 32 bits.
+        full_weights: Whether weights are kept in 32 bits and cast when they are used (autocast, FSDP), in place of
+            16-bit weights with a 32-bit copy in the optimizer.
+    """
+
+    global_batch: int
+    precision: Precision = "bf16"
+    optimizer: str = "adamw"
+    gradient_bytes: int = 4
+    full_weights: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no training has.
+
+        Raises:
+            MappingError: A value that is not known, or a batch without samples.
+        """
+        if self.global_batch < 1:
+            raise MappingError(f"a global batch of {self.global_batch} has no samples: give 1 or more")
+        if self.global_batch > MOST_SAMPLES:
+            raise MappingError(f"a global batch of {self.global_batch} is not planned: at most {MOST_SAMPLES}")
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_BYTES))
+        if self.gradient_bytes not in GRADIENT_BYTES:
+            raise MappingError(f"gradients of {self.gradient_bytes} bytes are not planned: 2 or 4")
+
+    @property
+    def half(self) -> bool:
+        """Whether activations have 16 bits."""
+        return self.precision not in ("fp32", "tf32")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight that stays on the device."""
+        return 2 if self.half and not self.full_weights else 4
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer for a parameter: its state, and a 32-bit copy of 16-bit weights."""
+        return OPTIMIZER_BYTES[self.optimizer] + (4 if self.half and not self.full_weights else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """What is mapped: a model, the machine that it is for, and how it is trained.
+
+    Attributes:
+        model: The model.
+        machine: The machine; all its devices are used.
+        training: Batch, precision and optimizer.
+        memory_limit_bytes: How much of a device's memory may be used; None: all.
+        constants: What programs reach of the machine's figures.
+    """
+
+    model: Model
+    machine: Machine
+    training: Training
+    memory_limit_bytes: float | None = None
+    constants: Constants = CONSTANTS
+
+    def __post_init__(self) -> None:
+        """Refuse what is too large to plan, and limits that are none.
+
+        Raises:
+            MappingError: A number is beyond what is planned; the message says how much is.
+        """
+        limit = self.memory_limit_bytes
+        if limit is not None and not (math.isfinite(limit) and limit > 0):
+            raise MappingError(f"a memory limit of {limit} bytes is no limit: give a number above 0")
+        if self.machine.num_devices > MOST_DEVICES:
+            raise MappingError(f"{self.machine.num_devices} devices are not planned: at most {MOST_DEVICES}")
+        if self.model.num_layers > MOST_LAYERS:
+            raise MappingError(
+                f"{self.model.name} has {self.model.num_layers} layers: at most {MOST_LAYERS} are planned"
+            )
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes of a device that may be used: no more than it has."""
+        memory = self.machine.device.memory_bytes
+        return memory if self.memory_limit_bytes is None else min(memory, self.memory_limit_bytes)
+
+    @property
+    def width(self) -> int:
+        """How many times as large as 16-bit activations those of this precision are."""
+        return 1 if self.training.half else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """How devices share the model; `tensor` times `pipeline` times `replicas` devices.
+
+    Attributes:
+        tensor: Devices that share each layer.
+        pipeline: Stages that the layers are cut into.
+        replicas: Copies of the model that train on other samples.
+        micro_batch: Samples that a replica computes at once.
+        schedule: In which order a stage computes forward and backward passes.
+        interleave: Pieces of the model that a stage has, with ``interleaved``; 1 with the others.
+        recompute: What is computed again in the backward pass in place of being kept.
+        sequence_parallel: Whether a tensor group divides norms and dropout, too, along the sequence.
+        sharding: What is sharded over replicas.
+        weight_shards: Over how many replicas weights are sharded.
+        optimizer_shards: Over how many replicas the optimizer's state is sharded.
+        offload_activations: Whether activations wait in the slower memory beside the device.
+        offload_optimizer: Whether the optimizer's state is there.
+        phases: Parts of a stage's layers that are in memory one after the other; 1: all are.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int = 1
+    micro_batch: int = 1
+    schedule: Schedule = "1f1b"
+    interleave: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    sharding: Sharding = "none"
+    weight_shards: int = 1
+    optimizer_shards: int = 1
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    phases: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it uses."""
+        return self.tensor * self.pipeline * self.replicas
+
+    @property
+    def gradient_shards(self) -> int:
+        """Over how many replicas gradients are sharded: as the weights, or as the optimizer if these are whole."""
+        return {"gradients": self.optimizer_shards, "weights": self.weight_shards}.get(self.sharding, 1)
+
+    def num_micro_batches(self, global_batch: int) -> int:
+        """Micro batches that a replica computes in a step: the gradient accumulation."""
+        return max(1, global_batch // (self.replicas * self.micro_batch))
+
+    @property
+    def text(self) -> str:
+        """It in the words that `--fix` and `--explain` take; what has its default is left out."""
+        plain = Mapping()
+        names = [f.name for f in fields(self)]
+        shown = [name for name in names if name in _ALWAYS or getattr(self, name) != getattr(plain, name)]
+        return ",".join(f"{name}={_word(getattr(self, name))}" for name in shown)
+
+
+_ALWAYS: Final = ("tensor", "pipeline", "replicas", "micro_batch")
+
+_NAMES: Final = {
+    "tp": "tensor",
+    "t": "tensor",
+    "tensor_parallel_size": "tensor",
+    "tensor_model_parallel_size": "tensor",
+    "pp": "pipeline",
+    "p": "pipeline",
+    "pipeline_parallel_size": "pipeline",
+    "pipeline_model_parallel_size": "pipeline",
+    "dp": "replicas",
+    "r": "replicas",
+    "data_parallel_size": "replicas",
+    "num_replicas": "replicas",
+    "b": "micro_batch",
+    "mb": "micro_batch",
+    "micro_batch_size": "micro_batch",
+    "rts": "weight_shards",
+    "sharding_group": "weight_shards",
+    "optimizer_sharding_group": "optimizer_shards",
+    "sp": "sequence_parallel",
+    "vp": "interleave",
+    "vpp": "interleave",
+    "virtual_pipeline": "interleave",
+    "virtual_pipeline_parallel_size": "interleave",
+    "zero": "sharding",
+    "zero_stage": "sharding",
+}
+"""Names of the field for ours."""
+
+_MICRO_BATCH: Final = "give micro_batch: the accumulation is the global batch / (replicas x micro_batch)"
+_NOT_PLANNED: Final = {
+    **dict.fromkeys(
+        ("cp", "context", "context_parallel", "context_parallel_size"), "not planned: context parallelism"
+    ),
+    **dict.fromkeys(
+        ("ep", "expert", "expert_parallel", "expert_parallel_size"), "not planned: expert parallelism"
+    ),
+    **dict.fromkeys(("accumulation", "accumulate", "ga", "gas", "grad_accum"), _MICRO_BATCH),
+    **dict.fromkeys(("gradient_accumulation", "gradient_accumulation_steps"), _MICRO_BATCH),
+}
+"""Names of the field for what a mapping does not have, and what is said of them."""
+
+_VALUES: Final[Table[str, Table[str, str]]] = {
+    "recompute": {
+        "full": "layer",
+        "selective": "attention",
+        "true": "layer",
+        "yes": "layer",
+        "false": "none",
+        "no": "none",
+    },
+    "schedule": dict.fromkeys(("1f1b-interleaved", "interleaved_1f1b", "interleaved1f1b"), "interleaved"),
+    "sharding": {
+        **{f"{zero}{stage}": kind for zero in ("", "zero", "zero-") for stage, kind in enumerate(SHARDING)},
+        "fsdp": "weights",
+        "no": "none",
+    },
+}
+"""Other words of the field for values of ours."""
+
+_CHOICES: Final = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "sharding": SHARDING}
+
+
+def parse_mapping(words: str) -> dict[str, Any]:
+    """The values that ``words`` give, such as ``tensor=8,pipeline=4``; ``tensor=8x8`` is a group of 64.
+
+    Raises:
+        MappingError: A name or value that no mapping has, or two values for a name; the nearest names are said.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in words.replace(" ", ",").split(","))):
+        name, equals, value = part.partition("=")
+        key = mapping_name(name)
+        if not equals or not value:
+            raise MappingError(f"{part!r} gives no value: write {key}=8")
+        given = parse_value(key, value)
+        if found.setdefault(key, given) != given:
+            raise MappingError(f"{key} is given twice: {_word(found[key])} and {_word(given)}")
+    return found
+
+
+def mapping_name(name: str) -> str:
+    """Our name of a field of a mapping, from ours or another of the field's.
+
+    Raises:
+        MappingError: No field is called so.
+    """
+    plain = name.strip().lower().lstrip("-").replace("-", "_")
+    known = [f.name for f in fields(Mapping)]
+    key = _NAMES.get(plain, plain)
+    if plain in _NOT_PLANNED:
+        raise MappingError(f"a mapping has no {name!r}: {_NOT_PLANNED[plain]}")
+    if key not in known:
+        near = get_close_matches(plain, known, 3, 0.4) or known[:4]
+        raise MappingError(f"a mapping has no {name!r}: nearest are {', '.join(near)}")
+    return key
+
+
+def parse_value(key: str, value: str) -> Any:  # noqa: ANN401 - a field of any kind
+    """The value of field ``key`` that ``value`` says.
+
+    Raises:
+        MappingError: It says none.
+    """
+    word = value.strip().lower()
+    if key in _CHOICES:
+        return _one_of(key, _VALUES[key].get(word, word), _CHOICES[key])
+    if isinstance(getattr(Mapping(), key), bool):
+        if word not in ("yes", "no", "true", "false", "1", "0"):
+            raise MappingError(f"{key}={value}: say yes or no")
+        return word in ("yes", "true", "1")
+    parts = word.split("x") if key == "tensor" else [word]
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", part) for part in parts):
+        raise MappingError(f"{key}={value}: give a whole number of 1 or more")
+    return math.prod(map(int, parts))
+
+
+def check(mapping: Mapping, workload: Workload) -> None:
+    """Refuse a mapping that no program could run.
+
+    Raises:
+        MappingError: It breaks a rule; the message says which, and what is nearest.
+    """
+    _check_tensor(mapping, workload.model)
+    _check_pipeline(mapping, workload)
+    _check_batch(mapping, workload.training.global_batch)
+    _check_shards(mapping)
+    if (mapping.offload_activations or mapping.offload_optimizer or mapping.phases > 1) and not (
+        workload.machine.device.streaming_bytes_per_second
+    ):
+        raise MappingError(
+            f"{workload.machine.name} has no slower memory beside its devices: nothing can wait there"
+        )
+
+
+def _check_tensor(mapping: Mapping, model: Model) -> None:
+    """Refuse a tensor group that does not divide the model."""
+    for name, number in model.divisors:
+        if number % mapping.tensor and not (name == "kv_heads" and mapping.tensor % number == 0):
+            near = [t for t in divisors(number) if all(n % t == 0 for _, n in model.divisors)]
+            raise MappingError(
+                f"tensor={mapping.tensor} does not divide {name}={number} of {model.name}: "
+                f"nearest are {_nearest(mapping.tensor, near)}"
+            )
+    if not mapping.sequence_parallel:
+        return
+    if mapping.tensor == 1:
+        raise MappingError("sequence_parallel=yes needs tensor=2 or more")
+    if model.sequence % mapping.tensor:
+        raise MappingError(
+            f"sequence_parallel=yes divides sequence={model.sequence} of {model.name} over "
+            f"tensor={mapping.tensor}: nearest are {_nearest(mapping.tensor, divisors(model.sequence))}"
+        )
+
+
+def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
+    """Refuse stages, pieces of stages and phases that the model has no layers for."""
+    model, pipeline, interleave = workload.model, mapping.pipeline, mapping.interleave
+    if pipeline * interleave > model.num_layers:
+        raise MappingError(
+            f"pipeline={pipeline} with interleave={interleave} needs {pipeline * interleave} layers, and "
+            f"{model.name} has {model.num_layers}: at most pipeline={max(1, model.num_layers // interleave)}"
+        )
+    most = most_phases(model, pipeline)
+    if mapping.phases > most:
+        raise MappingError(f"phases={mapping.phases} are more than the {most} parts of a stage of {model.name}")
+    if (interleave > 1) != (mapping.schedule == "interleaved") or (interleave > 1 and pipeline == 1):
+        raise MappingError("interleave is 2 or more with schedule=interleaved and several stages, and 1 otherwise")
+    if interleave == 1:
+        return
+    if model.num_layers % (pipeline * interleave):
+        raise MappingError(
+            f"{model.num_layers} layers of {model.name} do not divide into pipeline={pipeline} x "
+            f"interleave={interleave}: pieces of stages are equally large"
+        )
+    number = mapping.num_micro_batches(workload.training.global_batch)
+    if number % pipeline:
+        raise MappingError(
+            f"schedule=interleaved needs a multiple of pipeline={pipeline} micro batches, "
+            f"and a replica has {number}"
+        )
+
+
+def _check_batch(mapping: Mapping, global_batch: int) -> None:
+    """Refuse replicas and micro batches that do not divide the global batch."""
+    if global_batch % mapping.micro_batch:
+        raise MappingError(
+            f"micro_batch={mapping.micro_batch} does not divide a global batch of {global_batch}: "
+            f"nearest are {_nearest(mapping.micro_batch, divisors(global_batch))}"
+        )
+    if global_batch % (mapping.replicas * mapping.micro_batch):
+        near = [r for r in divisors(global_batch) if global_batch // r % mapping.micro_batch == 0]
+        raise MappingError(
+            f"a global batch of {global_batch} does not divide into replicas={mapping.replicas} with "
+            f"micro_batch={mapping.micro_batch}: nearest are replicas={_nearest(mapping.replicas, near)}"
+        )
+
+
+def _check_shards(mapping: Mapping) -> None:
+    """Refuse groups of shards that are no groups of replicas, or that shard nothing."""
+    weights, optimizer = mapping.weight_shards, mapping.optimizer_shards
+    for name, number in (("weight_shards", weights), ("optimizer_shards", optimizer)):
+        if mapping.replicas % number:
+            raise MappingError(
+                f"{name}={number} does not divide replicas={mapping.replicas}: "
+                f"nearest are {_nearest(number, divisors(mapping.replicas))}"
+            )
+    if mapping.sharding == "none" and (weights > 1 or optimizer > 1):
+        raise MappingError("weight_shards and optimizer_shards need sharding=optimizer, gradients or weights")
+    if mapping.sharding != "weights" and weights > 1:
+        raise MappingError(
+            f"weight_shards needs sharding=weights; sharding={mapping.sharding} leaves weights whole"
+        )
+    name = "weight_shards" if mapping.sharding == "weights" else "optimizer_shards"
+    if mapping.sharding != "none" and getattr(mapping, name) == 1 < mapping.replicas:
+        raise MappingError(f"sharding={mapping.sharding} with {name}=1 shards nothing: give 2 or more")
+    if optimizer % weights:
+        raise MappingError(
+            f"weight_shards={weights} does not divide optimizer_shards={optimizer}: "
+            "the optimizer's state is sharded as finely as the weights, or finer"
+        )
+
+
+def with_all_shards(values: Table[str, Any], replicas: int) -> dict[str, Any]:
+    """``values`` with shards over all ``replicas`` where they say what is sharded, and not how finely."""
+    sharding = values.get("sharding", "none")
+    names = ["optimizer_shards"] * (sharding != "none") + ["weight_shards"] * (sharding == "weights")
+    return {**dict.fromkeys(names, replicas), **values}
+
+
+def saved(mapping: Mapping, workload: Workload) -> str:
+    """The text of the file that `poprun --parallelism` takes."""
+    table = {
+        "schema": SCHEMA,
+        "model": workload.model.name,
+        "model_sha256": model_digest(workload.model),
+        "parameters": workload.model.num_parameters,
+        "machine": workload.machine.name,
+        "training": asdict(workload.training),
+        "mapping": asdict(mapping),
+    }
+    return json.dumps(table, indent=2) + "\n"
+
+
+def loaded(text: str, origin: str) -> tuple[Mapping, Training]:
+    """The mapping that `saved` wrote.
+
+    Raises:
+        MappingError: The text is no such file, or one of another version.
+    """
+    try:
+        table = json.loads(text)
+        if table["schema"] != SCHEMA:
+            raise MappingError(
+                f"{origin} has schema {table['schema']!r}; this version reads {SCHEMA}: save it again"
+            )
+        return from_table(table["mapping"]), Training(**table["training"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise MappingError(f"{origin} is no mapping that poprun-size --save wrote: {error}") from None
+
+
+def from_table(table: Table[str, Any]) -> Mapping:
+    """The mapping with these fields.
+
+    Raises:
+        MappingError: A field or value that no mapping has.
+    """
+    values = {mapping_name(name): value for name, value in table.items()}
+    checked = {name: parse_value(name, _word(value)) for name, value in values.items()}
+    return replace(Mapping(), **checked)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """``value``, which must be one of ``choices``."""
+    if value not in choices:
+        raise MappingError(f"{name}={value}: it is one of {', '.join(choices)}")
+    return value
+
+
+def _word(value: object) -> str:
+    """A value as words give it."""
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+@lru_cache(maxsize=512)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of ``number``, least first; above 10^12 only those up to 10^6 and their partners."""
+    low = [d for d in range(1, min(math.isqrt(number), _LARGEST_ROOT) + 1) if number % d == 0]
+    return tuple(sorted({*low, *(number // d for d in low)}))
+
+
+def _nearest(number: int, legal: Sequence[int]) -> str:
+    """The two legal numbers nearest to ``number``."""
+    return " and ".join(map(str, sorted(sorted(legal, key=lambda n: abs(n - number))[:2])))

@@ -1,0 +1,329 @@
+"""A model as a planner sees it: layers with their parameters, activations and operations.
+
+The equations of a transformer layer are those of Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv 2205.05198), widened to grouped-query heads, gated MLPs and fused attention.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final, Literal
+
+from popsize.errors import ModelError
+
+Recompute = Literal["none", "attention", "layer"]
+RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "attention", "layer")
+
+HALF_BYTES: Final = 2
+"""Bytes of an activation: 16 bits. Other precisions scale it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """An amount of which tensor parallelism divides one part and repeats the other.
+
+    Attributes:
+        divided: The part that is divided over the devices of a tensor group.
+        whole: The part that each of these devices has in full, unless sequence parallelism divides it.
+    """
+
+    divided: float = 0.0
+    whole: float = 0.0
+
+    def on_device(self, tensor: int, *, sequence_parallel: bool = False) -> float:
+        """The amount on one device of a group of ``tensor`` devices."""
+        return self.divided / tensor + self.whole / (tensor if sequence_parallel else 1)
+
+    def __add__(self, other: "Split") -> "Split":
+        """Both amounts together."""
+        return Split(divided=self.divided + other.divided, whole=self.whole + other.whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer:
+    """A layer, or several equal ones that follow each other. All amounts are those of one layer.
+
+    Attributes:
+        name: Such as ``block`` or ``embedding``.
+        count: How many such layers follow each other.
+        parameters: Number of parameters.
+        kept: Bytes of 16-bit activations that a sample leaves for the backward pass.
+        cheap: The part of ``kept`` that selective recomputation saves (``recompute=attention``): what the core of
+            the attention leaves; with fused attention what torch's selective checkpointing computes again.
+        output_bytes: Bytes of the output of one sample, which the next layer reads: all that stays where the layer
+            is recomputed, and what is sent where the model is cut behind it.
+        cheap_flops: Operations of the matrix products that selective recomputation computes again.
+        matmul_flops: Operations of its matrix products in the forward pass of one sample; the backward pass has
+            twice as many.
+        attention_flops: Operations of the attention's products of activations, likewise.
+        score_bytes: Bytes that the attention's scores move in the forward pass of one sample.
+        memory_bytes: Bytes that its elementwise operations move in the forward pass of one sample.
+        num_kernels: Kernels of its forward pass; the backward pass counts as two.
+        num_reductions: All-reduces of ``output_bytes`` that tensor parallelism adds to its forward pass, and to
+            its backward pass.
+        loss_bytes: Bytes that a loss at its output needs for a sample, and not longer.
+        backward_bytes: Bytes of gradients of activations that its backward pass has at once for a sample, beside
+            what the forward pass kept and the gradient of its output.
+        largest_matrix: Parameters of its largest matrix: its gradient is computed apart, and then added.
+        mask_heads: Heads whose scores are masked and scaled in a kernel of their own; 0: attention is fused, or
+            there is none.
+        can_recompute: Whether recomputation applies to it: not to an embedding or to logits.
+        parts: Shares of its parameters between the places where a phase may end.
+    """
+
+    name: str
+    count: int = 1
+    parameters: Split
+    kept: Split = field(default_factory=Split)
+    cheap: Split = field(default_factory=Split)
+    cheap_flops: Split = field(default_factory=Split)
+    output_bytes: float = 0.0
+    matmul_flops: Split = field(default_factory=Split)
+    attention_flops: Split = field(default_factory=Split)
+    score_bytes: Split = field(default_factory=Split)
+    memory_bytes: Split = field(default_factory=Split)
+    num_kernels: float = 0.0
+    num_reductions: int = 0
+    loss_bytes: Split = field(default_factory=Split)
+    backward_bytes: Split = field(default_factory=Split)
+    largest_matrix: Split = field(default_factory=Split)
+    mask_heads: int = 0
+    can_recompute: bool = True
+    parts: tuple[float, ...] = (1.0,)
+
+    def stored(self, recompute: Recompute) -> Split:
+        """Bytes that one sample leaves for the backward pass, with ``recompute``."""
+        if recompute == "none" or not self.can_recompute:
+            return self.kept
+        if recompute == "layer":
+            return Split(whole=self.output_bytes)
+        return Split(divided=self.kept.divided - self.cheap.divided, whole=self.kept.whole - self.cheap.whole)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """A model: its layers in order, and what it may be divided by.
+
+    Attributes:
+        name: What people call it.
+        sequence: Tokens of a sample; 1 for models without sequences.
+        layers: The layers, first to last.
+        divisors: What a tensor group has to divide: names and numbers, such as
+            ``(("heads", 96), ("hidden", 12288))``.
+        tied_parameters: Parameters of the last layer that are those of the first one; where these stand on two
+            stages, both have them.
+    """
+
+    name: str
+    sequence: int
+    layers: tuple[Layer, ...]
+    divisors: tuple[tuple[str, int], ...] = ()
+    tied_parameters: float = 0.0
+
+    @cached_property
+    def num_parameters(self) -> float:
+        """Parameters of the whole model; tied ones count once."""
+        total = sum(layer.count * (layer.parameters.divided + layer.parameters.whole) for layer in self.layers)
+        return total - self.tied_parameters
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers that stages and phases are made of: those of the longest run of equal ones."""
+        return self.block.count
+
+    @cached_property
+    def block(self) -> Layer:
+        """The layer that the model repeats most often."""
+        return max(self.layers, key=lambda layer: layer.count)
+
+    @cached_property
+    def flops_per_sample(self) -> float:
+        """Operations of a forward and a backward pass of one sample, without recomputation."""
+        return 3 * sum(
+            layer.count
+            * (
+                layer.matmul_flops.divided
+                + layer.matmul_flops.whole
+                + layer.attention_flops.divided
+                + layer.attention_flops.whole
+            )
+            for layer in self.layers
+        )
+
+
+_LARGEST: Final = (10**9, 10**5)
+"""The largest number of a transformer, and of its layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The numbers of a transformer, as papers give them.
+
+    Attributes:
+        layers: Number of blocks.
+        hidden: Width of the residual stream.
+        heads: Attention heads.
+        head_width: Width of a head; 0: ``hidden`` divided by ``heads``.
+        sequence: Tokens of a sample.
+        vocab: Words; 0: neither embedding nor logits are counted.
+        kv_heads: Heads of keys and values (grouped queries); 0: as many as ``heads``.
+        ffn: Width inside the MLP; 0: four times ``hidden``.
+        gated: Whether the MLP has a gate (SwiGLU): three matrices in place of two.
+        tied: Whether the logits are computed with the embedding's matrix.
+        positions: Learned position embeddings; 0: none.
+        biases: Whether matrices have biases, and norms a shift.
+        dropout: Whether dropout masks are kept.
+        fused_attention: Whether attention runs in one kernel that keeps no scores (FlashAttention).
+        causal: Whether a token attends to earlier ones only; a fused kernel then computes half of the scores.
+        full_loss: Whether the loss works on a 32-bit copy of the logits (14 bytes a logit in place of 6).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocab: int = 0
+    head_width: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    gated: bool = False
+    tied: bool = False
+    positions: int = 0
+    biases: bool = True
+    dropout: bool = True
+    fused_attention: bool = False
+    causal: bool = True
+    full_loss: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no transformer has.
+
+        Raises:
+            ModelError: A number is not positive, or heads do not divide.
+        """
+        for name in ("layers", "hidden", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: give a positive number")
+        for name in ("layers", "hidden", "heads", "sequence", "vocab", "kv_heads", "ffn", "positions"):
+            if getattr(self, name) > _LARGEST[name == "layers"]:
+                raise ModelError(f"{name} is larger than {_LARGEST[name == 'layers']:,}: give a smaller number")
+        for name in ("vocab", "head_width", "kv_heads", "ffn", "positions"):
+            if getattr(self, name) < 0:
+                raise ModelError(f"{name} is {getattr(self, name)}: give 0 or more")
+        if self.hidden % self.heads and not self.head_width:
+            raise ModelError(f"{self.heads} heads do not divide a hidden size of {self.hidden}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ModelError(f"{self.kv_heads} heads of keys do not divide {self.heads} heads")
+
+    @property
+    def query_width(self) -> int:
+        """Width of the queries, and of what attention puts out."""
+        return self.heads * (self.head_width or self.hidden // self.heads)
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return (self.kv_heads or self.heads) * (self.head_width or self.hidden // self.heads)
+
+    @property
+    def ffn_width(self) -> int:
+        """Width inside the MLP."""
+        return self.ffn or 4 * self.hidden
+
+
+def transformer(numbers: Transformer, name: str = "transformer") -> Model:
+    """The model of a transformer of these numbers."""
+    layers: tuple[Layer, ...] = (replace(_block(numbers), count=numbers.layers),)
+    if numbers.vocab:
+        layers = (_embedding(numbers), *layers, _head(numbers))
+    divisors = (
+        ("hidden", numbers.hidden),
+        ("heads", numbers.heads),
+        ("kv_heads", numbers.kv_heads or numbers.heads),
+        ("ffn", numbers.ffn_width),
+    )
+    tied = float(numbers.vocab * numbers.hidden) if numbers.tied else 0.0
+    return Model(
+        name=name,
+        sequence=numbers.sequence,
+        layers=layers,
+        divisors=tuple(dict.fromkeys(divisors)),
+        tied_parameters=tied,
+    )
+
+
+def _block(n: Transformer) -> Layer:
+    """One block: attention and MLP, with a norm before each."""
+    width, query, tokens = n.hidden, n.query_width, n.sequence
+    attending = 2 * width * (query + n.kv_width)
+    matrices = attending + (3 if n.gated else 2) * width * n.ffn_width
+    biases = (
+        2 * width + query + 2 * n.kv_width + (1 if n.gated else 0) * n.ffn_width + n.ffn_width if n.biases else 0
+    )
+    norms = (4 if n.biases else 2) * width
+    scores = float(n.heads * tokens * tokens)
+    inner = HALF_BYTES * n.ffn_width * (4 if n.gated else 2)
+    core = 4.0 * n.heads * tokens if n.fused_attention else (5 if n.dropout else 2) * scores
+    kept = Split(
+        divided=tokens * (HALF_BYTES * (2 * query + 2 * n.kv_width) + inner) + core,
+        whole=tokens * width * (HALF_BYTES * 4 + (2 if n.dropout else 0)),
+    )
+    cheap, again = Split(divided=core), Split()
+    if n.fused_attention:
+        again = Split(divided=2.0 * tokens * width * (n.kv_width + query + n.ffn_width))
+        # Kept: the input, the queries, the values, the output of attention, one product in the MLP, and its last.
+        cheap = Split(
+            divided=kept.divided - tokens * HALF_BYTES * (2 * query + n.kv_width + n.ffn_width),
+            whole=kept.whole - tokens * HALF_BYTES * 2 * width,
+        )
+    moved = Split(
+        divided=float(tokens * (2 * HALF_BYTES * query + inner)), whole=11.0 * HALF_BYTES * tokens * width
+    )
+    return Layer(
+        name="block",
+        parameters=Split(
+            divided=matrices + (biases and biases - 2 * width), whole=norms + (2 * width if biases else 0)
+        ),
+        kept=kept,
+        cheap=cheap,
+        cheap_flops=again,
+        output_bytes=float(HALF_BYTES * tokens * width),
+        matmul_flops=Split(divided=2.0 * tokens * matrices),
+        attention_flops=Split(
+            divided=4.0 * tokens * tokens * query / (2 if n.fused_attention and n.causal else 1)
+        ),
+        score_bytes=Split(divided=0.0 if n.fused_attention else 9 * scores),
+        memory_bytes=moved,
+        num_kernels=18.5 if n.fused_attention else 27.5,
+        num_reductions=2,
+        backward_bytes=Split(divided=float(HALF_BYTES * tokens * n.ffn_width * (2 if n.gated else 1))),
+        largest_matrix=Split(divided=float(width * n.ffn_width)),
+        mask_heads=0 if n.fused_attention else n.heads,
+        parts=(attending / matrices, 1 - attending / matrices),
+    )
+
+
+def _embedding(n: Transformer) -> Layer:
+    """The table of words and that of positions."""
+    return Layer(
+        name="embedding",
+        parameters=Split(divided=float(n.vocab * n.hidden), whole=float(n.positions * n.hidden)),
+        kept=Split(whole=float(n.sequence * n.hidden if n.dropout else 0)),
+        output_bytes=float(HALF_BYTES * n.sequence * n.hidden),
+        can_recompute=False,
+    )
+
+
+def _head(n: Transformer) -> Layer:
+    """The last norm, the logits and the loss."""
+    tokens, matrix = n.sequence, float(n.vocab * n.hidden)
+    return Layer(
+        name="head",
+        parameters=Split(divided=matrix, whole=(2.0 if n.biases else 1.0) * n.hidden),
+        kept=Split(whole=float(2 * HALF_BYTES * tokens * n.hidden)),
+        output_bytes=float(HALF_BYTES * tokens * n.hidden),
+        matmul_flops=Split(divided=2.0 * tokens * matrix),
+        memory_bytes=Split(divided=20.0 * tokens * n.vocab),
+        num_reductions=1,
+        can_recompute=False,
+        loss_bytes=Split(divided=float(tokens * n.vocab * (14 if n.full_loss else 6))),
+    )

@@ -1,0 +1,482 @@
+"""All legal mappings of a workload, the fastest that fit, and why faster ones do not."""
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as Table
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush, nlargest
+from operator import itemgetter
+from typing import Any, Final
+
+from popsize.duration import Duration, duration_of
+from popsize.errors import MappingError
+from popsize.footprint import Memory, memory_of
+from popsize.hardware import GIB, gib
+from popsize.mapping import MOST_DEVICES, SHARDING, Mapping, Schedule, Workload, check, divisors, with_all_shards
+from popsize.model import RECOMPUTE
+from popsize.stages import Stage, most_phases
+
+_LARGEST_MICRO_BATCH: Final = 64
+_INTERLEAVE: Final = (1, 2, 3, 4, 6, 8)
+_MORE_DEVICES: Final = (2, 4, 8, 16, 32, 64)
+_FEW_SHARDS: Final = 4
+"""Of so many sizes of groups of shards all are tried; of more only that of a host, and all replicas."""
+_MOST_FITTING: Final = 500
+"""A search ends when it has so many mappings that fit, and no other can be faster than these."""
+
+_STATE: Final = (
+    "sharding",
+    "weight_shards",
+    "optimizer_shards",
+    "offload_activations",
+    "offload_optimizer",
+    "phases",
+)
+"""The fields of a mapping that say how it keeps its state; the others are its shape."""
+
+_MOST_BETTER: Final = 100
+"""Of the shapes that no device has room for so many are tried for the next better mapping: those nearest to it."""
+
+_Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A mapping with what is predicted of it.
+
+    Attributes:
+        mapping: The mapping.
+        duration: Seconds of a step.
+        memory: Bytes on the fullest device.
+        stage: The stage of that device.
+        limit_bytes: What a device may use.
+        streaming_limit_bytes: What there is of slower memory beside it.
+    """
+
+    mapping: Mapping
+    duration: Duration
+    memory: Memory
+    stage: Stage
+    limit_bytes: float
+    streaming_limit_bytes: float
+
+    @property
+    def missing_bytes(self) -> float:
+        """How many bytes the fullest device lacks; 0 where it fits."""
+        return max(0.0, self.memory.total - self.limit_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has room, and the slower memory beside it."""
+        return not self.missing_bytes and not self.missing_streaming_bytes
+
+    @property
+    def missing_streaming_bytes(self) -> float:
+        """How many bytes the slower memory beside the fullest device lacks."""
+        return max(0.0, self.memory.streaming - self.streaming_limit_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        fitting: The mappings that fit, fastest first: of those that differ only in how they keep their state the
+            fastest, and at least the 500 fastest.
+        faster: The next better one: of those tried that do not fit and are faster the slowest; None: there is
+            none.
+        num_mappings: How many were tried.
+    """
+
+    fitting: tuple[Candidate, ...]
+    faster: Candidate | None
+    num_mappings: int
+
+
+def predict(workload: Workload, mapping: Mapping) -> Candidate:
+    """What is predicted of one mapping.
+
+    Raises:
+        MappingError: No program could run it.
+    """
+    check(mapping, workload)
+    return _candidate(workload, mapping)
+
+
+def search(workload: Workload, fixed: Table[str, Any]) -> Answer:
+    """The fastest mappings to all devices of the machine that have the ``fixed`` values.
+
+    A shape is a mapping but for how it keeps its state. Shapes are tried in the order of the time that none of
+    their mappings is faster than; of the ways to keep state that fit, each has the fastest.
+
+    Raises:
+        MappingError: No legal mapping has these values.
+    """
+    return _search(workload, fixed, _MOST_FITTING)
+
+
+def _search(workload: Workload, fixed: Table[str, Any], most: int) -> Answer:
+    """A search that ends when the fastest ``most`` mappings are known."""
+    groups = _groups(workload, fixed)
+    if not groups:
+        raise MappingError(_why_none_is_legal(workload, fixed))
+    trial = _Trial(workload)
+    waiting: list[tuple[float, Mapping, list[Mapping]]] = []
+    for ways, shapes in groups:
+        lightest = min(shapes, key=_first_in_memory)
+        if trial.has_room(lightest, ways):
+            waiting += [(_least_seconds(workload, shape), shape, ways) for shape in shapes]
+        else:
+            trial.hopeless += [(shape, ways) for shape in shapes]
+    for least, shape, ways in sorted(waiting, key=itemgetter(0)):
+        if trial.num_settled(least) >= most:
+            break
+        trial.add(least, shape, ways)
+    return trial.answer()
+
+
+class _Trial:
+    """The mappings that a search has tried."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.hopeless: list[tuple[Mapping, list[Mapping]]] = []
+        self._too_large: list[tuple[float, Mapping]] = []
+        self._workload = workload
+        self._fitting: list[Candidate] = []
+        self._num_tried = 0
+        self._num_settled = 0
+        self._unsettled: list[float] = []
+
+    def has_room(self, shape: Mapping, ways: list[Mapping]) -> bool:
+        """Whether devices have room for ``shape`` in the ways that need least of their memory."""
+        return any(
+            memory_of(self._workload, _keeping(shape, way))[0].total <= self._workload.limit_bytes
+            for way in _lightest(ways)
+        )
+
+    def add(self, least: float, shape: Mapping, ways: list[Mapping]) -> None:
+        """Try ``shape``, of ``least`` seconds or more, with all ``ways`` that can be the fastest which fits."""
+        found = []
+        left = list(ways)
+        while left:
+            way = left.pop(0)
+            mapping = _keeping(shape, way)
+            memory, stage = memory_of(self._workload, mapping)
+            self._num_tried += 1
+            if not _fits(self._workload, memory):
+                self._too_large.append((least, mapping))
+                continue
+            found.append(_candidate(self._workload, mapping, memory, stage))
+            left = [other for other in left if not _never_slower(way, other)]
+        if found:
+            fastest = min(found, key=_rank)
+            self._fitting.append(fastest)
+            heappush(self._unsettled, fastest.duration.total)
+
+    def num_settled(self, least: float) -> int:
+        """How many of those that fit take ``least`` seconds or fewer."""
+        while self._unsettled and self._unsettled[0] <= least:
+            heappop(self._unsettled)
+            self._num_settled += 1
+        return self._num_settled
+
+    def answer(self) -> Answer:
+        """What was found."""
+        fitting = sorted(self._fitting, key=_rank)
+        return Answer(
+            fitting=tuple(fitting),
+            faster=self._next_better(fitting[0].duration.total) if fitting else None,
+            num_mappings=self._num_tried + len(self.hopeless),
+        )
+
+    def _next_better(self, best: float) -> Candidate | None:
+        """The slowest of the mappings that are too large and take less than ``best`` seconds."""
+        bounded = [(_least_seconds(self._workload, shape), shape, ways) for shape, ways in self.hopeless]
+        near = nlargest(_MOST_BETTER, (one for one in bounded if one[0] < best), key=itemgetter(0))
+        too_large = [mapping for least, mapping in self._too_large if least < best]
+        too_large += [_keeping(shape, way) for _, shape, ways in near for way in ways]
+        timed = [(duration_of(self._workload, mapping).total, mapping) for mapping in too_large]
+        faster = max((one for one in timed if one[0] < best), key=itemgetter(0), default=None)
+        return None if faster is None else _candidate(self._workload, faster[1])
+
+
+def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
+    """Sorts that shape of a group first which needs least memory."""
+    return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
+
+
+def _lightest(ways: list[Mapping]) -> list[Mapping]:
+    """Of ``ways`` those of which one needs least of the device's own memory: all that can wait elsewhere does."""
+    shards, phases = max(way.weight_shards for way in ways), max(way.phases for way in ways)
+    waiting = max(_num_offloads(way) for way in ways)
+    return [
+        way
+        for way in ways
+        if way.weight_shards in (1, shards)
+        and (way.phases == phases if way.phases > 1 else _num_offloads(way) == waiting)
+    ]
+
+
+def _num_offloads(way: Mapping) -> int:
+    """How much of what a device can leave to the slower memory waits there while no phases do."""
+    return way.offload_activations + way.offload_optimizer
+
+
+def _never_slower(one: Mapping, other: Mapping) -> bool:
+    """Whether a shape that keeps its state as ``one`` takes no longer than with ``other``."""
+    return (
+        one.phases <= other.phases
+        and one.offload_activations <= other.offload_activations
+        and one.offload_optimizer <= (other.offload_optimizer or other.phases > 1)
+        and SHARDING.index(one.sharding) <= SHARDING.index(other.sharding)
+        and one.optimizer_shards >= other.optimizer_shards
+        and one.weight_shards <= other.weight_shards
+    )
+
+
+def _least_seconds(workload: Workload, shape: Mapping) -> float:
+    """The seconds of a step without those that depend on how ``shape`` keeps its state."""
+    duration = duration_of(workload, shape)
+    return duration.layers + duration.tensor + duration.bubble + duration.stages
+
+
+def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
+    """What would make something fit, nearest first, where nothing does."""
+    found = [_least_lacking(workload, fixed)]
+    for name in fixed:
+        rest = {key: value for key, value in fixed.items() if key != name}
+        if fitting := _fitting(workload, rest):
+            found.append(f"{name} other than {fixed[name]}: {fitting[0].mapping.text}")
+    for factor in _MORE_DEVICES:
+        number = workload.machine.num_devices * factor
+        if number <= MOST_DEVICES:
+            larger = replace(workload, machine=replace(workload.machine, num_devices=number))
+            if _fitting(larger, {"micro_batch": 1, **fixed}):  # larger ones need more memory
+                return [*found, f"{number} devices in place of {workload.machine.num_devices}"]
+    return found
+
+
+def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
+    """What the mapping lacks that lacks least."""
+    tried = []
+    for ways, shapes in _groups(workload, fixed):
+        shape = min(shapes, key=_first_in_memory)
+        for mapping in (_keeping(shape, way) for way in ways):
+            memory, _ = memory_of(workload, mapping)
+            lacking = max(0.0, memory.total - workload.limit_bytes)
+            waiting = max(0.0, memory.streaming - workload.machine.device.streaming_bytes)
+            tried.append((lacking + waiting, lacking, mapping))
+    least = _candidate(workload, min(tried, key=itemgetter(0, 1))[2])
+    if not least.missing_bytes:
+        return (
+            f"slower memory of {least.memory.streaming / GIB:.2f} GiB beside a device in place of "
+            f"{least.streaming_limit_bytes / GIB:.2f}, for {least.mapping.text}"
+        )
+    kind = least.memory.largest
+    return (
+        f"devices of {least.memory.total / GIB:.2f} GiB in place of {gib(least.limit_bytes)}, "
+        f"for {least.mapping.text} ({getattr(least.memory, kind) / GIB:.2f} GiB of it are {kind})"
+    )
+
+
+def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...]:
+    """The fastest mapping that fits, maybe others behind it; none where none is legal."""
+    try:
+        return _search(workload, fixed, 1).fitting
+    except MappingError:
+        return ()
+
+
+def _fits(workload: Workload, memory: Memory) -> bool:
+    """Whether a device has room for ``memory``, and the slower memory beside it."""
+    return memory.total <= workload.limit_bytes and memory.streaming <= workload.machine.device.streaming_bytes
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """The faster first; of equals that with less memory."""
+    return candidate.duration.total, candidate.memory.total
+
+
+def _candidate(
+    workload: Workload, mapping: Mapping, memory: Memory | None = None, stage: Stage | None = None
+) -> Candidate:
+    """``mapping`` with what is predicted of it."""
+    if memory is None or stage is None:
+        memory, stage = memory_of(workload, mapping)
+    return Candidate(
+        mapping=mapping,
+        duration=duration_of(workload, mapping),
+        memory=memory,
+        stage=stage,
+        limit_bytes=workload.limit_bytes,
+        streaming_limit_bytes=workload.machine.device.streaming_bytes,
+    )
+
+
+def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
+    """Shapes that differ only in micro batch and schedule, behind all legal ways in which they can keep state."""
+    groups: dict[Mapping, list[Mapping]] = {}
+    for shape in _shapes(workload, fixed):
+        groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
+    ways: dict[tuple[int, int], list[Mapping]] = {}
+    found = []
+    for shapes in groups.values():
+        size = (shapes[0].tensor, shapes[0].pipeline)
+        if size not in ways:
+            ways[size] = _ways(shapes[0], workload, fixed)
+        found += [(ways[size], shapes)] if ways[size] else []
+    return found
+
+
+def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
+    """Every legal tensor, pipeline, replicas, micro batch, schedule and recomputation, on all devices."""
+    num_devices, batch = workload.machine.num_devices, workload.training.global_batch
+    for tensor in _tensor_sizes(workload, fixed):
+        for pipeline in _divisors(num_devices // tensor, workload.model.num_layers, fixed.get("pipeline")):
+            replicas = num_devices // (tensor * pipeline)
+            if fixed.get("replicas", replicas) != replicas or batch % replicas:
+                continue
+            largest = max(_LARGEST_MICRO_BATCH, fixed.get("micro_batch", 1))
+            for micro_batch in _divisors(batch // replicas, largest, fixed.get("micro_batch")):
+                shape = Mapping(tensor=tensor, pipeline=pipeline, replicas=replicas, micro_batch=micro_batch)
+                yield from _variants(shape, workload, fixed)
+
+
+def _variants(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
+    """``shape`` with every schedule, recomputation, and division along the sequence."""
+    divided = shape.tensor > 1 and workload.model.sequence % shape.tensor == 0
+    for schedule, interleave in _schedules(shape, workload, fixed):
+        for recompute in _choices(fixed, "recompute", RECOMPUTE):
+            for sequence_parallel in _choices(fixed, "sequence_parallel", (divided,)):
+                if divided or not sequence_parallel:
+                    yield replace(
+                        shape,
+                        schedule=schedule,
+                        interleave=interleave,
+                        recompute=recompute,
+                        sequence_parallel=sequence_parallel,
+                    )
+
+
+def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
+    """``shape`` with each legal way to keep its state; the first is the fastest."""
+    shardings = _shardings(shape, workload, fixed)
+    offloads: list[_Values] = [{}]
+    phases: list[_Values] = []
+    if workload.machine.device.streaming_bytes:
+        most = most_phases(workload.model, shape.pipeline)
+        phases = [{"phases": n} for n in sorted({2, 4, 8, 16, most // 2, most}) if 1 < n <= most]
+        offloads += [
+            {"offload_activations": True},
+            {"offload_optimizer": True},
+            {"offload_activations": True, "offload_optimizer": True},
+        ]
+    state = {name: value for name, value in fixed.items() if name in _STATE}
+    ways = [{**sharding, **way, **state} for way in offloads for sharding in shardings]
+    ways += [{**sharding, **way, **state} for way in phases for sharding in (shardings[0], shardings[-1])]
+    every = dict.fromkeys(replace(shape, **way) for way in ways)
+    return [way for way in every if not _broken_rule(way, workload)]
+
+
+def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
+    """What may be sharded, and over how many replicas; the fastest first.
+
+    Sharded optimizer state takes less time and memory than whole copies: these are tried only where they are asked
+    for, or there is one replica. Programs that cut a model into stages do not shard gradients alone.
+    """
+    everyone = fixed.get("optimizer_shards", shape.replicas)
+    if everyone == 1 or fixed.get("sharding") == "none":
+        return [{}]
+    near = max(1, workload.machine.devices_per_host // shape.tensor)
+    sizes = [size for size in divisors(everyone) if size > 1]
+    if len(sizes) > _FEW_SHARDS:
+        sizes = [size for size in sizes if size in (near, everyone)]
+    gradients = shape.pipeline == 1 or fixed.get("sharding") == "gradients"
+    return [
+        {"sharding": "optimizer", "optimizer_shards": everyone},
+        *([{"sharding": "gradients", "optimizer_shards": everyone}] if gradients else []),
+        *({"sharding": "weights", "weight_shards": size, "optimizer_shards": everyone} for size in sizes),
+    ]
+
+
+def _keeping(shape: Mapping, way: Mapping) -> Mapping:
+    """``shape`` that keeps its state as ``way`` does."""
+    return replace(
+        way,
+        micro_batch=shape.micro_batch,
+        schedule=shape.schedule,
+        interleave=shape.interleave,
+        recompute=shape.recompute,
+        sequence_parallel=shape.sequence_parallel,
+    )
+
+
+def _tensor_sizes(workload: Workload, fixed: Table[str, Any]) -> Iterable[int]:
+    """Sizes of tensor groups that divide the devices, and all that the model wants divided."""
+    number = workload.machine.num_devices
+    sizes = _divisors(number, number if workload.model.divisors else 1, fixed.get("tensor"))
+    return [size for size in sizes if all(_divides(size, *divisor) for divisor in workload.model.divisors)]
+
+
+def _divides(size: int, name: str, number: int) -> bool:
+    return number % size == 0 or (name == "kv_heads" and size % number == 0)
+
+
+def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
+    """The divisors of ``number`` up to ``most``; of these only ``fixed``, where something is."""
+    return [d for d in divisors(number) if d <= most and fixed in (None, d)]
+
+
+def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[tuple[Schedule, int]]:
+    """Schedules, with the pieces of a stage. GPipe only when it is asked for: 1F1B is as fast with less memory."""
+    found: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
+    if shape.pipeline > 1 and shape.num_micro_batches(workload.training.global_batch) % shape.pipeline == 0:
+        pieces = sorted({*_INTERLEAVE, fixed.get("interleave", 2)} - {1})
+        found += [("interleaved", v) for v in pieces if workload.model.num_layers % (shape.pipeline * v) == 0]
+    return [
+        (schedule, v)
+        for schedule, v in found
+        if fixed.get("schedule", schedule) == schedule and fixed.get("interleave", v) == v
+    ]
+
+
+def _choices(fixed: Table[str, Any], name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What is fixed for ``name``, or all ``values``."""
+    return (fixed[name],) if name in fixed else values
+
+
+def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:
+    """Which rule the fixed values break; or that devices and batch do not divide."""
+    state = {name: value for name, value in fixed.items() if name in _STATE}
+    if shapes := list(_shapes(workload, fixed)):
+        shape = max(shapes, key=lambda one: one.replicas)
+        kept = with_all_shards(state, shape.replicas)
+        return f"of {shape.text}: {_broken_rule(replace(shape, **kept), workload)}"
+    machine, batch = workload.machine, workload.training.global_batch
+    schedule = "interleaved" if fixed.get("interleave", 1) > 1 else "1f1b"
+    given = {"schedule": schedule} | {name: value for name, value in fixed.items() if name not in _STATE}
+    asked = Mapping(**given)
+    if rule := _broken_rule(asked, workload):
+        return rule
+    if machine.num_devices % asked.num_devices:
+        return (
+            f"tensor x pipeline x replicas is {asked.num_devices}, which does not divide the "
+            f"{machine.num_devices} devices of {machine.name}"
+        )
+    replicas = machine.num_devices // (asked.tensor * asked.pipeline)
+    none = (
+        f"no mapping of {workload.model.name} uses all {machine.num_devices} devices of {machine.name} with a "
+        f"global batch of {batch}"
+    )
+    if batch % replicas:
+        return f"{none}: a multiple of {replicas} would divide among {replicas} replicas"
+    rule = _broken_rule(replace(asked, replicas=replicas), workload)
+    return f"{none}: {rule}" if rule else f"{none} and {', '.join(f'{k}={v}' for k, v in fixed.items())}"
+
+
+def _broken_rule(mapping: Mapping, workload: Workload) -> str:
+    """What `check` says of ``mapping``; empty where it is legal."""
+    try:
+        check(mapping, workload)
+    except MappingError as error:
+        return str(error)
+    return ""

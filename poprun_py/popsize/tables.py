@@ -1,0 +1,289 @@
+"""What a search or one mapping is shown as: tables for people, JSON and CSV for programs."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+from popsize.duration import Duration, exchanges, is_near, streamed_bytes, tensor_rounds, transfer_bytes
+from popsize.footprint import Memory
+from popsize.hardware import GIB, TERA, gib
+from popsize.mapping import Mapping, Workload
+from popsize.search import Answer, Candidate
+from popsize.stages import shown_stages
+
+_KINDS: Final = tuple(f.name for f in fields(Memory) if f.name != "streaming")
+_TERMS: Final = tuple(f.name for f in fields(Duration))
+_WITHOUT_DIGITS: Final = 100
+
+
+def peak_share(candidate: Candidate, workload: Workload) -> float:
+    """The share of the devices' peak that the model's own operations use (MFU); recomputation does not count."""
+    peak = workload.machine.device.flops_at(workload.training.precision) * candidate.mapping.num_devices
+    return workload.model.flops_per_sample * workload.training.global_batch / (candidate.duration.total * peak)
+
+
+def answer_table(answer: Answer, workload: Workload, num_rows: int) -> str:
+    """The fastest mappings as a table, and why a faster one does not fit."""
+    lines = [heading(workload), ""]
+    rows = [
+        (
+            str(place),
+            seconds(one.duration.total),
+            f"{peak_share(one, workload):.0%}",
+            f"{one.duration.bubble / one.duration.total:.0%}",
+            f"{one.memory.total / GIB:.1f}",
+            str(one.mapping.tensor),
+            str(one.mapping.pipeline),
+            str(one.mapping.replicas),
+            str(one.mapping.micro_batch),
+            str(one.mapping.num_micro_batches(workload.training.global_batch)),
+            choices(one.mapping),
+        )
+        for place, one in enumerate(answer.fitting[:num_rows], 1)
+    ]
+    head = ("", "a step", "peak", "bubble", "GiB", "tp", "pp", "dp", "batch", "accum", "and")
+    lines += columns([head, *rows])
+    more = len(answer.fitting) - len(rows)
+    lines += [f"{more} more fit (--top {len(answer.fitting)} lists all)."] if more > 0 else []
+    if answer.fitting:
+        lines += ["", f"The first, on its fullest device ({where(answer.fitting[0])}):"]
+        lines += memory_lines(answer.fitting[0])
+    lines += why_not_faster(answer)
+    return "\n".join(lines) + "\n"
+
+
+def heading(workload: Workload) -> str:
+    """What was asked, in one line."""
+    model, training, machine = workload.model, workload.training, workload.machine
+    return (
+        f"{model.name}, {_count(model.num_parameters)} parameters, sequence {model.sequence}, "
+        f"global batch {training.global_batch}, {training.precision}, {training.optimizer}, "
+        f"on {machine.num_devices} x {machine.device.name}"
+    )
+
+
+def _count(number: float) -> str:
+    """A large number as people read it."""
+    size, word = next((pair for pair in ((1e9, " billion"), (1e6, " million")) if number >= pair[0]), (1, ""))
+    return f"{number / size:.{max(3, len(str(int(number / size))))}g}{word}"
+
+
+def why_not_faster(answer: Answer) -> list[str]:
+    """Why the fastest mapping that does not fit does not."""
+    one = answer.faster
+    if one is None:
+        return []
+    kind = one.memory.largest
+    place = where(one)
+    lines = ["", f"Faster, but does not fit: {one.mapping.text}: {seconds(one.duration.total)} a step."]
+    if not one.missing_bytes:
+        return [
+            *lines,
+            (
+                f"  The slower memory beside {place} needs {one.memory.streaming / GIB:.2f} GiB and has "
+                f"{gib(one.streaming_limit_bytes)}: {one.missing_streaming_bytes:,.0f} bytes too many."
+            ),
+        ]
+    return [
+        *lines,
+        (
+            f"  {place[:1].upper()}{place[1:]} needs {one.memory.total / GIB:.2f} GiB and has "
+            f"{gib(one.limit_bytes)}: {one.missing_bytes / GIB:.2f} GiB ({one.missing_bytes:,.0f} bytes) "
+            f"too many; {kind} take {getattr(one.memory, kind) / GIB:.2f}."
+        ),
+    ]
+
+
+def where(candidate: Candidate) -> str:
+    """Which devices are the fullest."""
+    if candidate.mapping.pipeline == 1:
+        return "every device"
+    return f"each device of stage {candidate.stage.index} of {candidate.mapping.pipeline}"
+
+
+def choices(mapping: Mapping) -> str:
+    """What a mapping has beside its sizes, in words of `--fix`."""
+    words = mapping.text.split(",")
+    return " ".join(words[4:]) or "-"
+
+
+def memory_lines(candidate: Candidate) -> list[str]:
+    """The memory of the fullest device, by kind."""
+    memory = candidate.memory
+    rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB") for kind in _KINDS]
+    rows += [("  in all", f"{memory.total / GIB:.3f} GiB of {candidate.limit_bytes / GIB:.3f}")]
+    rows += [("  in slower memory", f"{memory.streaming / GIB:.3f} GiB")] if memory.streaming else []
+    return columns(rows)
+
+
+def explanation(candidate: Candidate, workload: Workload) -> str:
+    """One mapping: each term of its time, and its memory by kind."""
+    total = candidate.duration.total
+    rows = [
+        (
+            f"  {name}",
+            seconds(getattr(candidate.duration, name)),
+            f"{getattr(candidate.duration, name) / total:.1%}",
+            TERM_WORDS[name],
+        )
+        for name in _TERMS
+    ]
+    lines = [
+        heading(workload),
+        candidate.mapping.text,
+        "",
+        (
+            f"A step takes {seconds(total)}, {peak_share(candidate, workload):.1%} of the peak of "
+            f"{workload.machine.device.flops_at(workload.training.precision) / TERA:.0f} TFLOP/s a device:"
+        ),
+        *columns(rows),
+        "",
+        f"Memory of {where(candidate)}: it {'fits' if candidate.fits else 'does not fit'}.",
+        *memory_lines(candidate),
+        *columns(
+            [
+                (f"  {name}", f"{size / GIB:.3f} GiB", link)
+                for name, size, link in traffic(candidate.mapping, workload)
+            ],
+            "Sent by a device in a step:",
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+TERM_WORDS: Final = {
+    "layers": "forward and backward passes, and what is computed again",
+    "tensor": "sums over the tensor group",
+    "bubble": "waiting for the pipeline to fill and to drain",
+    "stages": "activations sent between stages",
+    "replicas": "sums of gradients over replicas",
+    "gathering": "sharded weights gathered for use",
+    "optimizer": "the update",
+    "streaming": "waiting for the slower memory",
+}
+"""What each term of a duration is."""
+
+
+def traffic(mapping: Mapping, workload: Workload) -> list[tuple[str, float, str]]:
+    """What a device sends in a step: kind, bytes, and over which link; kinds without bytes are left out."""
+    machine, number = workload.machine, mapping.num_micro_batches(workload.training.global_batch)
+    stage = shown_stages(workload.model, mapping.pipeline)[0]
+    samples = number * mapping.micro_batch * workload.width * (mapping.tensor - 1) / mapping.tensor
+    sums = sum(n * tensor_rounds(layer, mapping.recompute) * layer.output_bytes for layer, n in stage.layers)
+    sent = number * mapping.interleave * transfer_bytes(workload, mapping) if mapping.pipeline > 1 else 0.0
+    stride = mapping.tensor * mapping.replicas
+    found = [
+        ("tensor", samples * sums, is_near(mapping.tensor, 1, machine, mapping.num_devices)),
+        ("stages", sent, is_near(2, stride, machine, mapping.num_devices)),
+        *((one.name, one.sent, one.is_near) for one in exchanges(workload, mapping)),
+    ]
+    rows = [(name, size, "links inside a host" if near else "network between hosts") for name, size, near in found]
+    rows += [("streaming", sum(streamed_bytes(workload, mapping)), "slower memory beside the device")]
+    return [row for row in rows if row[1]]
+
+
+def answer_json(answer: Answer, workload: Workload, num_rows: int) -> str:
+    """The fastest mappings as JSON, with all terms and kinds."""
+    table = {
+        "model": workload.model.name,
+        "parameters": workload.model.num_parameters,
+        "machine": workload.machine.name,
+        "devices": workload.machine.num_devices,
+        "training": asdict(workload.training),
+        "mappings_tried": answer.num_mappings,
+        "fitting": sum(one.fits for one in answer.fitting),
+        "mappings": [candidate_table(one, workload) for one in answer.fitting[:num_rows]],
+        "faster_but_too_large": None if answer.faster is None else candidate_table(answer.faster, workload),
+    }
+    return json.dumps(table, indent=2) + "\n"
+
+
+def candidate_table(one: Candidate, workload: Workload) -> dict[str, Any]:
+    """A mapping with what is predicted of it, as JSON holds it."""
+    return {
+        "mapping": asdict(one.mapping),
+        "seconds": one.duration.total,
+        "seconds_by_term": asdict(one.duration),
+        "share_of_peak": peak_share(one, workload),
+        "bubble_share": one.duration.bubble / one.duration.total,
+        "accumulation": one.mapping.num_micro_batches(workload.training.global_batch),
+        "memory_bytes": asdict(one.memory),
+        "fullest_stage": one.stage.index,
+        "limit_bytes": one.limit_bytes,
+        "missing_bytes": one.missing_bytes,
+        "missing_streaming_bytes": one.missing_streaming_bytes,
+        "fits": one.fits,
+        "sent_bytes": {name: {"bytes": size, "over": link} for name, size, link in traffic(one.mapping, workload)},
+    }
+
+
+def answer_csv(answer: Answer, workload: Workload, num_rows: int) -> str:
+    """The fastest mappings as CSV: a row for each."""
+    names = [f.name for f in fields(Mapping)]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    terms = [f"{term}_seconds" for term in _TERMS]
+    writer.writerow([*names, "accumulation", "seconds", *terms, *(f"{kind}_gib" for kind in _KINDS), "fits"])
+    for one in answer.fitting[:num_rows]:
+        writer.writerow(
+            [
+                *(getattr(one.mapping, name) for name in names),
+                one.mapping.num_micro_batches(workload.training.global_batch),
+                f"{one.duration.total:.6g}",
+                *(f"{getattr(one.duration, term):.6g}" for term in _TERMS),
+                *(f"{getattr(one.memory, kind) / GIB:.6f}" for kind in _KINDS),
+                "yes" if one.fits else "no",
+            ]
+        )
+    return out.getvalue()
+
+
+def seconds(value: float) -> str:
+    """A duration as people read it."""
+    if not value:
+        return "-"
+    if value >= _WITHOUT_DIGITS:
+        return f"{value:.0f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms"
+
+
+def wrapped(text: str, width: int) -> str:
+    """``text`` with its lines no longer than ``width``: what is too long goes on below."""
+    return "".join(f"{part}\n" for line in text.splitlines() for part in _parts(line, width))
+
+
+def _parts(line: str, width: int) -> list[str]:
+    """A line cut between its columns, and behind spaces and commas of the last one, where it is too long."""
+    last = line.rstrip().rfind("  ") + 2
+    pieces = [*re.split(r"(?<=  )(?! )", line[:last]), *re.split(r"(?<=[ ,])(?![ 0-9])", line[last:])]
+    own = len(line) - len(line.lstrip()) + 2
+    longest = max(len(piece.rstrip()) for piece in pieces)
+    indent = " " * min(max(own, last), width // 2, max(0, width - longest))
+    parts = [""]
+    for piece in pieces:
+        if len(parts[-1]) + len(piece.rstrip()) > width and parts[-1].strip():
+            parts.append(indent)
+        parts[-1] += piece
+    return [part.rstrip() for part in parts]
+
+
+def columns(rows: Iterable[Sequence[str]], title: str = "") -> list[str]:
+    """Rows with their columns below each other; numbers stand to the right."""
+    table = list(rows)
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))] if table else []
+    lines = [
+        "  ".join(
+            cell.rjust(width)
+            if cell[:1].isdigit() or (column and cell in table[0] and table[-1][column][:1].isdigit())
+            else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+    return ([title] if title else []) + lines

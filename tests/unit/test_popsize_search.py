@@ -1,0 +1,298 @@
+"""The search: what it finds is legal, fits and is sorted; and what it says where nothing fits.
+
+Holds popsize.search.
+"""
+
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from popsize.catalogue import named_model
+from popsize.errors import MappingError
+from popsize.hardware import GIB, named_machine
+from popsize.mapping import SHARDING, Mapping, Training, Workload, check, divisors
+from popsize.model import RECOMPUTE
+from popsize.search import Candidate, nearest_changes, predict, search
+
+
+def workload(model: str, machine: str, global_batch: int, limit_gib: float | None = None) -> Workload:
+    """A model on a machine."""
+    return Workload(
+        model=named_model(model),
+        machine=named_machine(machine),
+        training=Training(global_batch=global_batch),
+        memory_limit_bytes=None if limit_gib is None else limit_gib * GIB,
+    )
+
+
+CASES = st.builds(
+    workload,
+    st.sampled_from(["bert-large", "gpt2", "gpt2-xl", "llama2-7b", "gpt3-2.7b"]),
+    st.sampled_from(["8xA100-80GB", "2xA100-40GB", "16xH100", "12xH200", "POD16"]),
+    st.sampled_from([8, 48, 64]),
+    st.sampled_from([None, 24.0, 0.5]),
+)
+
+
+@given(CASES)
+@settings(max_examples=20)
+def test_what_fits_is_legal_sorted_and_within_memory(one: Workload) -> None:
+    """On all devices; and what is said to be faster is faster, and does not fit."""
+    answer = search(one, {})
+    seconds = [found.duration.total for found in answer.fitting]
+
+    assert seconds == sorted(seconds)
+    assert len({found.mapping for found in answer.fitting}) == len(seconds) <= answer.num_mappings
+    for found in answer.fitting:
+        check(found.mapping, one)
+        assert found.fits
+        assert found.memory.total <= one.limit_bytes
+        assert found.memory.streaming <= one.machine.device.streaming_bytes
+        assert found.mapping.num_devices == one.machine.num_devices
+    if answer.faster is not None:
+        assert not answer.faster.fits
+        assert answer.faster.missing_bytes + answer.faster.missing_streaming_bytes > 0
+        assert not seconds or answer.faster.duration.total < seconds[0]
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "tensor": st.sampled_from([1, 2, 4, 8]),
+            "pipeline": st.sampled_from([1, 2, 4]),
+            "micro_batch": st.sampled_from([1, 2]),
+            "recompute": st.sampled_from(["none", "attention", "layer"]),
+            "schedule": st.sampled_from(["gpipe", "1f1b"]),
+            "sharding": st.sampled_from(["none", "optimizer"]),
+        },
+    )
+)
+@settings(max_examples=20)
+def test_what_is_fixed_stays(fixed: dict[str, Any]) -> None:
+    """Every mapping has these values, or an error says why none is legal."""
+    try:
+        answer = search(workload("gpt3-2.7b", "8xA100-80GB", 64), fixed)
+    except MappingError as error:
+        assert str(error)  # noqa: PT017 - either is right
+        return
+    for found in answer.fitting:
+        assert fixed == {name: getattr(found.mapping, name) for name in fixed}
+
+
+def test_gpt3_on_65536_devices() -> None:
+    """It has an answer, which uses all of them."""
+    answer = search(workload("gpt3-175b", "65536xA100-80GB", 65536), {})
+    first = answer.fitting[0].mapping
+
+    assert answer.num_mappings > 1000
+    assert first.num_devices == 65536
+
+
+def test_state_that_the_slower_memory_cannot_hold_does_not_fit() -> None:
+    """2.8 TB of state are more than eight times 64 GiB, though each phase has room in a device."""
+    found = predict(
+        workload("gpt3-175b", "8xA100-80GB", 64), Mapping(tensor=4, pipeline=2, micro_batch=8, phases=8)
+    )
+
+    assert found.missing_bytes == 0
+    assert found.missing_streaming_bytes == found.memory.streaming - 64 * GIB > 0
+    assert not found.fits
+
+
+def test_nothing_fits_and_the_nearest_changes_are_said() -> None:
+    """Each with its number: larger devices, what is fixed, more devices."""
+    one = workload("llama3-70b", "8xA100-40GB", 64)
+    fixed = {"tensor": 1, "offload_optimizer": False, "phases": 1}
+    answer = search(one, fixed)
+    changes = nearest_changes(one, fixed)
+
+    assert answer.fitting == ()
+    assert re.match(
+        r"devices of \d+\.\d\d GiB in place of 39\.40, for tensor=1,.* GiB of it are \w+\)$", changes[0]
+    )
+    assert re.fullmatch(r"\d+ devices in place of 8", changes[-1])
+    more = int(changes[-1].split()[0])
+    assert search(workload("llama3-70b", f"{more}xA100-40GB", 64), fixed).fitting
+    assert not search(workload("llama3-70b", f"{more // 2}xA100-40GB", 64), fixed).fitting
+
+
+def test_another_value_of_what_is_fixed_is_a_change() -> None:
+    """It is named with the mapping that would fit."""
+    one = workload("llama3-8b", "8xA100-80GB", 64, limit_gib=40)
+    fixed = {"tensor": 1, "pipeline": 1, "sharding": "none", "phases": 1, "offload_optimizer": False}
+
+    assert any(change.startswith("sharding other than none: tensor=1") for change in nearest_changes(one, fixed))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"tensor": 3}, "tensor=3 does not divide hidden=1600"),
+        ({"pipeline": 49}, "gpt2-xl has 48"),
+        ({"pipeline": 3}, "is 3, which does not divide the 8 devices of 8xA100-80GB"),
+        ({"replicas": 8, "micro_batch": 16}, "a global batch of 64 does not divide"),
+    ],
+)
+def test_no_legal_mapping_has_what_is_fixed(fixed: dict[str, Any], said: str) -> None:
+    """Which rule is broken is said."""
+    with pytest.raises(MappingError, match=re.escape(said)):
+        search(workload("gpt2-xl", "8xA100-80GB", 64), fixed)
+
+
+def test_a_batch_that_no_replicas_divide() -> None:
+    """25 heads leave no tensor group of two, so that eight devices need eight replicas or stages."""
+    with pytest.raises(MappingError, match=re.escape("no mapping of gpt2-xl uses all 7 devices of 7xA100")):
+        search(workload("gpt2-xl", "7xA100", 4), {"pipeline": 1})
+
+
+def every_mapping(one: Workload, recompute: tuple[Any, ...] = RECOMPUTE) -> list[Candidate]:
+    """Most mappings to all devices that a search may find, without its order and its shortcuts."""
+    number = one.machine.num_devices
+    found = []
+    for tensor, pipeline, micro_batch, again in product(
+        divisors(number), divisors(number), (1, 2, 4, 8), recompute
+    ):
+        shape = Mapping(
+            tensor=tensor,
+            pipeline=pipeline,
+            replicas=max(1, number // (tensor * pipeline)),
+            micro_batch=micro_batch,
+            recompute=again,
+            sequence_parallel=tensor > 1,
+        )
+        shards = divisors(shape.replicas)
+        for sharding, weights, optimizer, activations, state, phases, pieces in product(
+            SHARDING, shards, shards, (False, True), (False, True), (1, 2, 4), (1, 2, 3)
+        ):
+            if sharding == "gradients" and pipeline > 1:
+                continue
+            mapping = replace(
+                shape,
+                sharding=sharding,
+                weight_shards=weights,
+                optimizer_shards=optimizer,
+                offload_activations=activations,
+                offload_optimizer=state,
+                phases=phases,
+                schedule="1f1b" if pieces == 1 else "interleaved",
+                interleave=pieces,
+            )
+            try:
+                found.append(predict(one, mapping))
+            except MappingError:
+                continue
+    return [candidate for candidate in found if candidate.mapping.num_devices == number]
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "limit"),
+    [
+        ("gpt2-xl", "4xA100-80GB", None),
+        ("gpt2-xl", "4xA100-80GB", 9.0),
+        ("llama2-13b", "4xA100-40GB", None),
+        ("bert-large", "POD4", None),
+        ("gpt2-xl", "POD4", None),
+    ],
+)
+def test_the_first_is_the_fastest_of_all(model: str, machine: str, limit: float | None) -> None:
+    """Whatever is sharded, waits in slower memory or runs in phases; nothing that fits is faster."""
+    one = workload(model, machine, 16, limit)
+    recompute = ("none", "layer")
+    every = every_mapping(one, recompute)
+    fastest = min(found.duration.total for found in every if found.fits)
+    found = [answer.fitting[:1] for answer in (search(one, {"recompute": way}) for way in recompute)]
+    seconds = [first.duration.total for fitting in found for first in fitting]
+
+    assert min(seconds) <= fastest * (1 + 1e-9)
+
+
+def test_memory_beyond_what_is_needed_changes_nothing() -> None:
+    """More room never makes the answer slower, and a limit above the device's memory is that memory."""
+    seconds = [
+        search(workload("gpt2-xl", "8xA100-80GB", 64, limit), {}).fitting[0].duration.total
+        for limit in (24, 48, 52, None, 1000)
+    ]
+
+    assert seconds == sorted(seconds, reverse=True)
+    assert (
+        workload("gpt2-xl", "8xA100-80GB", 64, 1000).limit_bytes == named_machine("A100-80GB").device.memory_bytes
+    )
+
+
+def test_the_next_better_mapping_is_the_slowest_of_the_faster() -> None:
+    """Between it and the first there is none of those that are too large."""
+    one = workload("gpt2-xl", "4xA100-80GB", 16, 10)
+    fixed = {"tensor": 1, "pipeline": 1, "sharding": "weights", "optimizer_shards": 4, "phases": 1}
+    fixed |= {"offload_activations": False, "offload_optimizer": False}
+    answer = search(one, fixed)
+    best = answer.fitting[0].duration.total
+    too_large = [
+        found.duration.total
+        for found in every_mapping(one)
+        if not found.fits and all(getattr(found.mapping, name) == value for name, value in fixed.items())
+    ]
+
+    assert answer.faster is not None
+    assert answer.faster.duration.total == pytest.approx(max(second for second in too_large if second < best))
+
+
+def test_interleaved_stages_have_micro_batches_for_all() -> None:
+    """Four samples on eight devices leave none that interleaves eight stages or four."""
+    for found in search(workload("gpt2-xl", "8xA100-80GB", 4), {}).fitting:
+        if found.mapping.interleave > 1:
+            assert found.mapping.num_micro_batches(4) % found.mapping.pipeline == 0
+
+
+def test_a_batch_with_many_divisors_is_searched_in_few_tries() -> None:
+    """17,000 shapes: those that cannot be among the fastest are not predicted in full."""
+    answer = search(workload("gpt3-175b", "55440xA100-80GB", 720720), {})
+
+    assert len(answer.fitting) >= 500
+    assert answer.num_mappings < 60_000
+    assert answer.faster is None or answer.faster.duration.total < answer.fitting[0].duration.total
+
+
+def test_nothing_fits_on_many_devices() -> None:
+    """One GiB is too little for any mapping, and the least of those is said."""
+    one = workload("gpt3-175b", "65536xA100-80GB", 65536, limit_gib=0.5)
+
+    assert search(one, {}).fitting == ()
+    assert re.match(r"devices of \d+\.\d\d GiB in place of 0\.50, for tensor=", nearest_changes(one, {})[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "fixed", "said"),
+    [
+        ("gpt2-xl", 64, {"micro_batch": 128}, "micro_batch=128 does not divide a global batch of 64"),
+        ("gpt2-xl", 64, {"optimizer_shards": 3}, "replicas=8,micro_batch=1: optimizer_shards=3 does not divide"),
+        (
+            "llama3-8b",
+            512,
+            {"interleave": 3, "pipeline": 4},
+            "32 layers of llama3-8b do not divide into pipeline=4",
+        ),
+    ],
+)
+def test_the_rule_that_is_broken_is_said(model: str, batch: int, fixed: dict[str, Any], said: str) -> None:
+    """Not that of another value."""
+    with pytest.raises(MappingError, match=re.escape(said)):
+        search(workload(model, "8xA100-80GB", batch), fixed)
+
+
+def test_a_large_micro_batch_that_is_asked_for_is_tried() -> None:
+    """The bound of a search is not one of what programs run."""
+    answer = search(workload("gpt2", "8xA100-80GB", 2048), {"micro_batch": 128, "recompute": "layer"})
+
+    assert {found.mapping.micro_batch for found in answer.fitting} == {128}
+
+
+def test_what_is_asked_to_be_sharded_is() -> None:
+    """Over as many replicas as there are; one replica shards nothing."""
+    for found in search(workload("gpt2-xl", "8xA100-80GB", 64), {"sharding": "weights"}).fitting:
+        assert found.mapping.weight_shards > 1 or found.mapping.replicas == 1
