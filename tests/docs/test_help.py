@@ -1,13 +1,16 @@
 """The help pages, word by word: a change of an option is a change of these files."""
 
 import re
+import shlex
+import sys
 from pathlib import Path
 
 from poprun import errors
-from tests.running import Poprun
+from tests.running import Poprun, run
 
 SHORT_PAGE = Path(__file__).with_name("short_help.txt")
 WHOLE_PAGE = Path(__file__).with_name("help.txt")
+SIZE_PAGE = Path(__file__).with_name("size_help.txt")
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
@@ -31,6 +34,21 @@ def test_the_whole_page(poprun: Poprun) -> None:
     assert poprun("-n", "2", "--help-all", "train.py").succeeded().out == page
     assert max(map(len, page.splitlines())) <= 80
     assert f"--help-all shows all {num_options} options" in SHORT_PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_planner() -> None:
+    """``poprun-size --help`` and ``-h`` print what is kept here, and every example on it is one that works."""
+    page = SIZE_PAGE.read_text(encoding="utf-8")
+    program = str(Path(sys.executable).with_name("poprun-size"))
+
+    assert run([program, "--help"]).succeeded().out == run([program, "-h"]).succeeded().out == page
+    assert max(map(len, page.splitlines())) <= 80
+    lines = page.partition("Examples:")[2].replace("\\\n", "").splitlines()
+    examples = [shlex.split(line)[1:] for line in lines if line.strip()]
+    assert len(examples) >= 5
+    for words in examples:
+        if not {"config.json", "rows.csv"} & set(words):
+            assert run([program, *words]).succeeded().out
 
 
 def test_the_reference_names_every_option() -> None:

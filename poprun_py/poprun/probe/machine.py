@@ -198,6 +198,12 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
 
 
+def gpu_model() -> tuple[str, float]:
+    """What the driver calls the first GPU, and its memory in bytes; an empty name where it does not answer."""
+    name, _, mebibytes = _ask("--query-gpu=name,memory.total").partition("\n")[0].rpartition(",")
+    return name.strip(), float(_last_number(mebibytes)) * 2**20
+
+
 def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
     """The devices that the driver lists and ``visible``, the value of ``CUDA_VISIBLE_DEVICES``, leaves visible."""
     # lines such as "index, uuid, address on the PCI bus"; and in processes "uuid, pid"

@@ -96,8 +96,13 @@ def run_click(command: "click.Command", name: str) -> int:
             return error.exit_code
         except (click.Abort, KeyboardInterrupt):
             return _INTERRUPTED
+        except SystemExit:
+            if sys.stdout is stdout:
+                raise
+            raise BrokenPipeError from None  # click wraps both streams and exits with 1 when nobody reads
 
     write_any_letter()
+    stdout = sys.stdout
     return exit_code_of(run, report)
 
 
@@ -111,11 +116,13 @@ def print_out(text: str) -> None:
     except OSError as error:
         abandon_stdout()
         raise OutputError(f"standard output cannot be written: {error.strerror}") from None
+    except AttributeError:
+        raise OutputError("standard output is closed") from None
 
 
 def abandon_stdout() -> None:
     """Redirect standard output to /dev/null, so that the interpreter does not fail to flush it at its end."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):  # there may be no standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,0 +1,402 @@
+"""The `poprun-size` program: it says which mappings of a model to devices fit, and which is fastest."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import yaml
+
+from popdist.contract import VERSION
+from poprun.errors import OutputError, PlanError, UsageError
+from poprun.probe.machine import find_gpus, gpu_model
+from poprun.text.atomic_file import check_target, write_whole
+from poprun.text.screen import log, print_out, run_click, width
+from popsize.cases import COLUMNS, cases_text, header_of, predict_cases
+from popsize.catalogue import MODELS, config_model, model_of, named_model
+from popsize.errors import SizingError
+from popsize.hardware import DEVICES, FIGURES, GIB, PRECISIONS, Machine, Precision, machines_of, named_machine
+from popsize.mapping import OPTIMIZER_BYTES, Training, Workload, parse_mapping, saved, with_all_shards
+from popsize.mapping import Mapping as SizeMapping
+from popsize.model import Model, Transformer
+from popsize.picture import cube_svg
+from popsize.search import Answer, Candidate, nearest_changes, predict, search
+from popsize.tables import answer_csv, answer_json, answer_table, explanation, wrapped
+
+_LARGEST_FILE: Final = 64 * 2**20
+_MEASURE_SECONDS: Final = 60
+_MOST_ERRORS: Final = 20
+
+_EPILOG: Final = f"""
+Words of --fix and --explain: {", ".join(f.name for f in fields(SizeMapping))}.
+
+Numbers of a model: {", ".join(f.name for f in fields(Transformer))}.
+
+Figures of a machine in the file of --machines: tflops, {", ".join(FIGURES)}.
+
+Columns of --cases: {", ".join(COLUMNS)}.
+
+The table: the share of the devices' peak that the model's operations use; the GiB on the fullest device; tensor
+(tp), pipeline (pp), replicas (dp); samples of a micro batch, and how many of them a replica adds up.
+
+\b
+Examples:
+  poprun-size --model gpt2-xl --devices 8xA100-80GB --global-batch 64
+  poprun-size --model gpt3-175b --devices 1024xA100 \\
+      --global-batch 1536 --fix tensor=8
+  poprun-size --pod POD16 --global-batch 512 \\
+      --model gpt layers=24 hidden=2048 heads=16 sequence=1024
+  poprun-size --model llama3-8b --devices 8xH100 --global-batch 64 \\
+      --explain tensor=8 --format json
+  poprun-size --model config.json --devices 64xH100 \\
+      --global-batch 512 --save mapping.json
+  poprun-size --cases rows.csv --format csv
+"""
+
+
+def main() -> None:
+    """Run `poprun-size` with the words of this process and end it."""
+    sys.exit(run_click(size, "poprun-size"))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=_EPILOG)
+@click.version_option(VERSION, message="poprun-size %(version)s")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="A name, such as gpt2-xl; a family (gpt, bert, llama) with numbers behind it; a config.json of "
+    "Hugging Face; or a file that popdist.parallel.describe(...).save() wrote.",
+)
+@click.argument("numbers", nargs=-1, metavar="[NUMBER=…]...")
+@click.option(
+    "--devices", metavar="MACHINE", help="Such as 64xA100-80GB, 8xH100, 8xH200, or a name of --machines."
+)
+@click.option("--pod", metavar="POD", help="POD16, POD64, POD128, POD256, or several of them: 4xPOD64.")
+@click.option(
+    "--cpu",
+    metavar="N",
+    type=click.IntRange(1),
+    help="N instances on this machine's CPU, which is measured in two seconds.  "
+    "[default without a machine: the GPUs found]",
+)
+@click.option(
+    "--machines",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A YAML file that describes other machines.",
+)
+@click.option("--global-batch", metavar="N", type=click.IntRange(1), help="Samples of a step, over all replicas.")
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="What is computed in.  [default: bf16, or fp16 where there is no bf16]",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(sorted(OPTIMIZER_BYTES)),
+    default="adamw",
+    show_default=True,
+    help="Its state takes memory.",
+)
+@click.option(
+    "--gradient-bytes",
+    type=click.Choice(["2", "4"]),
+    default="4",
+    show_default=True,
+    help="Bytes in which a gradient is added.",
+)
+@click.option(
+    "--fix",
+    metavar="WORDS",
+    multiple=True,
+    help="Search only mappings with these values: tensor=8,pipeline=8. The names tp, pp, dp are taken too; "
+    "tensor=8x8 is a group of 64.",
+)
+@click.option("--tensor-parallel-size", metavar="N", type=click.IntRange(1), help="As --fix tensor=N.")
+@click.option("--pipeline-parallel-size", metavar="N", type=click.IntRange(1), help="As --fix pipeline=N.")
+@click.option(
+    "--memory-limit",
+    metavar="GIB",
+    type=click.FloatRange(0, min_open=True),
+    help="Use at most so much of a device's memory.",
+)
+@click.option("--explain", metavar="WORDS", help="Explain one mapping: each term of its time, and its memory.")
+@click.option(
+    "--top",
+    metavar="N",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="How many mappings are listed; of a large search at least the fastest 500 are known.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "csv", "svg"]),
+    default="table",
+    show_default=True,
+    help="How to print it; svg draws the first, or the explained one.",
+)
+@click.option(
+    "--save",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the first, or the explained one, to a file that poprun --parallelism takes.",
+)
+@click.option(
+    "--cases", metavar="FILE", type=click.Path(exists=True, dir_okay=False), help="Predict each row of a CSV file."
+)
+def size(**words: Any) -> None:  # noqa: ANN401 - click hands over each option by its name
+    """Say which mappings of a model to devices fit, and which is fastest.
+
+    A mapping divides the layers over TENSOR devices, cuts them into PIPELINE stages, and trains REPLICAS
+    copies: it uses tensor x pipeline x replicas devices. All that are legal are predicted, and those that
+    fit are ranked by the seconds of a step.
+
+    Not planned: context and expert parallelism, LoRA, inference, quantized states.
+    """
+    asked = _Asked(**words)
+    try:
+        machines = _described_machines(asked.machines)
+        if asked.cases is not None:
+            asked.refuse_beside_cases()
+            _print_cases(asked.cases, machines)
+        else:
+            _print_mappings(asked, _workload(asked, machines))
+    except SizingError as error:
+        raise PlanError(str(error)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The words of the command line."""
+
+    model: str | None
+    numbers: tuple[str, ...]
+    devices: str | None
+    pod: str | None
+    cpu: int | None
+    machines: str | None
+    global_batch: int | None
+    precision: Precision | None
+    optimizer: str
+    gradient_bytes: str
+    fix: tuple[str, ...]
+    tensor_parallel_size: int | None
+    pipeline_parallel_size: int | None
+    memory_limit: float | None
+    explain: str | None
+    top: int
+    form: str
+    save: str | None
+    cases: str | None
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The values that a search keeps to."""
+        return parse_mapping(",".join(self._fixed_words))
+
+    @property
+    def explained(self) -> dict[str, Any]:
+        """The values of the mapping that is explained: its own, and those that are fixed."""
+        return parse_mapping(",".join([*self._fixed_words, self.explain or ""]))
+
+    @property
+    def _fixed_words(self) -> list[str]:
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        return [*self.fix, *(f"{name}={number}" for name, number in sizes.items() if number is not None)]
+
+    def refuse_beside_cases(self) -> None:
+        """Refuse what rows of a file have columns for, and what does nothing with rows."""
+        plain = {
+            "form": ("table", "csv"),
+            "optimizer": ("adamw",),
+            "gradient_bytes": ("4",),
+        }
+        taken = ("cases", "machines", "top")
+        names = [f.name for f in fields(self) if f.name not in taken]
+        given = [name for name in names if getattr(self, name) not in plain.get(name, (None, ()))]
+        words = {"numbers": "the numbers", "form": f"--format {self.form}"}
+        if given:
+            shown = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in given)
+            raise UsageError(f"--cases takes all from the rows of its file and prints CSV: leave out {shown}")
+
+
+def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:
+    """What is to be mapped."""
+    model = _model(asked.model, asked.numbers)
+    machine = _machine(asked, machines)
+    if asked.global_batch is None:
+        raise UsageError("a step needs its number of samples: give --global-batch")
+    return Workload(
+        model=model,
+        machine=machine,
+        training=Training(
+            global_batch=asked.global_batch,
+            precision=machine.device.precision(asked.precision),
+            optimizer=asked.optimizer,
+            gradient_bytes=int(asked.gradient_bytes),
+        ),
+        memory_limit_bytes=None if asked.memory_limit is None else asked.memory_limit * GIB,
+    )
+
+
+def _print_mappings(asked: _Asked, workload: Workload) -> None:
+    """Print the explained mapping, or those that a search found, and save the first."""
+    if asked.explain is not None:
+        first = _explained(asked.explained, workload)
+        answer = Answer(fitting=(first,), faster=None, num_mappings=1)
+        table = explanation(first, workload)
+    else:
+        answer = search(workload, asked.fixed)
+        if not answer.fitting:
+            raise PlanError(_nothing_fits(answer, workload, asked.fixed))
+        first = answer.fitting[0]
+        table = answer_table(answer, workload, asked.top)
+    if asked.save is not None:
+        if not first.fits:
+            log(f"warning: {first.mapping.text} does not fit; {asked.save} has it nevertheless")
+        _save(asked.save, saved(first.mapping, workload))
+    if asked.form == "table":
+        print_out(wrapped(table, width()))
+    elif asked.form == "svg":
+        print_out(cube_svg(first, workload))
+    elif asked.form == "csv":
+        print_out(answer_csv(answer, workload, asked.top))
+    else:
+        print_out(answer_json(answer, workload, asked.top))
+
+
+def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) -> str:
+    """That no mapping fits, and what would change it."""
+    machine = workload.machine
+    return (
+        f"none of {answer.num_mappings} mappings of {workload.model.name} fits {machine.num_devices} x "
+        f"{machine.device.name}; what would fit:\n  " + "\n  ".join(nearest_changes(workload, fixed))
+    )
+
+
+def _explained(given: dict[str, Any], workload: Workload) -> Candidate:
+    """The mapping with the values ``given``; where these have no replicas, as many as the machine has room for."""
+    number = workload.machine.num_devices
+    room = number // (given.get("tensor", 1) * given.get("pipeline", 1))
+    schedule = "interleaved" if given.get("interleave", 1) > 1 else "1f1b"
+    values = {"schedule": schedule, "replicas": max(1, room), **given}
+    mapping = SizeMapping(**with_all_shards(values, values["replicas"]))
+    if mapping.num_devices > number:
+        raise PlanError(f"{mapping.text} uses {mapping.num_devices} devices; {workload.machine.name} has {number}")
+    found = predict(workload, mapping)
+    if mapping.num_devices < number:
+        log(f"warning: {mapping.text} uses {mapping.num_devices} of {number} devices")
+    return found
+
+
+def _save(path: str, content: str) -> None:
+    """Write a file that has all of ``content`` or is not changed."""
+    try:
+        check_target(path)
+        write_whole(path, content)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _print_cases(path: str, machines: Mapping[str, Machine]) -> None:
+    """Print the rows of a file with what is predicted; wrong ones are said on standard error, and exit with 2."""
+    text = _text(path)
+    try:
+        found = predict_cases(text, machines)
+        print_out(cases_text(found, header_of(text)))
+    except SizingError as error:
+        raise PlanError(f"{path}: {error}") from None
+    if wrong := [f"{path}, line {case.line}: {case.error}" for case in found if case.error]:
+        rest = [f"and {len(wrong) - _MOST_ERRORS} more"] if len(wrong) > _MOST_ERRORS else []
+        raise PlanError("\n".join([*wrong[:_MOST_ERRORS], *rest]))
+
+
+def _model(name: str | None, numbers: tuple[str, ...]) -> Model:
+    """The model that a name and numbers give, or a file."""
+    if name is None:
+        if meant := next((word for word in numbers if "=" not in word), ""):
+            raise UsageError(f"there is no model: write --model {meant}")
+        raise UsageError(f"there is no model: give --model with a name ({', '.join(MODELS)}), numbers, or a file")
+    if not name.endswith(".json"):
+        return named_model(name, numbers)
+    table = _parsed(name, "JSON", json.loads)
+    if isinstance(table, dict) and "popsize_model" in table:
+        if numbers:
+            raise UsageError(f"{name} is a measured model, which {numbers[0]} cannot change: measure it again")
+        return model_of(table, name)
+    return config_model(table, name, numbers)
+
+
+def _machine(asked: _Asked, known: Mapping[str, Machine]) -> Machine:
+    """The machine that the options give, else the GPUs that are here."""
+    if sum(word is not None for word in (asked.devices, asked.pod, asked.cpu)) > 1:
+        raise UsageError("give one of --devices, --pod and --cpu")
+    if asked.cpu is not None:
+        return _measured_cpu(asked.cpu)
+    name = asked.pod if asked.devices is None else asked.devices
+    if name is not None:
+        return named_machine(name, known)
+    gpus = find_gpus(os.environ)
+    if not gpus:
+        raise UsageError("this machine has no GPU: give --devices, --pod, or --cpu 4")
+    return named_machine(f"{len(gpus)}x{_known_device(*gpu_model())}", known)
+
+
+def _known_device(name: str, memory_bytes: float) -> str:
+    """Our name of a GPU that nvidia-smi calls ``name``."""
+    fits = [key for key in DEVICES if key.split("-")[0] in name]
+    if not fits:
+        raise UsageError(
+            f"the GPUs here are {name}: describe them in a YAML file (--machines) and name them (--devices)"
+        )
+    return min(fits, key=lambda key: abs(DEVICES[key].memory_bytes - memory_bytes))
+
+
+def _measured_cpu(num_instances: int) -> Machine:
+    """This machine's CPU as ``num_instances`` devices, measured by a process of its own."""
+    words = [sys.executable, "-m", "popdist.parallel.cpu_speed", str(num_instances)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_MEASURE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        raise PlanError(f"the CPU could not be measured: {lines[-1] if lines else error}") from None
+    name = f"{num_instances} instances on this CPU"
+    return machines_of({name: json.loads(done.stdout)}, "the measurement of this CPU")[name]
+
+
+def _described_machines(path: str | None) -> dict[str, Machine]:
+    """The machines of a YAML file."""
+    return {} if path is None else machines_of(_parsed(path, "YAML", yaml.safe_load), path)
+
+
+def _parsed(path: str, form: str, parse: Callable[[str], object]) -> object:
+    """What a file in JSON or YAML holds."""
+    text = _text(path)
+    try:
+        return parse(text)
+    except RecursionError:
+        raise PlanError(f"{path} is not {form} that can be read: it is too deep") from None
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        raise PlanError(f"{path} is not {form}: {str(error).splitlines()[0]}") from None
+
+
+def _text(path: str) -> str:
+    """The text of a file."""
+    try:
+        with Path(path).open("rb") as stream:
+            content = stream.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}") from None
+    if len(content) > _LARGEST_FILE:
+        raise PlanError(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not text in UTF-8") from None
