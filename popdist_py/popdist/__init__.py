@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist import checkpoint as checkpoint
     from popdist import optim as optim
     from popdist import packing as packing
+    from popdist import parallel as parallel
     from popdist import popdist_core as popdist_core
     from popdist import poptorch as poptorch
     from popdist.collectives import all_gather as all_gather
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import CollectiveError as CollectiveError
     from popdist.errors import ContractError as ContractError
     from popdist.errors import DatasetError as DatasetError
+    from popdist.errors import DescriptionError as DescriptionError
     from popdist.errors import GradientError as GradientError
     from popdist.errors import MicroBatchError as MicroBatchError
     from popdist.errors import NotInitializedError as NotInitializedError
@@ -98,8 +100,9 @@ _NAMES_OF_MODULES = {
     "data.sampler": "ReplicaSampler",
     "data.dealt_streams": "shard_iterable",
     "errors": (
-        "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError "
-        "MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError"
+        "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError "
+        "DescriptionError GradientError MicroBatchError NotInitializedError OptimizerError PopdistError "
+        "PopdistWarning WeightsError WorldError"
     ),
     "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
     "metrics.mean": "Mean weighted_mean",
@@ -115,7 +118,7 @@ _NAMES_OF_MODULES = {
 
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
-_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "popdist_core", "poptorch")
+_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "parallel", "popdist_core", "poptorch")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 

@@ -58,6 +58,10 @@ class CheckpointError(PopdistError):
     """A checkpoint cannot be written or read, or is one of something else than it is loaded into."""
 
 
+class DescriptionError(PopdistError):
+    """A module cannot be measured without its weights, or on the device that was asked for."""
+
+
 class WorldError(PopdistError):
     """A function run in a test world raised or died; the message carries its traceback."""
 

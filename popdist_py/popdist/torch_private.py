@@ -4,10 +4,13 @@ Each function says what happens in a torch without its name: something slower, o
 place; only where nothing can, is it an error.
 """
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from inspect import currentframe
 from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -21,7 +24,7 @@ from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import data
 
-from popdist.errors import BackendError, PopdistWarning
+from popdist.errors import BackendError, DescriptionError, PopdistWarning
 
 try:
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -240,3 +243,47 @@ def hide_worker_info() -> None:
     if _find(_worker, "_worker_info") is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
     _worker._worker_info = None  # noqa: SLF001 - as above
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Within it tensors have shapes and devices, and no memory. Without the name: DescriptionError."""
+    mode = _mode("torch.fx.passes.fake_tensor_prop", "FakeTensorMode")(allow_non_fake_inputs=True)
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the traceback of what is raised
+    disabled, log.disabled = log.disabled, True
+    try:
+        with mode:
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def seen_operations(
+    see: Callable[[Any, tuple[Any, ...], dict[str, Any]], object],
+) -> AbstractContextManager[object]:
+    """Within it ``see(operator, args, kwargs)`` replaces each operation. Without the name: DescriptionError."""
+
+    def dispatch(
+        self: object,
+        operator: object,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        del self, types
+        return see(operator, args, kwargs or {})
+
+    base = _mode("torch.utils.flop_counter", "TorchDispatchMode")
+    mode: AbstractContextManager[object] = type("SeenOperations", (base,), {"__torch_dispatch__": dispatch})()
+    return mode
+
+
+def _mode(module: str, name: str) -> Any:  # noqa: ANN401 - a class that torch's public modules use, and do not export
+    """The class ``name``, imported when a module is measured: nothing else needs it."""
+    try:
+        mode = _find(import_module(module), name)
+    except ImportError:
+        mode = None
+    if mode is None:
+        raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")
+    return mode

@@ -205,13 +205,26 @@ def test_options_from_everywhere(poprun: Poprun, tmp_path: Path) -> None:
     assert (refused.code, "there is such a file" in refused.err) == (2, True)
 
 
-def test_nobody_reads_what_is_printed(poprun: Poprun) -> None:
-    """A reader that goes away ends poprun quietly, as it ends any other program of a pipe."""
+PRINTING = pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("poprun", ["--dry-run"]),
+        ("vipu", ["list", "partitions"]),
+        ("vipu", ["--help"]),
+        ("poprun-top", ["--version"]),
+        ("poprun-size", ["--model", "gpt2", "--devices", "8xA100", "--global-batch", "8"]),
+    ],
+)
+
+
+@PRINTING
+def test_nobody_reads_what_is_printed(program: str, words: list[str]) -> None:
+    """A reader that goes away ends a program quietly, as it ends any other one of a pipe."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         answer = subprocess.run(
-            poprun.command("--dry-run"),
+            [Path(sys.executable).with_name(program), *words],
             stdout=nobody,
             stderr=subprocess.PIPE,
             text=True,
@@ -222,15 +235,7 @@ def test_nobody_reads_what_is_printed(poprun: Poprun) -> None:
     assert (answer.returncode, answer.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("poprun", ["--dry-run"]),
-        ("vipu", ["list", "partitions"]),
-        ("vipu", ["--help"]),
-        ("poprun-top", ["--version"]),
-    ],
-)
+@PRINTING
 def test_a_full_disk(program: str, words: list[str]) -> None:
     """What cannot be written is one error with its reason, not half a table and a traceback."""
     with Path("/dev/full").open("w") as full:

@@ -9,9 +9,10 @@ import pytest
 import popdist
 
 PUBLIC = """
-BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError MicroBatchError
-NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError
-checkpoint optim packing popdist_core poptorch check_preemption on_preemption
+BackendError BatchError CheckpointError CollectiveError ContractError DatasetError DescriptionError
+GradientError MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning
+WeightsError WorldError
+checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption
 Mean ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable
 all_gather all_reduce all_reduce_gradients barrier broadcast broadcast_weights checksum device devices

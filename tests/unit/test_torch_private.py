@@ -1,5 +1,6 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from inspect import currentframe
@@ -16,7 +17,7 @@ from torch.futures import Future
 
 import popdist
 from popdist import torch_private
-from popdist.errors import BackendError, PopdistWarning
+from popdist.errors import BackendError, DescriptionError, PopdistWarning
 from popdist.gradients import partial_gradients
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.shards import remember
@@ -229,3 +230,23 @@ def test_scripts_without_torchs_name(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_private.compile_scripts_at_once()
     torch_private.compile_scripts_at_once()
     torch_private.compile_scripts_at_once.cache_clear()
+
+
+def test_modules_are_not_measured_without_torchs_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has moved them, an error names what lacks; nothing is printed while they run."""
+    seen = list[object]()
+
+    def see(operator: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        seen.append(operator)
+        return operator(*args, **kwargs)
+
+    with torch_private.fake_tensors(), torch_private.seen_operations(see):
+        made = torch.ones(2**20, 2**20, dtype=torch.float32) + 1
+    assert made.shape == (2**20, 2**20)
+    assert torch.ops.aten.add.Tensor in seen
+    monkeypatch.setattr(torch_private, "_find", lambda *_: None)
+    with pytest.raises(DescriptionError, match="lacks FakeTensorMode"), torch_private.fake_tensors():
+        pass
+    monkeypatch.setattr(torch_private, "import_module", Mock(side_effect=ImportError))
+    with pytest.raises(DescriptionError, match="lacks TorchDispatchMode"):
+        torch_private.seen_operations(see)

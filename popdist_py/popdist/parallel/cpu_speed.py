@@ -1,0 +1,179 @@
+"""``python -m popdist.parallel.cpu_speed N``: what each of N instances on this machine's CPU reaches, as JSON.
+
+N processes share the cores and are measured at the same time, for about two seconds.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from time import monotonic, perf_counter
+from typing import Final
+
+import psutil
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it all the same
+
+from popdist.errors import BackendError
+from popdist.torch_private import connect_gloo
+
+_PHASE_SECONDS: Final = 0.3
+_LIMIT_SECONDS: Final = 50
+_MOST_DEVICES: Final = 1024
+_WIDTH: Final = 512
+_CHAIN: Final = 64
+_COPIED_BYTES: Final = 2**25
+_NUM_SUMS: Final = 5
+_GIGA: Final = 10**9
+_TERA: Final = 10**12
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+def main() -> None:
+    """Print the figures of one machine, which `popsize.machine.machines_of` reads."""
+    parser = ArgumentParser(prog="python -m popdist.parallel.cpu_speed", description=__doc__)
+    parser.add_argument("num_devices", metavar="N", type=int, help="how many instances share the CPU")
+    num_devices = parser.parse_args().num_devices
+    if not 1 <= num_devices <= _MOST_DEVICES:
+        parser.error(f"N={num_devices} must be from 1 to {_MOST_DEVICES}")
+    try:
+        print(json.dumps(measure(num_devices)))  # noqa: T201 - what it is run for
+    except BackendError as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def measure(num_devices: int) -> dict[str, object]:
+    """Measure this machine's CPU as ``num_devices`` devices; BackendError if a process fails or is late."""
+    # forked processes have torch already; this one has not started torch's threads, which would not come along
+    context = multiprocessing.get_context("fork")
+    number = max(2, num_devices)  # the link needs two
+    barrier = context.Barrier(number)
+    with TemporaryDirectory(prefix="popdist-speed-") as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(number)]
+        processes = [
+            context.Process(target=_instance, args=(index, num_devices, barrier, folder, sender), daemon=True)
+            for index, (_, sender) in enumerate(pipes)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            speeds = list(_received([receiver for receiver, _ in pipes]))
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+    rates = {name: mean(speed[name] for speed in speeds[:num_devices]) for name in speeds[0]}
+    link = speeds[0]["link"] / _GIGA
+    return {
+        "memory_gib": _usable_bytes() / num_devices / 2**30,
+        "tflops": {name: rates[name] / _TERA for name in ("fp32", "bf16")},
+        "memory_gb_per_second": rates["memory"] / _GIGA,
+        "link_gb_per_second": link,
+        "network_gb_per_second": link,
+        "num_devices": num_devices,
+        "devices_per_host": num_devices,
+        "operator_seconds": 1 / rates["operators"],
+    }
+
+
+def _received(receivers: list[Connection]) -> Iterator[dict[str, float]]:
+    """What each process measured."""
+    deadline = monotonic() + _LIMIT_SECONDS
+    for index, receiver in enumerate(receivers):
+        if not receiver.poll(max(0.0, deadline - monotonic())):
+            raise BackendError(
+                f"the CPU was not measured in {_LIMIT_SECONDS} seconds: process {index} is still at it"
+            )
+        value = receiver.recv()
+        if isinstance(value, str):
+            raise BackendError(f"the CPU could not be measured: {value}")
+        yield value
+
+
+def _instance(index: int, num_devices: int, barrier: Barrier, folder: str, sender: Connection) -> None:
+    """One of the processes: each phase begins in all at once."""
+    try:
+        sender.send(_speeds(index, num_devices, barrier, folder))
+    except Exception as error:  # noqa: BLE001 - the process that waits reports it
+        barrier.abort()
+        sender.send(f"{type(error).__name__}: {error}")
+
+
+def _speeds(index: int, num_devices: int, barrier: Barrier, folder: str) -> dict[str, float]:
+    """Operations, bytes and operators a second."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_devices))
+    phases: dict[str, tuple[float, Callable[[], object]]] = {
+        "fp32": (2 * _WIDTH**3, _product(torch.float32)),
+        "bf16": (2 * _WIDTH**3, _product(torch.bfloat16)),
+        "memory": (2 * _COPIED_BYTES, _copy()),
+        "operators": (3 * _CHAIN, _tiny_operators),
+    }
+    speeds = {}
+    for name, (amount, work) in phases.items():
+        barrier.wait(_LIMIT_SECONDS)
+        speeds[name] = amount * _runs_per_second(work) if index < num_devices else 0.0
+    barrier.wait(_LIMIT_SECONDS)
+    speeds["link"] = _link_rate(index, folder) if index < 2 else 0.0  # noqa: PLR2004 - the two ends
+    barrier.wait(_LIMIT_SECONDS)
+    return speeds
+
+
+def _product(dtype: torch.dtype) -> Callable[[], object]:
+    matrix = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+    return lambda: matrix @ matrix
+
+
+def _copy() -> Callable[[], object]:
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _tiny_operators() -> None:
+    """A forward and a backward pass, in which each operator has two of its own."""
+    value = factor = torch.ones(8, dtype=torch.float32, requires_grad=True)
+    for _ in range(_CHAIN):
+        value = value * factor
+    value.sum().backward()
+
+
+def _runs_per_second(work: Callable[[], object]) -> float:
+    """How often ``work`` runs in a second, once it is warm."""
+    work()
+    start = perf_counter()
+    number = 0
+    while (seconds := perf_counter() - start) < _PHASE_SECONDS:
+        work()
+        number += 1
+    return number / seconds
+
+
+def _link_rate(index: int, folder: str) -> float:
+    """Bytes a second that each of two processes sends in an all-reduce by gloo."""
+    group = connect_gloo(FileStore(f"{folder}/link", 2), index, 2, timedelta(seconds=_LIMIT_SECONDS), "127.0.0.1")
+    tensor = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32)
+    group.allreduce([tensor]).wait()
+    start = perf_counter()
+    for _ in range(_NUM_SUMS):
+        group.allreduce([tensor]).wait()
+    return _NUM_SUMS * _COPIED_BYTES / (perf_counter() - start)
+
+
+def _usable_bytes() -> float:
+    """Memory that programs can use: what is free, and no more than this container's limit."""
+    free = psutil.virtual_memory().available
+    limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip() if _CGROUP_LIMIT.exists() else ""
+    return min(free, int(limit)) if limit.isdecimal() else free
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Measure a module without its weights: what a planner needs to know of it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from popdist.errors import DescriptionError
+from popdist.parallel.operation_meter import OperationMeter, Stretch, Weight, tensors_in
+from popdist.torch_private import fake_tensors, seen_operations
+from popsize.catalogue import model_text
+from popsize.model import Layer, Model, Split
+
+_LOGIT_COPIES = 3
+"""A loss needs the logits, their probabilities and their gradients."""
+
+_LOGIT_MOVES = 10
+"""How often its forward pass reads or writes something of the size of the logits."""
+
+_TOKEN_DIMENSIONS = 3
+"""Of floats: samples, tokens, features."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Description(Model):
+    """A module as `poprun-size` sees it; the fields are those of `popsize.model.Model`."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a JSON file that ``poprun-size --model`` reads."""
+        Path(path).write_text(model_text(self), encoding="utf-8")
+
+
+def describe(
+    module: nn.Module,
+    sample: Any,  # noqa: ANN401 - a batch is a tree of anything
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> Description:
+    """Measure the forward pass of ``module`` without its weights: no memory is used for tensors.
+
+    The layers are the equal modules of the longest run in a ``ModuleList`` or ``Sequential``; what runs before and
+    behind them makes a layer each. The module is measured in the mode that it is in: with dropout after
+    ``module.train()``. Activations count as 16-bit ones: floating-point tensors of a module with 32-bit parameters
+    count half, and integers, masks and the tensors of a 16-bit module as they are. Models of transformers are
+    measured as they train with ``use_cache`` as it is by default; without it more masks are made than in training.
+
+    Args:
+        module: What is trained, on any device; ``meta`` is one. It is not changed.
+        sample: A batch: a tensor, or a tuple or dict of arguments. The first dimension is that of samples; amounts
+            are those of one sample. The second one of the first integers, or of the first floats with three
+            dimensions, is the sequence.
+        device: For which device. ``cuda`` needs a torch that is built for CUDA; a GPU need not be there.
+
+    Returns:
+        The description.
+
+    Raises:
+        DescriptionError: The module reads a value of a tensor (``.item()``, ``if``, numpy), has a shape that
+            depends on values, or fails; the message names the operation and the layer. Or torch lacks the device.
+    """
+    if not isinstance(module, nn.Module):
+        raise DescriptionError(f"describe() measures an nn.Module, and was given {type(module).__name__}")
+    given = list(tensors_in(sample))
+    if not given or any(not it.dim() or not it.numel() for it in given):
+        raise DescriptionError("sample needs a tensor or more, each with samples in its first dimension")
+    if device not in {"cpu", "cuda"}:
+        raise DescriptionError(f"device={device!r} must be 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.backends.cuda.is_built():
+        raise DescriptionError(
+            f"device='cuda' needs a torch that is built for CUDA, though no GPU; this one is {torch.__version__}: "
+            "measure with device='cpu'"
+        )
+    blocks = _blocks(module)
+    meter = _measure(module, sample, device, blocks)
+    layers = _layers(meter)
+    divisors = dict.fromkeys(pair for it in meter.stretches if it.name or not blocks for pair in it.divisors)
+    return Description(
+        name=type(module).__name__,
+        sequence=_sequence(given),
+        layers=tuple(layers),
+        divisors=tuple(divisors) if meter.can_divide else (("largest_tensor_group", 1),),
+        tied_parameters=float(sum(it.numel for it in meter.weights.values() if len(_owners(it, meter)) > 1)),
+    )
+
+
+def _blocks(module: nn.Module) -> set[nn.Module]:
+    """The repeated layers: of the type of the longest run in a list, wherever such a run is."""
+    runs: list[list[nn.Module]] = []
+
+    def search(parent: nn.Module) -> None:
+        inside: set[nn.Module] = set()
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            for kind, run in groupby(parent, type):
+                members = list(run)
+                if len(members) > 1 and not issubclass(kind, nn.ModuleList | nn.Sequential):
+                    runs.append(members)
+                    inside.update(members)
+        for child in parent.children():
+            if child not in inside:
+                search(child)
+
+    search(module)
+    kind = type(max(runs, key=len)[0]) if runs else None
+    return {member for run in runs for member in run if type(member) is kind}
+
+
+def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:  # noqa: ANN401 - as above
+    """The amounts of a forward pass of a copy of ``module`` whose tensors have no memory."""
+    names = {name for name, member in module.named_modules() if member in blocks}
+    entered = [type(module).__name__]
+    meter: OperationMeter | None = None
+    try:
+        with fake_tensors(), torch.enable_grad():
+            memo: dict[int, Any] = {id(it): _without_memory(it, device) for it in _tensors_of(module)}
+            weights = {id(it): memo[id(it)] for it in module.parameters()}
+            constants = [it for key, it in memo.items() if key not in weights]
+            copy = deepcopy(module, memo)
+            batch = _without_memory(sample, device)
+            inputs = list(tensors_in(batch))
+            meter = OperationMeter([*weights.values()], constants, inputs, has_layers=bool(blocks))
+            _watch(copy, meter, names, entered)
+            with saved_tensors_hooks(meter.keep, lambda it: it), seen_operations(meter.see):
+                result = _call(copy, batch)
+            meter.exit(result)
+    except DescriptionError:
+        raise
+    except Exception as error:
+        operation = f" in the operation {meter.operator}" if meter is not None and meter.operator else ""
+        raise DescriptionError(
+            f"{type(module).__name__} cannot be measured without its weights: {entered[-1]} failed{operation} "
+            f"with {type(error).__name__}: {str(error).partition(chr(10))[0]}. A module that is measured reads no "
+            "value of a tensor (.item(), if, numpy) and has no shape that depends on values"
+        ) from error
+    return meter
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and tensors that are mere attributes."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for member in module.modules():
+        yield from (value for value in vars(member).values() if isinstance(value, Tensor))
+
+
+def _without_memory(value: Any, device: str) -> Any:  # noqa: ANN401 - as above
+    """Tensors of the same shapes on ``device``, in the same tree."""
+    if isinstance(value, Mapping):
+        return {key: _without_memory(part, device) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_without_memory(part, device) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: list[str]) -> None:
+    """Have the meter see where layers begin and end; ``entered`` has the names of the modules that run."""
+    for name, member in copy.named_modules():
+        title = f"{name or 'the module'} ({type(member).__name__})"
+        member.register_forward_pre_hook(lambda *_, title=title: entered.append(title), prepend=True)
+        member.register_forward_hook(lambda *_: entered.pop() and None)
+        if name in names:
+            kind = type(member).__name__
+            member.register_forward_pre_hook(
+                lambda _, args, kwargs, kind=kind: meter.enter(kind, (args, kwargs)), with_kwargs=True
+            )
+            member.register_forward_hook(lambda *args: meter.exit(args[-1]))
+
+
+def _call(module: nn.Module, batch: Any) -> object:  # noqa: ANN401 - as above
+    """Call it as a program would."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)
+
+
+def _place(stretch: int, meter: OperationMeter) -> int:
+    """The layer that a stretch belongs to: what runs between two layers belongs to the first of them."""
+    is_last = stretch == len(meter.stretches) - 1
+    return stretch // 2 + 1 if is_last and stretch else (stretch + 1) // 2
+
+
+def _owners(weight: Weight, meter: OperationMeter) -> set[int]:
+    """The layers that have a parameter: its first user, and the last one too if it is tied to the first."""
+    last = _place(len(meter.stretches) - 1, meter)
+    users = {_place(user, meter) for user in weight.users} or {last}
+    return {0, last} if {0, last} <= users else {min(users)}
+
+
+def _layers(meter: OperationMeter) -> list[Layer]:
+    """The layers, equal neighbours joined."""
+    last = _place(len(meter.stretches) - 1, meter)
+    joined = [Stretch() for _ in range(last + 1)]
+    for index, stretch in enumerate(meter.stretches):
+        joined[_place(index, meter)].join(stretch)
+    _add_held(joined, meter)
+    if last:
+        joined[0].name, joined[-1].name = "before", "behind"
+    layers: list[Layer] = []
+    for index, stretch in enumerate(joined):
+        if last and not stretch.amounts:
+            continue
+        layer = _layer(stretch, meter, is_repeated=0 < index < last or not last)
+        if index == last:
+            layer = _with_loss(layer, stretch, meter, layers[-1].output_bytes if layers else 0.0)
+        if layers and asdict(replace(layers[-1], count=1)) == asdict(layer):
+            layers[-1] = replace(layers[-1], count=layers[-1].count + 1)
+        else:
+            layers.append(layer)
+    return layers
+
+
+def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
+    """Give each layer its parameters, and what it keeps for the backward pass."""
+    for weight in meter.weights.values():
+        for owner in _owners(weight, meter):
+            layers[owner].add("parameters", weight.numel * meter.num_samples, divided=weight.divided)
+    for storage in meter.storages.values():
+        places = {_place(it, meter) for it in storage.keepers}
+        if places and not storage.constant:
+            # what several layers read, such as rotations of positions, is kept once: by the one that made it
+            keeper = layers[places.pop() if len(places) == 1 else _place(storage.maker, meter)]
+            keeper.add("kept", storage.kept_bytes, divided=storage.divided)
+            if storage.score:
+                keeper.add("scores", storage.kept_bytes, divided=storage.divided)
+
+
+def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Layer:
+    """A layer with what one sample takes in it."""
+    amounts: dict[str, Any] = {what: _share(amount, meter) for what, amount in stretch.amounts.items()}
+    stored, scores = amounts.pop("stored", Split()), amounts.pop("scores", Split())
+    kept = amounts.get("kept", Split())
+    cheap = scores
+    if stretch.fused:
+        left = (max(0.0, kept.divided - stored.divided), max(0.0, kept.whole - stored.whole))
+        cheap = Split(divided=left[0], whole=left[1])
+    total = sum(stretch.parts)
+    parts = tuple(part / total for part in stretch.parts if part)
+    return Layer(
+        name=stretch.name or "module",
+        parameters=amounts.pop("parameters", Split()),
+        cheap=cheap,
+        output_bytes=meter.bytes_of(stretch.output) / meter.num_samples,
+        num_kernels=stretch.num_kernels,
+        num_reductions=stretch.num_reductions if meter.can_divide else 0,
+        mask_heads=0 if stretch.fused else stretch.heads,
+        can_recompute=is_repeated,
+        parts=parts or (1.0,),
+        **amounts,
+    )
+
+
+def _share(amount: Split, meter: OperationMeter) -> Split:
+    """The share of one sample in an amount; all of it whole, if tensor parallelism cannot divide the layers."""
+    share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
+    return share if meter.can_divide else Split(whole=share.divided + share.whole)
+
+
+def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes: float) -> Layer:
+    """The last layer, whose output a loss reads; a tensor group adds the gradients of what it reads."""
+    tensor = stretch.output
+    if tensor is None or not tensor.dim():
+        return layer
+    divided = meter.can_divide and meter.known(tensor).divided
+    size = layer.output_bytes
+    logits = Split(divided=size) if divided else Split(whole=size)
+    return replace(
+        layer,
+        loss_bytes=Split(divided=_LOGIT_COPIES * logits.divided, whole=_LOGIT_COPIES * logits.whole),
+        memory_bytes=layer.memory_bytes
+        + Split(divided=_LOGIT_MOVES * logits.divided, whole=_LOGIT_MOVES * logits.whole),
+        output_bytes=read_bytes if divided else size,
+        num_reductions=layer.num_reductions + divided,
+    )
+
+
+def _sequence(given: list[Tensor]) -> int:
+    """Tokens of a sample: of the first integers, or of the first floats with features; 1 if there are none."""
+    for tensor in given:
+        if tensor.dim() == _TOKEN_DIMENSIONS or (tensor.dim() > 1 and not tensor.is_floating_point()):
+            return tensor.shape[1]
+    return 1
