@@ -1,0 +1,49 @@
+"""Bytes of the tensors that are alive."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, counts the bytes of all storages that operations return, until they are freed.
+
+    Attributes:
+        peak: The most bytes that were alive at once; set it to 0 to count anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operation returns
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return found
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._known:
+            return
+
+        def free(_: object) -> None:
+            del self._known[key]
+            self._now -= size
+
+        self._known[key] = weakref.ref(storage, free)
+        self._now += size
+        self.peak = max(self.peak, self._now)
