@@ -127,7 +127,7 @@ def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping
     One layer is used while the next one is gathered. In a pipeline all layers of the stage stay gathered, as the
     next micro batch needs them at once.
     """
-    if mapping.sharding != "weights" or mapping.weight_shards == 1:
+    if mapping.weight_shards == 1 or mapping.phases > 1:  # the weights of a phase are counted whole
         return 0.0
     if mapping.pipeline > 1:
         return parameters * (_CAST_BYTES + workload.training.gradient_bytes)

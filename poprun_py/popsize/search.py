@@ -225,11 +225,12 @@ def _never_slower(one: Mapping, other: Mapping) -> bool:
     """Whether a shape that keeps its state as ``one`` takes no longer than with ``other``."""
     return (
         one.phases <= other.phases
-        and one.offload_activations <= other.offload_activations
+        and one.offload_activations <= (other.offload_activations or other.phases > 1)
         and one.offload_optimizer <= (other.offload_optimizer or other.phases > 1)
         and SHARDING.index(one.sharding) <= SHARDING.index(other.sharding)
         and one.optimizer_shards >= other.optimizer_shards
         and one.weight_shards <= other.weight_shards
+        and (one.phases == 1 or one.weight_shards == other.weight_shards)  # phases stream shards, not whole weights
     )
 
 

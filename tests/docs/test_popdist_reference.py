@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import popdist
-from popdist import checkpoint, optim, testing
+from popdist import checkpoint, optim, parallel, testing
 from popdist.data.batch import Batch, MicroBatch
 from popdist.data.replica_loader import ReplicaLoader
 from tests.contract.forked_calls import ForkedWorlds
@@ -37,6 +37,7 @@ def public_names() -> set[str]:
     names = set(vars(popdist)["__all__"])
     names |= {f"checkpoint.{name}" for name in checkpoint.__all__}
     names |= {f"optim.{name}" for name in optim.__all__}
+    names |= {f"parallel.{name}" for name in parallel.__all__}
     names |= {f"popdist.testing.{name}" for name in testing.__all__}
     for word, kind in OBJECTS.items():
         ours = [base for base in kind.__mro__ if base.__module__.startswith("popdist.")]

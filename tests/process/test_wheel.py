@@ -76,8 +76,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
 
     information = f"poprun-{VERSION}.dist-info"
     assert "[torch.backends]\npopdist = popdist.process_group.registration:register" in entry_points
-    assert {name.partition("/")[0] for name in names} == {"poprun", "popdist", "poptorch", information}
-    assert {"poprun/py.typed", "popdist/py.typed", "poptorch/py.typed", f"{information}/licenses/LICENSE"} <= names
+    assert {name.partition("/")[0] for name in names} == {"poprun", "popsize", "popdist", "poptorch", information}
+    assert {f"{name}/py.typed" for name in ("poprun", "popsize", "popdist", "poptorch")} <= names
+    assert f"{information}/licenses/LICENSE" in names
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler that could make the extension")
