@@ -230,7 +230,7 @@ def _never_slower(one: Mapping, other: Mapping) -> bool:
         and SHARDING.index(one.sharding) <= SHARDING.index(other.sharding)
         and one.optimizer_shards >= other.optimizer_shards
         and one.weight_shards <= other.weight_shards
-        and (one.phases == 1 or one.weight_shards == other.weight_shards)  # phases stream shards, not whole weights
+        and (one.phases == 1 or one.weight_shards == other.weight_shards)  # phases stream shards
     )
 
 
