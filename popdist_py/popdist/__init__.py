@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.context import num_instances as num_instances
     from popdist.context import num_local_replicas as num_local_replicas
     from popdist.context import num_replicas as num_replicas
+    from popdist.context import replica_index as replica_index
     from popdist.data.data_loader import data_loader as data_loader
     from popdist.data.dealt_streams import shard_iterable as shard_iterable
     from popdist.data.sampler import ReplicaSampler as ReplicaSampler
@@ -94,7 +95,7 @@ _NAMES_OF_MODULES = {
     ),
     "context": (
         "device devices finalize init instance_index ipus_per_replica is_initialized job_id local_instance_index "
-        "local_replicas num_instances num_local_replicas num_replicas"
+        "local_replicas num_instances num_local_replicas num_replicas replica_index"
     ),
     "data.data_loader": "data_loader",
     "data.sampler": "ReplicaSampler",

@@ -48,6 +48,8 @@ class Job:
     environment: Environment  # what it said when ``init()`` was called
     asked: Asked
     group: Group  # of the instances in collectives now; fewer inside ``execute_on_instances``
+    data_parallel: Group | None
+    """Of those that hold the same part of other replicas, numbered by replica; None where ``group`` is that."""
     is_checked: bool
     default_group: "DefaultGroup | None"  # that of torch.distributed, if it was made here
 
@@ -89,6 +91,16 @@ def current_job() -> Job:
 def current_group() -> Group:
     """The instances that take part in collectives now; raises as :func:`current_job`."""
     return current_job().group
+
+
+def data_parallel_group() -> Group:
+    """The instances among which gradients, weights and samples are shared now; raises as :func:`current_job`.
+
+    Where a replica has several instances, it has those that hold the same part of their replicas as this one, and
+    its members' numbers are those of the replicas. Else it is :func:`current_group`.
+    """
+    job = current_job()
+    return job.group if job.data_parallel is None else job.data_parallel
 
 
 def notice() -> PreemptionNotice:
@@ -191,20 +203,27 @@ def _join_job(found: Environment, asked: Asked) -> Job:
         progress_page.end_wait()
     if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         register()  # else torch finds the backend by itself when it is imported
-    group = Group(connected, found.contract.num_instances, _state.notice)
+    group, parallelism = Group(connected, found.contract.num_instances, _state.notice), found.contract.parallelism
+    data_parallel: Group | None = None
     try:
         group.agree(
             f"{_in_words(*asked)}, {found.contract.num_replicas} replicas, popdist {VERSION}, {computes}, job "
-            f"{found.contract.job_id!r}"
+            f"{found.contract.job_id!r}, {parallelism.pipeline} stages of {parallelism.tensor} among "
+            f"{parallelism.instances_per_replica} instances of a replica"
         )
+        if parallelism.is_shared:
+            data_parallel = _data_parallel_group(found, DEVICE_TYPES[backend], timeout_seconds)
         default_group = _join_torch(group, found.contract, timeout_seconds) if torch_distributed else None
     except Exception:
+        if data_parallel is not None:
+            data_parallel.backend.close()
         connected.close()
         raise
     return Job(
         environment=found,
         asked=asked,
         group=group,
+        data_parallel=data_parallel,
         is_checked=checks == "full",
         default_group=default_group,
     )
@@ -278,31 +297,67 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        from popdist.transport.serial_backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
-
-        if "cpu" not in device_types:
-            from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
-
-            check_available(device_types)
-        return SerialBackend(device_types=device_types)
-    from popdist.transport import rendezvous, torch_backend  # noqa: PLC0415 - as above
-    from popdist.transport.connections import Connections, check_available  # noqa: PLC0415 - as above
+        return _alone(device_types)
+    from popdist.transport import rendezvous  # noqa: PLC0415 - torch is loaded for the job that needs it
+    from popdist.transport.connections import check_available  # noqa: PLC0415 - as above
 
     check_available(device_types)
     if _state.store is None:
         _state.store = rendezvous.open_store(found, timeout_seconds)
         never_destroy_in_children(_state.store)
     _state.num_inits += 1
+    store = _numbered_store(_state.store)
+    return _connect_members(
+        store, contract, contract.num_instances, contract.instance_index, device_types, timeout_seconds
+    )
+
+
+def _data_parallel_group(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> Group:
+    """Those that hold the same part of other replicas, numbered by replica, with connections of their own."""
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - the job is connected
+
+    contract, replicas = found.contract, found.contract.num_replicas
+    if replicas == 1 or _state.store is None:
+        return Group(_alone(device_types), 1, _state.notice)
+    store = PrefixStore(f"part/{contract.replica_part.index}", _numbered_store(_state.store))
+    made = _connect_members(
+        store, contract, replicas, contract.replica_part.replica, device_types, timeout_seconds
+    )
+    return Group(made, replicas, _state.notice)
+
+
+def _alone(device_types: frozenset[str]) -> "Backend":
+    from popdist.transport.serial_backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+
+    if "cpu" not in device_types:
+        from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
+
+        check_available(device_types)
+    return SerialBackend(device_types=device_types)
+
+
+def _connect_members(
+    store: "Store",
+    contract: Contract,
+    number: int,
+    index: int,
+    device_types: frozenset[str],
+    timeout_seconds: float,
+) -> "Backend":
+    """The backend of ``number`` instances of the job, of which this one is number ``index``."""
+    from popdist.transport import rendezvous, torch_backend  # noqa: PLC0415 - torch is loaded for the job that needs it
+    from popdist.transport.connections import Connections  # noqa: PLC0415 - as above
+
     connected = Connections(
-        _numbered_store(_state.store),
-        num_instances=contract.num_instances,
-        instance_index=contract.instance_index,
+        store,
+        num_instances=number,
+        instance_index=index,
         address=rendezvous.own_address(contract),
         host=_host_of(contract),
         timeout_seconds=timeout_seconds,
         header_bytes=HEADER_BYTES,
     )
-    return torch_backend.TorchBackend(connected, tuple(range(contract.num_instances)), device_types)
+    return torch_backend.TorchBackend(connected, tuple(range(number)), device_types)
 
 
 def _host_of(contract: Contract) -> str:
@@ -322,6 +377,8 @@ def finalize() -> None:
             os.close(_state.mark)
         if job.default_group is not None:
             job.default_group.destroy()
+        if job.data_parallel is not None:
+            job.data_parallel.backend.close()
         job.group.backend.close()
 
 
@@ -332,6 +389,8 @@ def _leave_at_exit() -> None:
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
         finalize()  # MPI's own end waits for every instance, also for those that still wait for this one
     else:  # the kernel closes them last: who sees this instance lost finds it ended, so the right one is blamed
+        if _state.job.data_parallel is not None:
+            _state.job.data_parallel.backend.stop_threads()
         _state.job.group.backend.stop_threads()
 
 
@@ -351,19 +410,27 @@ def num_instances() -> int:
 
 
 def num_replicas() -> int:
-    """Replicas of the model in the whole job, a multiple of ``num_instances()``; 1 outside a job."""
+    """Replicas of the model in the whole job; 1 outside a job.
+
+    A multiple of ``num_instances()``; where several instances share a replica, these are a multiple of it.
+    """
     return environment().contract.num_replicas
 
 
+def replica_index() -> int:
+    """The first replica of which this instance holds all or a part, from 0; 0 outside a job."""
+    return local_replicas().start
+
+
 def num_local_replicas() -> int:
-    """Replicas that this instance owns, the same number on every instance; 1 outside a job."""
+    """Replicas of which this instance holds all or a part, as many on every instance; 1 outside a job."""
     return environment().contract.layout.num_local_replicas
 
 
 def local_replicas() -> range:
-    """Job-wide numbers of the replicas that this instance owns, ascending; ``range(0, 1)`` outside a job."""
+    """Job-wide numbers of the replicas of ``num_local_replicas()``, ascending; ``range(0, 1)`` outside a job."""
     contract = environment().contract
-    return contract.layout.replicas_of(contract.instance_index)
+    return contract.layout.replicas_of(contract.data_parallel_index)
 
 
 def ipus_per_replica() -> int:

@@ -7,11 +7,11 @@ Beside PopRun's ``POPDIST_*`` it writes torch's variables (``RANK``, ``TORCHELAS
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 from popdist.errors import ContractError
-from popdist.layout import ReplicaLayout
+from popdist.layout import Parallelism, ReplicaLayout, ReplicaPart
 
 VERSION: Final = "0.1.0"
 
@@ -36,6 +36,12 @@ REQUIRED: Final = (
 
 SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
 """Those that are the same in all instances: where these alone are set, another launcher gives the ranks."""
+
+INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
+INDEX_IN_REPLICA: Final = "POPDIST_INSTANCE_INDEX_IN_REPLICA"
+TENSOR: Final = "POPDIST_TENSOR_PARALLEL_SIZE"
+PIPELINE: Final = "POPDIST_PIPELINE_PARALLEL_SIZE"
+MAPPING: Final = "POPDIST_MAPPING"
 
 EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
 JOB_ID: Final = "POPDIST_JOB_ID"
@@ -149,7 +155,12 @@ class Contract:
     num_local_instances: int = 1  # processes of the job on this host
     local_instance_index: int = 0  # this process among those of its host; torch's local rank
     host_index: int = 0  # this host, 0 to number of hosts - 1; torch's group rank
-    num_replicas: int = 1  # model replicas in the whole job, a multiple of ``num_instances``
+    num_replicas: int = 1
+    """Model replicas in the whole job: a multiple of ``num_instances``, or these a multiple of it."""
+    parallelism: Parallelism = field(
+        default_factory=Parallelism
+    )  # how several instances share one replica, where they do
+    mapping_path: str | None = None  # the file of `poprun-size` that the job was started with, or None
     ipus_per_replica: int = 1  # virtual IPUs that one replica uses. At least 1
     devices: tuple[int, ...] = ()
     """Ordinals of this instance's CUDA devices among those visible to it; empty on the CPU."""
@@ -163,9 +174,20 @@ class Contract:
     is_deterministic: bool = False  # whether torch is to use deterministic algorithms only
 
     @property
+    def replica_part(self) -> ReplicaPart:
+        """Which part of which replica this instance holds."""
+        return self.parallelism.part_of(self.instance_index)
+
+    @property
+    def data_parallel_index(self) -> int:
+        """This instance among those that hold the same part of their replicas; all do without shared ones."""
+        return self.replica_part.replica
+
+    @property
     def layout(self) -> ReplicaLayout:
-        """Which replicas each instance of the job owns."""
-        return ReplicaLayout(num_instances=self.num_instances, num_replicas=self.num_replicas)
+        """Which replicas each of the instances owns that hold the same part of theirs, in the order of these."""
+        number = self.num_instances // self.parallelism.instances_per_replica
+        return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
     def to_env(self) -> dict[str, str]:
         """The contract as variables of a program. Inverse of :meth:`from_env`."""
@@ -175,7 +197,7 @@ class Contract:
             NUM_LOCAL_REPLICAS: str(local),
             IPUS_PER_REPLICA: str(self.ipus_per_replica),
             UNIFORM_REPLICAS: "1",
-            REPLICA_OFFSET: str(self.instance_index * local),
+            REPLICA_OFFSET: str(self.data_parallel_index * local),
             LOCAL_INSTANCE_INDEX: str(self.local_instance_index),
             RANK: str(self.instance_index),
             WORLD_SIZE: str(self.num_instances),
@@ -191,6 +213,9 @@ class Contract:
             JOB_ID: self.job_id,
             RESTART_COUNT: str(self.restart_count),
         }
+        env |= self._parallelism_to_env()
+        if self.parallelism.is_shared:
+            env[INDEX_IN_REPLICA] = str(self.replica_part.index)
         if self.master is not None:
             env |= {MASTER_ADDR: self.master.host, MASTER_PORT: str(self.master.port)}
         optional = {
@@ -199,26 +224,45 @@ class Contract:
             EXECUTABLE_CACHE_PATH: self.executable_cache_path,
             NUM_THREADS: self.num_threads,
             DETERMINISTIC: 1 if self.is_deterministic else None,
+            MAPPING: self.mapping_path,
         }
         return env | {name: str(value) for name, value in optional.items() if value is not None}
+
+    def _parallelism_to_env(self) -> dict[str, str]:
+        """Nothing where each instance holds whole replicas."""
+        if not self.parallelism.is_shared:
+            return {}
+        return {
+            INSTANCES_PER_REPLICA: str(self.parallelism.instances_per_replica),
+            TENSOR: str(self.parallelism.tensor),
+            PIPELINE: str(self.parallelism.pipeline),
+        }
 
     def shape_to_env(self) -> dict[str, str]:
         """The variables that are the same in all instances, for another launcher, which tells the ranks."""
         env = self.to_env()
-        return {name: env[name] for name in (*SHAPE, NUM_THREADS, DETERMINISTIC) if name in env}
+        names = (*SHAPE, *self._parallelism_to_env(), NUM_THREADS, DETERMINISTIC, MAPPING)
+        return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
         """This job, joined from another launcher's ranks, with the replicas that ``env`` asks for, if it does."""
         if NUM_REPLICAS not in env:
             return self
-        num_replicas = read_count(env, NUM_REPLICAS)
-        if num_replicas % self.num_instances:
+        num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)
+        if parallelism.is_shared and num_replicas * parallelism.instances_per_replica != self.num_instances:
+            raise ContractError(
+                f"{NUM_REPLICAS}={num_replicas} replicas of {parallelism.instances_per_replica} instances are not "
+                f"the {self.num_instances} instances of the job"
+            )
+        if not parallelism.is_shared and num_replicas % self.num_instances:
             raise ContractError(
                 f"{NUM_REPLICAS}={num_replicas} does not divide over the {self.num_instances} instances of the job"
             )
         return replace(
             self,
             num_replicas=num_replicas,
+            parallelism=parallelism,
+            mapping_path=env.get(MAPPING),
             ipus_per_replica=read_count(env, IPUS_PER_REPLICA),
             num_threads=read_threads(env, NUM_THREADS),
             is_deterministic=read_count(env, DETERMINISTIC, minimum=0, default=0) > 0,
@@ -245,9 +289,18 @@ class Contract:
                 f"{NUM_REPLICAS}={num_replicas}, {NUM_LOCAL_REPLICAS}={num_local_replicas} and "
                 f"{REPLICA_OFFSET}={offset} fit no uniform split of replicas over instances"
             )
+        parallelism, index = read_parallelism(env), _read_index_in_replica(env)
+        size = parallelism.instances_per_replica
+        if index >= size or (size > 1 and num_local_replicas > 1):
+            raise ContractError(
+                f"{INSTANCES_PER_REPLICA}={size}, {INDEX_IN_REPLICA}={index} and "
+                f"{NUM_LOCAL_REPLICAS}={num_local_replicas} describe no instance of a replica"
+            )
         contract = cls(
-            num_instances=num_replicas // num_local_replicas,
-            instance_index=offset // num_local_replicas,
+            num_instances=num_replicas // num_local_replicas * size,
+            instance_index=offset // num_local_replicas * size + index,
+            parallelism=parallelism,
+            mapping_path=env.get(MAPPING),
             num_local_instances=read_count(env, LOCAL_WORLD_SIZE, default=1),
             local_instance_index=read_count(env, LOCAL_INSTANCE_INDEX, minimum=0),
             host_index=read_count(env, GROUP_RANK, minimum=0, default=0),
@@ -265,6 +318,23 @@ class Contract:
         )
         _check_torch_agrees(contract, env)
         return contract
+
+
+def read_parallelism(env: Mapping[str, str]) -> Parallelism:
+    """How the instances of a replica share it; a ContractError if the numbers do not fit together."""
+    try:
+        return Parallelism(
+            instances_per_replica=read_count(env, INSTANCES_PER_REPLICA, default=1),
+            tensor=read_count(env, TENSOR, default=1),
+            pipeline=read_count(env, PIPELINE, default=1),
+        )
+    except ValueError as error:
+        raise ContractError(f"{INSTANCES_PER_REPLICA}, {TENSOR} and {PIPELINE}: {error}") from None
+
+
+def _read_index_in_replica(env: Mapping[str, str]) -> int:
+    is_shared = read_count(env, INSTANCES_PER_REPLICA, default=1) > 1
+    return read_count(env, INDEX_IN_REPLICA, minimum=0, default=None if is_shared else 0)
 
 
 def read_master(env: Mapping[str, str]) -> Endpoint | None:

@@ -39,6 +39,57 @@ class ReplicaLayout:
         return range(first, first + self.num_local_replicas)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """How the instances of one replica share its model: ``pipeline`` stages, each cut into ``tensor`` shards.
+
+    A replica's instances stand in a row, those of one stage next to each other.
+
+    Raises:
+        ValueError: If a number is below 1, or stages and shards are not as many as the instances.
+    """
+
+    instances_per_replica: int = 1  # 1: each instance holds whole replicas, one or several
+    tensor: int = 1  # instances that share each layer
+    pipeline: int = 1  # stages that share the layers
+    """Both are 1 where the program makes a mesh of its own."""
+
+    def __post_init__(self) -> None:
+        if min(self.instances_per_replica, self.tensor, self.pipeline) < 1:
+            raise ValueError(f"{self} must have no number below 1")
+        if self.tensor * self.pipeline not in (1, self.instances_per_replica):
+            raise ValueError(
+                f"tensor={self.tensor} times pipeline={self.pipeline} must be the "
+                f"{self.instances_per_replica} instances of a replica"
+            )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a replica has several instances."""
+        return self.instances_per_replica > 1
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether it is known how the instances of a replica share it."""
+        return self.tensor * self.pipeline == self.instances_per_replica
+
+    def part_of(self, instance: int) -> "ReplicaPart":
+        """Which part of which replica ``instance`` of the job holds."""
+        replica, index = divmod(instance, self.instances_per_replica)
+        stage, shard = divmod(index, self.tensor)
+        return ReplicaPart(replica=replica, index=index, stage=stage, shard=shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPart:
+    """The part of a replica that one of its instances holds; ``index`` alone, where the program makes the mesh."""
+
+    replica: int
+    index: int  # this instance among those of its replica
+    stage: int  # of the pipeline
+    shard: int  # of the stage's tensors
+
+
 def part(row: range, index: int, num_parts: int) -> range:
     """Part ``index`` of ``row`` dealt to ``num_parts``; empty when the parts are more than the things."""
     return parts(row, range(index, index + 1), num_parts)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from popdist.collectives import gather_bytes
-from popdist.context import current_group
+from popdist.context import data_parallel_group
 from popdist.errors import CollectiveError, WeightsError, name_instances
 from popdist.groups import Group
 
@@ -36,7 +36,7 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.
     """
-    group = current_group()
+    group = data_parallel_group()
     text = f"broadcast_weights(root={root})"
     if fault := _fault(weights):
         with suppress(CollectiveError):

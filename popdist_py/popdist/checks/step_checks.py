@@ -165,7 +165,7 @@ class CheckedStep(UncheckedStep):
         self._buffers: UntrackedBuffers | None = None
         self._is_first = is_first
         self.checksum = 0 if sums is None else sums.word
-        if context.environment().contract.num_instances > 1 and batch is not None:
+        if context.environment().contract.layout.num_instances > 1 and batch is not None:
             self.num_loader_passes = num_passes
             self.digest = 0 if batches_of_loaders(batch) else digest_of(batch)
 
@@ -381,10 +381,10 @@ def _unreduced(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 def _compare_gradients(optimizer: Optimizer) -> None:
     """Check that gradients which popdist has not reduced are equal on all instances, if the step is checked."""
-    if not context.is_initialized() or context.num_instances() == 1:
+    if not context.is_initialized() or (number := context.environment().contract.layout.num_instances) == 1:
         return
-    group = context.current_group()
-    if len(group.instances) < context.num_instances() or not (gradients := _unreduced(optimizer)):
+    group = context.data_parallel_group()
+    if len(group.instances) < number or not (gradients := _unreduced(optimizer)):
         return
     steps = _unreduced_steps.setdefault(optimizer, CheckedSteps())
     is_next_checked = steps.is_next_checked()

@@ -166,7 +166,7 @@ class EpochPosition:
         """Compare the agreement with that of other instances, once and after ``init()``."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
-            group = context.current_group()
+            group = context.data_parallel_group()
             checksums = [checksum for (checksum,) in group.start(agreement, [self._subsets]).wait()]
             if differing := name_differing(group.instances, checksums):
                 raise CollectiveError(

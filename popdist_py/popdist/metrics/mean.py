@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from popdist.collectives import gather_bytes
-from popdist.context import current_group
+from popdist.context import data_parallel_group
 from popdist.errors import CollectiveError, name_instances
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _shown(numbers: object) -> str:
 
 def _gather(sums: str, text: str, fault: str | None = None) -> list[str]:
     """The sums of all instances, or an error if one brings none, which is ``fault`` on that one."""
-    group = current_group()
+    group = data_parallel_group()
     received = [data.decode() for data in gather_bytes(group, text, sums.encode())]
     refused = [instance for instance, it in zip(group.instances, received, strict=True) if not it]
     if refused:

@@ -457,7 +457,7 @@ class _PackedStreamLoader(StreamLoader):
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
     """Put ``numbers``, if large, into memory that a host's instances, which all have them, share."""
-    host = host_group_of(context.current_group().backend)
+    host = host_group_of(context.data_parallel_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers
     try:

@@ -358,7 +358,7 @@ class ShardedOptimizer(Optimizer):
 
     def _group(self) -> Group:
         context.ensure_init()
-        group = context.current_group()
+        group = context.data_parallel_group()
         check_whole_job(group, context.environment().contract.layout)
         return group
 

@@ -238,17 +238,17 @@ def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | i
     if not isinstance(model, nn.Module):
         raise WeightsError(f"update_bn updates a torch.nn.Module, and this is a {type(model).__name__}")
     layout = context.environment().contract.layout
-    check_whole_job(context.current_group(), layout)
+    check_whole_job(context.data_parallel_group(), layout)
     norms = [it for it in model.modules() if isinstance(it, BatchNorm)]
     if not norms:
         return
     place = next((it.device for it in model.parameters()), torch.device("cpu")) if device is None else device
-    instance = context.instance_index()
+    instance = context.environment().contract.data_parallel_index
     passes = _Passes(model, torch.device(place), ReplicaRandomness(0, layout.replicas_of(instance)))
     with _calibrating(model, norms), torch.no_grad():
         for batch in loader:
             passes.run(batch)
-    context.current_group().agree(_END)
+    context.data_parallel_group().agree(_END)
     accept_buffers(model)
 
 
@@ -279,7 +279,7 @@ class _Passes:
         self._model = model
         self._device = device
         self._randomness = randomness
-        self._group = context.current_group()
+        self._group = context.data_parallel_group()
         self._layout = context.environment().contract.layout
         self._buffers = ReplicaBuffers(model, None)
 

@@ -60,7 +60,9 @@ _numbers: Final = count(1)
 
 def _next_label() -> str | None:
     """A name for the next model, the same on all instances; None for one that not all of them make."""
-    is_everywhere = len(context.current_group().instances) == context.environment().contract.num_instances
+    is_everywhere = (
+        len(context.data_parallel_group().instances) == context.environment().contract.layout.num_instances
+    )
     return str(next(_numbers)) if is_everywhere else None
 
 
@@ -97,7 +99,9 @@ class ModelSteps:
         norm_size: int,
     ) -> None:
         self.layout = layout
-        self.randomness = ReplicaRandomness(seed, layout.replicas_of(context.instance_index()))
+        self.randomness = ReplicaRandomness(
+            seed, layout.replicas_of(context.environment().contract.data_parallel_index)
+        )
         self.module = module
         self._checks_finite = checks_finite
         self._gradient_dtype = gradient_dtype
@@ -249,7 +253,7 @@ class ModelSteps:
                 counts = [float(content is not None) for content in contents]
             if self._norm_groups is not None and isinstance(step, Step):
                 step.wait_for_others()
-                self._norm_groups.begin_step(context.current_group(), counts, accumulation)
+                self._norm_groups.begin_step(context.data_parallel_group(), counts, accumulation)
             step.checks.begin_loop()
         except BaseException:
             self.abandon()
@@ -264,7 +268,7 @@ class ModelSteps:
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             self.step = LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)
         else:
-            memory = self.gradients.memory(context.current_group(), self.layout)
+            memory = self.gradients.memory(context.data_parallel_group(), self.layout)
             buffers = self.buffers if self.layout.num_replicas > 1 else None
             self.step = Step(
                 memory,
@@ -320,7 +324,7 @@ class ModelSteps:
         """Make no step, nor the one that is open, and say so to the others; there are no gradients anywhere."""
         self.abandon()
         self.gradients.remove()
-        refuse_step(context.current_group(), accumulation, refusal, add=add)
+        refuse_step(context.data_parallel_group(), accumulation, refusal, add=add)
         self._state.lose(LEFT)
 
     def _left_error(self) -> MicroBatchError:

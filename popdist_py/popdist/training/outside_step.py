@@ -154,7 +154,7 @@ class AutomaticReduction:
 
     def _reduce(self) -> None:
         """Take the mean over the instances, which have one replica each and count alike: the pass has ended."""
-        gradients, group = self._gradients.layout(), context.current_group()
+        gradients, group = self._gradients.layout(), context.data_parallel_group()
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
@@ -236,7 +236,7 @@ def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean")
         raise BatchError(f"op={op!r} must be 'mean' or 'sum'")
     if not isinstance(module, nn.Module):
         raise BatchError(f"all_reduce_gradients({module!r}): expected a torch.nn.Module")
-    group, layout = context.current_group(), context.environment().contract.layout
+    group, layout = context.data_parallel_group(), context.environment().contract.layout
     if layout.num_local_replicas > 1:
         raise BatchError(
             f"all_reduce_gradients is for one replica in each instance, and this job has {layout.num_replicas} "

@@ -113,7 +113,7 @@ class ReplicatedModel(nn.Module):
         gradient_dtype = check_gradient_dtype(gradient_dtype)
         norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
         context.ensure_init()
-        context.current_group().agree(
+        context.data_parallel_group().agree(
             f"ReplicatedModel(seed={seed}, num_local_replicas={num_local}, {check_finite=}, {strict_bits=}, "
             f"{gradient_dtype=}, batch_norm_group_size={norm_size})"
         )
@@ -318,7 +318,7 @@ class ReplicatedModel(nn.Module):
             RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
             CollectiveError, BackendError: If the instances do other things, or one was lost.
         """
-        group = context.current_group()
+        group = context.data_parallel_group()
         return clip_grad_norm(group, self.module, max_norm, norm_type, must_be_finite=error_if_nonfinite)
 
     def no_sync(self) -> AbstractContextManager[None]:
