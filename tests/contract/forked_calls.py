@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from popdist.layout import Parallelism
 from tests.running import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ class Call:
         fn: What every instance calls; a function of a module that can be imported.
         arguments: Its arguments.
         num_instances: Forked processes.
-        num_replicas: A multiple of that.
+        num_replicas: A multiple of that, where replicas are not shared.
         num_hosts: On how many hosts the instances are told to be, the same number on each.
         victim: The instance that ends by SIGKILL and has no result; None for none.
         timeout_seconds: How long all of it may take.
         environments: What each instance is told in place of a launcher's variables; None: those.
+        parallelism: How the instances of a replica share it.
     """
 
     fn: Callable[..., object]
@@ -40,6 +42,7 @@ class Call:
     victim: int | None
     timeout_seconds: float
     environments: Sequence[Mapping[str, str]] | None = None
+    parallelism: Parallelism = Parallelism()  # noqa: RUF009 - it is frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +59,15 @@ class ForkedWorlds:
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 - what a world can be
         self,
         fn: Callable[..., object],
         *arguments: object,
         num_instances: int,
         num_replicas: int | None = None,
         num_hosts: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
         victim: int | None = None,
         timeout_seconds: float,
     ) -> list[Any]:
@@ -75,8 +80,9 @@ class ForkedWorlds:
                 fn=fn,
                 arguments=arguments,
                 num_instances=num_instances,
-                num_replicas=num_replicas or num_instances,
+                num_replicas=num_replicas or num_instances // (tensor * pipeline),
                 num_hosts=num_hosts,
+                parallelism=Parallelism(instances_per_replica=tensor * pipeline, tensor=tensor, pipeline=pipeline),
                 victim=victim,
                 timeout_seconds=timeout_seconds,
             )

@@ -97,6 +97,7 @@ def _contracts(call: Call, master_port: int, store_port: int) -> list[Contract]:
             local_instance_index=index % num_local,
             host_index=index // num_local,
             num_replicas=call.num_replicas,
+            parallelism=call.parallelism,
             num_threads=1,
             job_id="forked",
             master=Endpoint(host="127.0.0.1", port=master_port),

@@ -6,6 +6,7 @@ Holds popdist.testing.__main__, popdist.testing and popdist.testing.world.
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_results_come_in_instance_order_from_a_script_too(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     assert run([sys.executable, str(script)]).succeeded().lines[-1] == "[10, 12]"
+
+
+def place() -> tuple[int, int, int]:
+    """Where this instance is: in which replica, which instance of the job, and how many replicas there are."""
+    return popdist.replica_index(), popdist.instance_index(), popdist.num_replicas()
+
+
+def test_several_instances_share_a_replica() -> None:
+    """They stand next to each other."""
+    assert run_world(place, num_instances=4, tensor=2) == [(0, 0, 2), (0, 1, 2), (1, 2, 2), (1, 3, 2)]
+    wrongs: list[dict[str, Any]] = [{"tensor": 3}, {"pipeline": 0}, {"tensor": 2, "num_replicas": 4}]
+    for wrong in wrongs:
+        with pytest.raises(popdist.WorldError, match=r"num_instances=4 must be .* replicas of tensor"):
+            run_world(place, num_instances=4, **wrong)
 
 
 def test_a_failing_instance_is_told_with_its_traceback() -> None:

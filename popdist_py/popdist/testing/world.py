@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from popdist.errors import WorldError, name_instances
+from popdist.layout import Parallelism
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,6 +98,8 @@ def run_world(
     *args: object,
     num_instances: int,
     num_replicas: int | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
     timeout_seconds: float = 60.0,
 ) -> list[R]:
     """Call ``fn(*args)`` on every instance of a small job on this machine.
@@ -109,7 +112,10 @@ def run_world(
         fn: A function that a module, a script or a test file defines by name.
         *args: Its arguments: anything that pickles.
         num_instances: Processes in the job. At least 1.
-        num_replicas: Replicas in the job, a multiple of ``num_instances``; None means one for each instance.
+        num_replicas: Replicas in the job, a multiple of ``num_instances``; None means one for each instance, or
+            for each ``tensor * pipeline`` of them.
+        tensor: Instances that share each layer of a replica. At least 1.
+        pipeline: Stages that share the layers of a replica. At least 1.
         timeout_seconds: How long the whole job may take before it is stopped. Greater than 0.
 
     Returns:
@@ -117,18 +123,32 @@ def run_world(
 
     Raises:
         WorldError: If ``fn`` raised or an instance died (the first failure, with its traceback), the time was up,
-            or ``fn`` cannot be found by other processes.
+            ``fn`` cannot be found by other processes, or the instances do not divide into such replicas.
     """
     reference = FunctionReference.of(fn)
+    parallelism = _parallelism(num_instances, num_replicas, tensor, pipeline)
     with tempfile.TemporaryDirectory(prefix="popdist-world-") as name:
         directory = Path(name)
-        (directory / JOB_FILE).write_bytes(pickle.dumps((reference, pickle.dumps(args))))
-        counts = ["-n", str(num_instances), "--num-replicas", str(num_replicas or num_instances)]
+        (directory / JOB_FILE).write_bytes(pickle.dumps((reference, parallelism, pickle.dumps(args))))
+        num_told = num_instances if parallelism.is_shared else num_replicas or num_instances
+        counts = ["-n", str(num_instances), "--num-replicas", str(num_told)]
         program = [sys.executable, "-m", "popdist.testing", name]
         command = [sys.executable, "-m", "poprun", "--launcher", "local", *counts, *program]
         code, output = _run(command, directory / "output", timeout_seconds)
         sys.stdout.write(output)
         return _values(directory, num_instances, code, output)
+
+
+def _parallelism(num_instances: int, num_replicas: int | None, tensor: int, pipeline: int) -> Parallelism:
+    """How the instances of a replica share it; a WorldError if they do not divide into replicas."""
+    size = max(tensor, 1) * max(pipeline, 1)
+    is_possible = min(tensor, pipeline) >= 1 and num_instances % size == 0
+    if not is_possible or (size > 1 and num_replicas not in (None, num_instances // size)):
+        raise WorldError(
+            f"num_instances={num_instances} must be {num_replicas or 'a number of'} replicas of "
+            f"tensor={tensor} times pipeline={pipeline} instances"
+        )
+    return Parallelism(instances_per_replica=size, tensor=tensor, pipeline=pipeline)
 
 
 def _run(command: list[str], output_path: Path, timeout_seconds: float) -> tuple[int | None, str]:
