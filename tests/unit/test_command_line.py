@@ -242,7 +242,7 @@ def test_spellings(line: str, read: str) -> None:
         ("--nnodes 2 prog", "there is no option --nnodes: --host a,b names the hosts"),
         ("-x FOO=1 prog", "there is no option -x: programs here get all variables of poprun; --mpi-local-args"),
         ("-vx FOO=1 prog", "there is no option -x: programs here get"),
-        ("--instances-per-replica 2 prog", "a replica is in one instance; --num-replicas N says"),
+        ("--tensor-parallel-size 2 prog", "--parallelism tensor=2,pipeline=2 says how instances share"),
         ("-m train", "there is no option -m: write poprun python -m MODULE"),
         (
             "--num=ilds 4 prog",

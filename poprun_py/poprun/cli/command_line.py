@@ -29,7 +29,14 @@ from poprun.cli.options import (
     values_by_section,
 )
 from poprun.errors import UsageError
-from poprun.plan.request import EndingSettings, LaunchRequest, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.request import (
+    AskedMapping,
+    EndingSettings,
+    LaunchRequest,
+    OutputSettings,
+    RemoteSettings,
+    VipuSettings,
+)
 from poprun.text.ranges import read_host_file
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
@@ -62,7 +69,10 @@ _HABITS: Final = (
     ("--bind-to --map-by --cpu-bind", "--process-placement says on which cores instances run"),
     ("--mca -mca", "--mpi-global-args '--mca NAME VALUE' passes it to Open MPI's mpirun"),
     ("--gpus --gpus-per-node --gres", "-n auto starts one instance for each free GPU"),
-    ("--instances-per-replica", "a replica is in one instance; --num-replicas N says how many there are in all"),
+    (
+        "-tp -pp -dp --tp --pp --dp --tensor-parallel-size --pipeline-parallel-size --data-parallel-size",
+        "--parallelism tensor=2,pipeline=2 says how instances share a replica",
+    ),
     ("--oversubscribe", "leave it out: poprun starts as many instances as are asked for"),
 )
 """What users of other launchers write, and how it is done here."""
@@ -86,6 +96,7 @@ class CommandLine:
     exported_file: str | None = None
     may_overwrite: bool = False
     host_file: str | None = None
+    parallelism: str | None = None  # sizes in words, or a file with a mapping
     prints_topology: bool = False
     topology_format: TopologyFormat = TopologyFormat.TABLE
     is_dry_run: bool = False
@@ -133,6 +144,8 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
     line = CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
     if line.host_file is not None:
         _add_hosts(values.setdefault(REQUEST, {}), line.host_file)
+    if line.parallelism is not None:
+        values.setdefault(REQUEST, {})["mapping"] = _read_mapping(line.parallelism)
     if values.get(REQUEST, {}).get("is_debugged"):
         line = replace(line, verbosity=max(line.verbosity, _DEBUG_VERBOSITY))
     _check_formats(line, texts)
@@ -168,6 +181,22 @@ def _add_hosts(request: dict[str, Any], host_file: str) -> None:
     if "hosts" in request:
         raise UsageError(f"--hostfile {host_file} and --host both name the hosts: leave one of them out")
     request["hosts"] = read_host_file(host_file)
+
+
+def _read_mapping(text: str) -> AskedMapping:
+    """The mapping in the words ``text``, or in the file that is called so."""
+    from poprun.plan.parallelism import mapping_in_file, mapping_in_words  # noqa: PLC0415 - few jobs share replicas
+    from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
+
+    if "=" in text and not text.endswith(".json"):
+        return mapping_in_words(text)
+    try:
+        content = read_text(text, "--parallelism")
+    except UsageError as error:
+        raise UsageError(
+            f"{error}: give sizes, such as tensor=2,pipeline=2, or a file that poprun-size --save wrote"
+        ) from None
+    return mapping_in_file(content, text, os.path.abspath(text))
 
 
 def _refuse_beside_plan(given: Sequence[OptionValue]) -> None:

@@ -135,6 +135,7 @@ COUNTED: Final = Kind(metavar="", read=NUMBER.read, is_counted=True)
 NAME: Final = Kind(metavar="NAME", read=_name)
 TEXT: Final = Kind(metavar="TEXT", read=str)
 FILE: Final = Kind(metavar="FILE", read=str)
+SIZES: Final = Kind(metavar="SIZES|FILE", read=_name)
 FOLDER: Final = Kind(metavar="DIR", read=str)
 HOSTS: Final = Kind(metavar="HOSTS", read=str, read_all=_hosts)
 SUBNET: Final = Kind(metavar="CIDR", read=_subnet)
@@ -264,8 +265,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "Processes in all; auto: one per free GPU. [default: 1 on each host]", short="n"),
         Option("num-replicas", "request.num_replicas", NUMBER,
                "Model replicas in all, shared out evenly. [default: one per instance]"),
+        Option("parallelism", "line.parallelism", SIZES,
+               "Instances that share a replica: tensor=2,pipeline=2, or a file that poprun-size saved."),
+        Option("instances-per-replica", "request.instances_per_replica", NUMBER,
+               "The same for a program that makes a mesh of its own. [default: 1]"),
         Option("ipus-per-replica", "request.ipus_per_replica", NUMBER,
-               "GPUs, or shares of the cores, of a replica."),
+               "GPUs, or shares of the cores, of a replica. [default: one for each of its instances]"),
         Option("host", "request.hosts", HOSTS,
                "Where to run: a,b or host[0-2,4]. [default: this machine]", short="H"),
         Option("hostfile", "line.host_file", FILE, "File with a host on each line, in place of --host."),

@@ -7,15 +7,19 @@ A plan states counts and ranges, not items, so a plan for a thousand hosts is as
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from popdist.contract import Contract, Endpoint
-from popdist.layout import ReplicaLayout
+from popdist.layout import Parallelism, ReplicaLayout, ReplicaPart
 from poprun.plan.mpi_options import Variables
 from poprun.plan.request import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.plan.topology import Binding, MpiRuntime, ProcessPlacement
+from poprun.text.fields import IF_USED
 from poprun.text.ranges import Hosts
+
+_NOT_SHARED: Final = Parallelism()
 
 
 class LauncherKind(StrEnum):
@@ -69,7 +73,8 @@ class InstancePlan:
         host: Name of the host it runs on.
         host_index: That host among the hosts of the plan.
         local_index: The instance among those of its host.
-        replicas: Global indices of its replicas.
+        replicas: Global indices of its replicas; of the one that it has a part of, where instances share them.
+        part: Which part of which replica it holds.
         ipus: Its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next.
         ordinals: Its CUDA devices, as numbers among the job's on its host, for all its replicas; empty on the CPU.
         devices: Names of the same devices on that host.
@@ -82,6 +87,7 @@ class InstancePlan:
     host_index: int
     local_index: int
     replicas: range
+    part: ReplicaPart
     ipus: range
     ordinals: range
     devices: tuple[str, ...]
@@ -100,8 +106,10 @@ class LaunchPlan:
         working_directory: Absolute path in which every instance starts.
         hosts: Names, in order of host index. At least one.
         num_instances: Processes in the job, a multiple of the number of hosts.
-        num_replicas: Model replicas in the job, a multiple of ``num_instances``.
-        ipus_per_replica: Virtual IPUs that one replica uses, and CUDA devices that one instance does.
+        num_replicas: Model replicas in the job: a multiple of ``num_instances``, or these a multiple of it.
+        parallelism: How several instances share one replica, where they do.
+        mapping_path: Absolute path of the file with the mapping that was asked for, or None.
+        ipus_per_replica: Virtual IPUs of one replica. Its instances have equally many of them, at least 1 each.
         cores: Cores of each host, ascending.
         devices: CUDA devices that the job uses on each host, in slot order; empty when it computes on the CPU.
         placement: How the instances were placed on the cores.
@@ -126,6 +134,8 @@ class LaunchPlan:
     hosts: Hosts
     num_instances: int
     num_replicas: int
+    parallelism: Parallelism = field(default=_NOT_SHARED, metadata=IF_USED)
+    mapping_path: str | None = field(default=None, metadata=IF_USED)
     ipus_per_replica: int
     cores: tuple[int, ...]
     devices: tuple[str, ...]
@@ -147,8 +157,9 @@ class LaunchPlan:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """Which replicas each instance owns."""
-        return ReplicaLayout(num_instances=self.num_instances, num_replicas=self.num_replicas)
+        """Which replicas each of the instances owns that hold the same part of theirs, in the order of these."""
+        number = self.num_instances // self.parallelism.instances_per_replica
+        return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
     @property
     def num_instances_per_host(self) -> int:
@@ -157,8 +168,13 @@ class LaunchPlan:
 
     @property
     def num_ipus_per_instance(self) -> int:
-        """Virtual IPUs of each instance: every replica has its own."""
-        return self.layout.num_local_replicas * self.ipus_per_replica
+        """Virtual IPUs of each instance: every replica, or part of one, has its own."""
+        return self.layout.num_local_replicas * self.num_devices_per_instance
+
+    @property
+    def num_devices_per_instance(self) -> int:
+        """CUDA devices that each instance needs: its replicas take turns on them."""
+        return self.ipus_per_replica // self.parallelism.instances_per_replica
 
     @property
     def num_ipus_per_host(self) -> int:
@@ -167,8 +183,8 @@ class LaunchPlan:
 
     @property
     def num_gpus_per_host(self) -> int:
-        """CUDA devices that the job needs on each host; the replicas of an instance take turns on its devices."""
-        return self.num_instances_per_host * self.ipus_per_replica
+        """CUDA devices that the job needs on each host."""
+        return self.num_instances_per_host * self.num_devices_per_instance
 
     @property
     def num_ilds(self) -> int:
@@ -239,10 +255,11 @@ class LaunchPlan:
             ValueError: If there is no such instance.
         """
         given = given or self.named_devices
-        replicas = self.layout.replicas_of(index)
+        part = self.parallelism.part_of(index)
         host_index, local_index = divmod(index, self.num_instances_per_host)
-        first_ipu, first_device = local_index * self.num_ipus_per_instance, local_index * self.ipus_per_replica
-        ordinals = range(first_device, first_device + self.ipus_per_replica) if given.devices else range(0)
+        first_ipu, num_devices = local_index * self.num_ipus_per_instance, self.num_devices_per_instance
+        first_device = local_index * num_devices
+        ordinals = range(first_device, first_device + num_devices) if given.devices else range(0)
         binding = next((binding for binding in given.bindings if binding.holds(local_index)), None)
         cores = self._share_of(given.cores, local_index) if binding is None else binding.share_of(local_index)
         return InstancePlan(
@@ -250,7 +267,8 @@ class LaunchPlan:
             host=self.hosts[host_index],
             host_index=host_index,
             local_index=local_index,
-            replicas=replicas,
+            replicas=self.layout.replicas_of(part.replica),
+            part=part,
             ipus=range(first_ipu, first_ipu + self.num_ipus_per_instance),
             ordinals=ordinals,
             devices=given.devices[ordinals.start : ordinals.stop],
@@ -280,6 +298,8 @@ class LaunchPlan:
             local_instance_index=instance.local_index,
             host_index=instance.host_index,
             num_replicas=self.num_replicas,
+            parallelism=self.parallelism,
+            mapping_path=self.mapping_path,
             ipus_per_replica=self.ipus_per_replica,
             devices=tuple(instance.ordinals),
             job_id=start.job_id,

@@ -12,7 +12,7 @@ from poprun.errors import PlanError
 from poprun.plan.mpi_options import check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.planner import check_settings
-from poprun.plan.request import check_count, check_counts
+from poprun.plan.request import check_counts, check_ipus_per_replica
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import YamlError, parse_json, parse_yaml
@@ -71,8 +71,13 @@ def _read_yaml(text: str) -> object:
 def check_plan(plan: LaunchPlan, source: str) -> None:
     """Check that the values of a plan that somebody wrote fit together as those of a made plan do."""
     try:
-        check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
-        check_count("--ipus-per-replica", plan.ipus_per_replica)
+        check_counts(
+            num_instances=plan.num_instances,
+            num_replicas=plan.num_replicas,
+            num_hosts=len(plan.hosts),
+            instances_per_replica=plan.parallelism.instances_per_replica,
+        )
+        check_ipus_per_replica(plan.ipus_per_replica, plan.parallelism.instances_per_replica)
         check_settings(plan, plan.num_instances)
         check_instance_variables(plan.instance_variables, plan.num_instances)
     except PlanError as error:
@@ -84,8 +89,8 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
     if plan.devices and len(plan.devices) != plan.num_gpus_per_host:
         raise PlanError(
             f"{source}: devices names {len(plan.devices)}, and the {plan.num_instances_per_host} instances of a "
-            f"host use {plan.num_gpus_per_host}, {plan.ipus_per_replica} each: name as many, or none to compute "
-            "on the CPU"
+            f"host use {plan.num_gpus_per_host}, {plan.num_devices_per_instance} each: name as many, or none to "
+            "compute on the CPU"
         )
     if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
         raise PlanError(

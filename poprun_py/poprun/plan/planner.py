@@ -6,14 +6,16 @@ gave the job other ones.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from popdist.contract import NUM_THREADS
+from popdist.layout import Parallelism
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.advice import advise
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
+from poprun.plan.parallelism import check_found, choose_parallelism, with_counts
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan, LeasedDevices
 from poprun.plan.request import (
@@ -24,6 +26,7 @@ from poprun.plan.request import (
     check_count,
     check_counts,
     check_ending,
+    check_ipus_per_replica,
     check_output,
     check_path,
     check_remote,
@@ -83,13 +86,8 @@ def _decide(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
     """Make the plan; with it come the words for an MPI launcher that this job's launcher cannot be told."""
-    request = _within_allocation(request, facts.allocation, is_counted=is_counted)
-    hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
-    _check_hosts(hosts, facts)
-    check_count("--ipus-per-replica", request.ipus_per_replica)
-    num_instances = _num_instances(request, facts, len(hosts), pod)
-    check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
-    num_replicas = request.num_replicas or num_instances
+    request, counts = _count(request, facts, pod, is_counted=is_counted)
+    hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances)
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
@@ -103,10 +101,12 @@ def _decide(
         working_directory=request.working_directory,
         hosts=hosts,
         num_instances=num_instances,
-        num_replicas=num_replicas,
-        ipus_per_replica=request.ipus_per_replica,
+        num_replicas=counts.num_replicas,
+        parallelism=counts.parallelism,
+        mapping_path=None if request.mapping is None else request.mapping.path,
+        ipus_per_replica=counts.ipus_per_replica,
         cores=facts.cores,
-        devices=_choose_devices(request, facts, num_instances // len(hosts) * request.ipus_per_replica),
+        devices=_choose_devices(request, facts, num_instances // len(hosts) * counts.ipus_per_part),
         placement=_choose_placement(request),
         bindings=(),
         threads_per_replica=None,
@@ -123,9 +123,62 @@ def _decide(
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
     )
-    threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_replicas)
+    check_found(plan, request.mapping, len(_gpus(request, facts)))
+    num_computing = max(num_instances, plan.num_replicas)
+    threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_computing)
     plan = replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod))
     return replace(plan, bindings=place(plan, facts)), words.left_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """Where a job runs, and how many of everything it has."""
+
+    hosts: tuple[str, ...]
+    num_instances: int
+    num_replicas: int
+    parallelism: Parallelism
+    ipus_per_replica: int
+
+    @property
+    def ipus_per_part(self) -> int:
+        """Virtual IPUs of the part of a replica that one instance holds, which may be all of it."""
+        return self.ipus_per_replica // self.parallelism.instances_per_replica
+
+
+def _count(
+    request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
+) -> tuple[LaunchRequest, _Counts]:
+    """Find the counts of a job; the request comes back with what a mapping and an allocation of Slurm say."""
+    parallelism = choose_parallelism(request)
+    size = parallelism.instances_per_replica
+    request, is_counted = with_counts(request, size, is_counted=is_counted)
+    if facts.allocation is not None:
+        request = _within_allocation(request, facts.allocation, size, is_counted=is_counted)
+    hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
+    _check_hosts(hosts, facts)
+    if facts.allocation is None and not is_counted and size > 1:
+        request = replace(request, num_instances=math.lcm(size, len(hosts)))
+    ipus_per_replica = size if request.ipus_per_replica is None else request.ipus_per_replica
+    check_ipus_per_replica(ipus_per_replica, size)
+    num_instances = request.num_instances
+    if num_instances is None:
+        num_free = sum(gpu.is_free for gpu in _gpus(request, facts)) * size // ipus_per_replica
+        num_in_pod = None if pod is None else len(pod.ipus) * size // ipus_per_replica // len(hosts)
+        num_instances = _num_automatic(request.num_replicas, size, len(hosts), num_free, num_in_pod)
+    check_counts(
+        num_instances=num_instances,
+        num_replicas=request.num_replicas,
+        num_hosts=len(hosts),
+        instances_per_replica=size,
+    )
+    return request, _Counts(
+        hosts=hosts,
+        num_instances=num_instances,
+        num_replicas=request.num_replicas or num_instances // size,
+        parallelism=parallelism,
+        ipus_per_replica=ipus_per_replica,
+    )
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
@@ -145,11 +198,9 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 
 
 def _within_allocation(
-    request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool
+    request: LaunchRequest, allocation: Allocation, size: int, *, is_counted: bool
 ) -> LaunchRequest:
     """Give ``request`` the hosts and the number of instances of a Slurm allocation: one task is one instance."""
-    if allocation is None:
-        return request
     if allocation.task is not None:
         rank, size = allocation.task
         raise PlanError(
@@ -157,11 +208,13 @@ def _within_allocation(
             "call it once, in the batch script or in salloc's shell, without srun; it starts the tasks itself"
         )
     hosts = _hosts(request, allocation)
-    if not is_counted and request.num_instances is not None:
-        request = replace(request, num_instances=sum(_tasks(allocation, hosts)) or len(hosts))
-    # an interactive shell is one task, in which a job of this machine may have any number of instances
     is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
-    if not (is_here and allocation.tasks_per_node == (1,)):
+    # an interactive shell is one task, in which a job of this machine may have any number of instances
+    is_shell = is_here and allocation.tasks_per_node == (1,)
+    if not is_counted and request.num_instances is not None:
+        num_tasks = 0 if is_shell else sum(_tasks(allocation, hosts))
+        request = replace(request, num_instances=num_tasks or math.lcm(size, len(hosts)))
+    if not is_shell:
         _check_tasks(request, allocation, hosts)
     if is_here:
         return replace(request, hosts=())
@@ -226,18 +279,19 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
         raise PlanError(f"--host names this machine twice, as {here[0]} and {here[1]}: name it once")
 
 
-def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int, pod: "Cluster | None") -> int:
-    """The number of instances asked for; ``auto`` is one for each replica's worth of free GPUs of a host."""
-    if request.num_instances is not None:
-        return request.num_instances
-    num_free = sum(gpu.is_free for gpu in _gpus(request, facts))
-    wanted = max(1, num_free // request.ipus_per_replica) * num_hosts
-    # without a number of replicas each instance has one, and a pod has room for all of them
-    if request.num_replicas is None and pod is not None:
-        wanted = min(wanted, max(1, len(pod.ipus) // request.ipus_per_replica // num_hosts) * num_hosts)
-    if request.num_replicas is None or request.num_replicas < 1:
-        return wanted
-    return max((n for n in legal_instances(request.num_replicas, num_hosts) if n <= wanted), default=wanted)
+def _num_automatic(
+    num_replicas: int | None, size: int, num_hosts: int, num_free: int, num_in_pod: int | None
+) -> int:
+    """The instances of ``auto``, ``size`` a replica: a host has free GPUs for ``num_free`` of them."""
+    wanted = max(1, num_free) * num_hosts
+    if num_replicas is not None and num_replicas >= 1:
+        legal = legal_instances(num_replicas, num_hosts, size)
+        return max((n for n in legal if n <= wanted or size > 1), default=wanted)
+    # without a number of replicas the pod has room for all of them
+    if num_in_pod is not None:
+        wanted = min(wanted, max(1, num_in_pod) * num_hosts)
+    step = math.lcm(size, num_hosts)
+    return max(step, wanted // step * step)
 
 
 def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | None:

@@ -144,6 +144,25 @@ class LauncherChoice(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedMapping:
+    """What ``--parallelism`` asks for, in words or in a file that `poprun-size` saved.
+
+    Attributes:
+        text: The words, or the name of the file, as they were written.
+        tensor: Instances that share each layer.
+        pipeline: Stages that the layers are cut into.
+        replicas: Model replicas in the whole job; None where the words do not say.
+        path: Absolute path of the file, or None for words.
+    """
+
+    text: str
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
     """What a job is asked to be, as values.
 
@@ -151,8 +170,10 @@ class LaunchRequest:
         program: The program's words, made executable by ``poprun.probe.program``; may be empty in a dry run.
         working_directory: Absolute path in which every instance starts.
         num_instances: Processes in the job; None asks for one per free GPU, else 1 (``auto``).
-        num_replicas: Model replicas in the whole job; None means one per instance.
-        ipus_per_replica: Virtual IPUs that one replica uses.
+        num_replicas: Model replicas in the whole job; None means as many as the instances have room for.
+        ipus_per_replica: Virtual IPUs that one replica uses; None is one for each of its instances, at least 1.
+        instances_per_replica: Instances that share one replica; None is as the mapping says, else 1.
+        mapping: How they share it, or None where the program has a mesh of its own, or nothing is shared.
         hosts: Names to run on, in order; empty means this machine.
         launcher: How to start the processes.
         mpi_global_args: Extra words for the MPI launcher, before its process count.
@@ -173,7 +194,9 @@ class LaunchRequest:
     working_directory: str = "."
     num_instances: int | None = 1
     num_replicas: int | None = None
-    ipus_per_replica: int = 1
+    ipus_per_replica: int | None = None
+    instances_per_replica: int | None = None
+    mapping: AskedMapping | None = None
     hosts: tuple[str, ...] = ()
     launcher: LauncherChoice = LauncherChoice.AUTO
     mpi_global_args: tuple[str, ...] = ()
@@ -302,20 +325,60 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
         raise PlanError(f"{option} {count} is not possible: it can be at most {MAX_COUNT}")
 
 
-def check_counts(*, num_instances: int, num_replicas: int | None, num_hosts: int) -> None:
-    """Check that instances divide over hosts and replicas over instances; no replicas is one each."""
+def check_counts(
+    *, num_instances: int, num_replicas: int | None, num_hosts: int, instances_per_replica: int = 1
+) -> None:
+    """Check that instances divide over hosts, and replicas over instances or these over replicas."""
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)
-    if num_instances % num_hosts:
+    if instances_per_replica > 1:
+        _check_shared(num_instances, num_replicas, num_hosts, instances_per_replica)
+    elif num_instances % num_hosts:
         raise PlanError(_instances_over_hosts(num_instances, num_replicas, num_hosts))
-    if num_replicas is not None and num_replicas % num_instances:
+    elif num_replicas is not None and num_replicas % num_instances:
         raise PlanError(_replicas_over_instances(num_instances, num_replicas, num_hosts))
 
 
-def legal_instances(num_replicas: int, num_hosts: int) -> list[int]:
-    """The numbers of instances, ascending, that divide the replicas and are divided by the hosts."""
-    return [count for count in _divisors(num_replicas) if count % num_hosts == 0]
+def check_ipus_per_replica(ipus_per_replica: int, instances_per_replica: int) -> None:
+    """Check that the virtual IPUs of a replica divide over its instances."""
+    check_count("--ipus-per-replica", ipus_per_replica)
+    if ipus_per_replica % instances_per_replica:
+        nearest = _choices(_multiples_around(ipus_per_replica, instances_per_replica), "virtual IPU")
+        raise PlanError(
+            f"--ipus-per-replica {ipus_per_replica} does not divide over the {instances_per_replica} instances of "
+            f"a replica; nearest: {nearest}, or leave it out for {instances_per_replica}"
+        )
+
+
+def legal_instances(num_replicas: int, num_hosts: int, instances_per_replica: int = 1) -> list[int]:
+    """The numbers of instances, ascending, that ``num_replicas`` can have and that are divided by the hosts."""
+    if instances_per_replica > 1:
+        counts: Iterable[int] = (num_replicas * instances_per_replica,)
+    else:
+        counts = _divisors(num_replicas)
+    return [count for count in counts if count % num_hosts == 0]
+
+
+def _check_shared(num_instances: int, num_replicas: int | None, num_hosts: int, size: int) -> None:
+    """Check the counts of a job whose replicas have ``size`` instances each, which is more than one."""
+    step = math.lcm(size, num_hosts)
+    if num_instances % step:
+        hosts = f" and {num_hosts} hosts" if num_instances % num_hosts else ""
+        sizes = _nearest((count for count in _divisors(num_instances) if count > 1), size)
+        nearest = _choices(_multiples_around(num_instances, step), "instance")
+        replicas = "" if hosts or not sizes else f"replicas of {_choices(sizes, 'instance')}"
+        raise PlanError(
+            f"--num-instances {num_instances} does not divide into replicas of {size} instances{hosts}; "
+            f"nearest: {_either(nearest, replicas)}"
+        )
+    if num_replicas is not None and num_replicas * size != num_instances:
+        wanted = num_replicas * size
+        more = f", or give --num-instances {wanted}" if wanted % num_hosts == 0 and wanted <= MAX_COUNT else ""
+        raise PlanError(
+            f"--num-replicas {num_replicas} contradicts --num-instances {num_instances}, which are "
+            f"{num_instances // size} replicas of {size} instances: leave out --num-replicas{more}"
+        )
 
 
 def _replicas_over_instances(num_instances: int, num_replicas: int, num_hosts: int) -> str:

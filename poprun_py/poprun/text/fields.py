@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 from poprun.errors import PlanError
@@ -26,6 +26,9 @@ _RANGES: Final[Mapping[object, tuple[Rule, Callable[[Any], str]]]] = {
     Hosts: (parse_hosts, fold_hosts),
 }
 """Types that stand in a text in range notation, such as ``0-3,6``, with what reads and writes it."""
+
+IF_USED: Final = MappingProxyType({"if_used": True})
+"""The metadata of a field that a file has only where it differs from its default."""
 
 _UNIONS: Final = (Union, UnionType)
 _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
@@ -80,7 +83,9 @@ def write_record(record: Any, *, version: int | None = None) -> dict[str, object
     """The value of a dataclass as values that JSON and YAML know; inverse of :func:`read_record`."""
     written: dict[str, object] = {} if version is None else {"version": version}
     for field in dataclasses.fields(record):
-        written[field.name] = _written(field.type, getattr(record, field.name))
+        value = getattr(record, field.name)
+        if field.metadata != IF_USED or value != field.default:
+            written[field.name] = _written(field.type, value)
     return written
 
 
@@ -126,10 +131,14 @@ class _Reader:
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
         """The value of a dataclass whose mapping, which has ``extra`` keys, stands at ``path``."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
+        left_out = [field for field in fields if field.metadata == IF_USED and field.name not in mapping]
+        mapping = {**mapping, **{field.name: _written(field.type, field.default) for field in left_out}}
         self.check_keys([*extra, *(field.name for field in fields)], mapping, path)
-        return kind(
-            **{field.name: self.read(field.type, mapping[field.name], f"{path}{field.name}") for field in fields}
-        )
+        read = {field.name: self.read(field.type, mapping[field.name], f"{path}{field.name}") for field in fields}
+        try:
+            return kind(**read)
+        except ValueError as error:
+            raise PlanError(f"{self.source}: {path.removesuffix('.') or 'the file'}: {error}") from None
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
         """``values`` if they are a mapping."""

@@ -1,0 +1,106 @@
+"""Replicas that several instances share: what was asked and the counts that follow from it. Pure."""
+
+from dataclasses import replace
+
+from popdist.layout import Parallelism
+from poprun.errors import PlanError
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.request import MAX_COUNT, AskedMapping, LaunchRequest, check_count
+
+_OF_JOB = ("tensor", "pipeline", "replicas")
+
+
+def mapping_in_words(words: str) -> AskedMapping:
+    """The mapping that ``words`` such as ``tensor=2,pipeline=2`` ask for; a PlanError if they ask for none."""
+    from popsize.errors import MappingError  # noqa: PLC0415 - few jobs have a mapping
+    from popsize.mapping import parse_mapping  # noqa: PLC0415 - as above
+
+    try:
+        sizes = parse_mapping(words)
+    except MappingError as error:
+        raise PlanError(f"--parallelism {words}: {error}") from None
+    if others := [name for name in sizes if name not in _OF_JOB]:
+        raise PlanError(
+            f"--parallelism {words}: {', '.join(others)} is for the program: leave it out, or give the file of "
+            "poprun-size --save, which the program reads, too"
+        )
+    return AskedMapping(text=words, **sizes)
+
+
+def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
+    """The mapping in the ``content`` of a file that poprun-size saved; a PlanError if it holds none."""
+    from popsize.errors import MappingError  # noqa: PLC0415 - few jobs have a mapping
+    from popsize.mapping import loaded  # noqa: PLC0415 - as above
+
+    try:
+        mapping, _ = loaded(content, name)
+    except MappingError as error:
+        raise PlanError(f"--parallelism {error}") from None
+    return AskedMapping(
+        text=name, tensor=mapping.tensor, pipeline=mapping.pipeline, replicas=mapping.replicas, path=path
+    )
+
+
+def choose_parallelism(request: LaunchRequest) -> Parallelism:
+    """How the instances of ``request`` share a replica; a PlanError if it says so twice, and not alike."""
+    asked, size = request.mapping, request.instances_per_replica
+    if size is not None:
+        check_count("--instances-per-replica", size)
+    if asked is None:
+        return Parallelism(instances_per_replica=size or 1)
+    number = asked.tensor * asked.pipeline
+    if number > MAX_COUNT:
+        raise PlanError(f"--parallelism {asked.text} asks for {number} instances a replica: at most {MAX_COUNT}")
+    if size not in (None, number):
+        raise PlanError(
+            f"--instances-per-replica {size} contradicts --parallelism {asked.text}, with which a replica has "
+            f"{number}, tensor={asked.tensor} times pipeline={asked.pipeline}: leave out one of them"
+        )
+    return Parallelism(instances_per_replica=number, tensor=asked.tensor, pipeline=asked.pipeline)
+
+
+def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple[LaunchRequest, bool]:
+    """``request`` with the numbers that its mapping says, and whether its instances are counted now.
+
+    ``size`` is the number of instances of a replica.
+    """
+    asked, num_replicas = request.mapping, request.num_replicas
+    if asked is not None and asked.replicas is not None:
+        number = asked.replicas * size
+        is_other = size > 1 and is_counted and request.num_instances not in (None, number)
+        if is_other or num_replicas not in (None, asked.replicas):
+            raise PlanError(_contradiction(request, asked, number, is_other=is_other))
+        num_replicas = asked.replicas
+    if num_replicas is not None and not is_counted and (size > 1 or asked is not None):
+        request, is_counted = replace(request, num_instances=num_replicas * size), True
+    return replace(request, num_replicas=num_replicas), is_counted
+
+
+def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, is_other: bool) -> str:
+    """That the mapping is for another number of instances than asked for (``is_other``), or of replicas."""
+    option, given, right = (
+        ("--num-instances", request.num_instances, number)
+        if is_other
+        else ("--num-replicas", request.num_replicas, asked.replicas)
+    )
+    sizes = f"tensor={asked.tensor},pipeline={asked.pipeline}"
+    other = f"make a mapping for {given}: poprun-size" if is_other and asked.path else f"--parallelism {sizes}"
+    return (
+        f"{option} {given} contradicts --parallelism {asked.text}, which is for {number} devices: "
+        f"{sizes},replicas={asked.replicas}; give {option} {right}, or {other}"
+    )
+
+
+def check_found(plan: LaunchPlan, asked: AskedMapping | None, num_gpus: int) -> None:
+    """Refuse a mapping for more GPUs than a host has, of which ``num_gpus`` were found."""
+    if asked is None or asked.replicas is None or plan.devices or not num_gpus:
+        return
+    there = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
+    fitting = num_gpus // plan.num_devices_per_instance * len(plan.hosts)
+    num_replicas = fitting // plan.parallelism.instances_per_replica
+    sizes = f"tensor={asked.tensor},pipeline={asked.pipeline}"
+    nearest = f"{sizes},replicas={num_replicas}" if num_replicas else "fewer instances a replica"
+    raise PlanError(
+        f"--parallelism {asked.text} is for {plan.num_replicas * plan.ipus_per_replica} GPUs, and found are "
+        f"{there}; nearest: {nearest}, or --offline-mode to compute on the CPU"
+    )
