@@ -172,7 +172,7 @@ def fits_table() -> str:
             f"{row['Model']} on {row['# GPUs']} {row['GPU']}, {row['SeqLen (T)']} tokens",
             row["MicroBatchSize"],
             *(f"{case.predicted.memory.total / GIB:.1f}" for case in (once, twice) if case.predicted),
-            f"{once.predicted.limit_bytes / GIB:.1f}" if once.predicted else "",
+            f"{once.predicted.workload.limit_bytes / GIB:.1f}" if once.predicted else "",
         )
         for row, once, twice in zip(rows_of("fits_mpt.csv"), mpt_cases(1), mpt_cases(2), strict=True)
     ]

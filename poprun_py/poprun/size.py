@@ -4,31 +4,29 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 import click
-import yaml
 
 from popdist.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
 from poprun.probe.machine import find_gpus, gpu_model
 from poprun.text.atomic_file import check_target, write_whole
+from poprun.text.input_files import parse_json, parse_yaml, read_text
 from poprun.text.screen import log, print_out, run_click, width
 from popsize.cases import COLUMNS, cases_text, header_of, predict_cases
 from popsize.catalogue import MODELS, config_model, model_of, named_model
 from popsize.errors import SizingError
 from popsize.hardware import DEVICES, FIGURES, GIB, PRECISIONS, Machine, Precision, machines_of, named_machine
-from popsize.mapping import OPTIMIZER_BYTES, Training, Workload, parse_mapping, saved, with_all_shards
+from popsize.mapping import OPTIMIZER_BYTES, Training, Workload, completed, loaded, parse_mapping, saved
 from popsize.mapping import Mapping as SizeMapping
 from popsize.model import Model, Transformer
 from popsize.picture import cube_svg
 from popsize.search import Answer, Candidate, nearest_changes, predict, search
 from popsize.tables import answer_csv, answer_json, answer_table, explanation, wrapped
 
-_LARGEST_FILE: Final = 64 * 2**20
 _MEASURE_SECONDS: Final = 60
 _MOST_ERRORS: Final = 20
 
@@ -125,7 +123,11 @@ def main() -> None:
     type=click.FloatRange(0, min_open=True),
     help="Use at most so much of a device's memory.",
 )
-@click.option("--explain", metavar="WORDS", help="Explain one mapping: each term of its time, and its memory.")
+@click.option(
+    "--explain",
+    metavar="WORDS",
+    help="Explain one mapping, of WORDS or a saved FILE.json: each term of its time, and its memory.",
+)
 @click.option(
     "--top",
     metavar="N",
@@ -162,7 +164,7 @@ def size(**words: Any) -> None:  # noqa: ANN401 - click hands over each option b
     """
     asked = _Asked(**words)
     try:
-        machines = _described_machines(asked.machines)
+        machines = {} if asked.machines is None else _described_machines(asked.machines)
         if asked.cases is not None:
             asked.refuse_beside_cases()
             _print_cases(asked.cases, machines)
@@ -196,20 +198,11 @@ class _Asked:
     save: str | None
     cases: str | None
 
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """The values that a search keeps to."""
-        return parse_mapping(",".join(self._fixed_words))
-
-    @property
-    def explained(self) -> dict[str, Any]:
-        """The values of the mapping that is explained: its own, and those that are fixed."""
-        return parse_mapping(",".join([*self._fixed_words, self.explain or ""]))
-
-    @property
-    def _fixed_words(self) -> list[str]:
+    def values(self, words: str = "") -> dict[str, Any]:
+        """The values of a mapping that are fixed, and those of ``words``."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
-        return [*self.fix, *(f"{name}={number}" for name, number in sizes.items() if number is not None)]
+        given = [f"{name}={number}" for name, number in sizes.items() if number is not None]
+        return parse_mapping(",".join([*self.fix, *given, words]))
 
     def refuse_beside_cases(self) -> None:
         """Refuse what rows of a file have columns for, and what does nothing with rows."""
@@ -249,13 +242,13 @@ def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:
 def _print_mappings(asked: _Asked, workload: Workload) -> None:
     """Print the explained mapping, or those that a search found, and save the first."""
     if asked.explain is not None:
-        first = _explained(asked.explained, workload)
+        first = _explained(asked, workload)
         answer = Answer(fitting=(first,), faster=None, num_mappings=1)
         table = explanation(first, workload)
     else:
-        answer = search(workload, asked.fixed)
+        answer = search(workload, asked.values())
         if not answer.fitting:
-            raise PlanError(_nothing_fits(answer, workload, asked.fixed))
+            raise PlanError(_nothing_fits(answer, workload, asked.values()))
         first = answer.fitting[0]
         table = answer_table(answer, workload, asked.top)
     if asked.save is not None:
@@ -281,13 +274,16 @@ def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) 
     )
 
 
-def _explained(given: dict[str, Any], workload: Workload) -> Candidate:
-    """The mapping with the values ``given``; where these have no replicas, as many as the machine has room for."""
+def _explained(asked: _Asked, workload: Workload) -> Candidate:
+    """The mapping that is asked for in words, or that a file holds which was saved for the same model."""
+    file = asked.explain or ""
+    if file.endswith(".json"):
+        if asked.values():
+            raise UsageError(f"{file} has all values of a mapping: leave out --fix and sizes")
+        mapping, _ = loaded(read_text(file, "--explain"), file, workload.model)
+    else:
+        mapping = completed(asked.values(file), workload.machine.num_devices)
     number = workload.machine.num_devices
-    room = number // (given.get("tensor", 1) * given.get("pipeline", 1))
-    schedule = "interleaved" if given.get("interleave", 1) > 1 else "1f1b"
-    values = {"schedule": schedule, "replicas": max(1, room), **given}
-    mapping = SizeMapping(**with_all_shards(values, values["replicas"]))
     if mapping.num_devices > number:
         raise PlanError(f"{mapping.text} uses {mapping.num_devices} devices; {workload.machine.name} has {number}")
     found = predict(workload, mapping)
@@ -307,7 +303,7 @@ def _save(path: str, content: str) -> None:
 
 def _print_cases(path: str, machines: Mapping[str, Machine]) -> None:
     """Print the rows of a file with what is predicted; wrong ones are said on standard error, and exit with 2."""
-    text = _text(path)
+    text = read_text(path, "--cases")
     try:
         found = predict_cases(text, machines)
         print_out(cases_text(found, header_of(text)))
@@ -326,7 +322,10 @@ def _model(name: str | None, numbers: tuple[str, ...]) -> Model:
         raise UsageError(f"there is no model: give --model with a name ({', '.join(MODELS)}), numbers, or a file")
     if not name.endswith(".json"):
         return named_model(name, numbers)
-    table = _parsed(name, "JSON", json.loads)
+    try:
+        table = parse_json(read_text(name, "--model"))
+    except ValueError as error:
+        raise PlanError(f"{name} is not JSON: {error}") from None
     if isinstance(table, dict) and "popsize_model" in table:
         if numbers:
             raise UsageError(f"{name} is a measured model, which {numbers[0]} cannot change: measure it again")
@@ -349,6 +348,14 @@ def _machine(asked: _Asked, known: Mapping[str, Machine]) -> Machine:
     return named_machine(f"{len(gpus)}x{_known_device(*gpu_model())}", known)
 
 
+def _described_machines(path: str) -> dict[str, Machine]:
+    """The machines of a YAML file."""
+    try:
+        return machines_of(parse_yaml(read_text(path, "--machines")), path)
+    except ValueError as error:
+        raise PlanError(f"{path} is not YAML: {error}") from None
+
+
 def _known_device(name: str, memory_bytes: float) -> str:
     """Our name of a GPU that nvidia-smi calls ``name``."""
     fits = [key for key in DEVICES if key.split("-")[0] in name]
@@ -356,7 +363,7 @@ def _known_device(name: str, memory_bytes: float) -> str:
         raise UsageError(
             f"the GPUs here are {name}: describe them in a YAML file (--machines) and name them (--devices)"
         )
-    return min(fits, key=lambda key: abs(DEVICES[key].memory_bytes - memory_bytes))
+    return min(fits, key=lambda key: abs(DEVICES[key].device.memory_bytes - memory_bytes))
 
 
 def _measured_cpu(num_instances: int) -> Machine:
@@ -369,34 +376,3 @@ def _measured_cpu(num_instances: int) -> Machine:
         raise PlanError(f"the CPU could not be measured: {lines[-1] if lines else error}") from None
     name = f"{num_instances} instances on this CPU"
     return machines_of({name: json.loads(done.stdout)}, "the measurement of this CPU")[name]
-
-
-def _described_machines(path: str | None) -> dict[str, Machine]:
-    """The machines of a YAML file."""
-    return {} if path is None else machines_of(_parsed(path, "YAML", yaml.safe_load), path)
-
-
-def _parsed(path: str, form: str, parse: Callable[[str], object]) -> object:
-    """What a file in JSON or YAML holds."""
-    text = _text(path)
-    try:
-        return parse(text)
-    except RecursionError:
-        raise PlanError(f"{path} is not {form} that can be read: it is too deep") from None
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
-        raise PlanError(f"{path} is not {form}: {str(error).splitlines()[0]}") from None
-
-
-def _text(path: str) -> str:
-    """The text of a file."""
-    try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}") from None
-    if len(content) > _LARGEST_FILE:
-        raise PlanError(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise PlanError(f"{path} is not text in UTF-8") from None

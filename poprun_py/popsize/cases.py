@@ -2,11 +2,10 @@
 
 import csv
 import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as Table
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final
@@ -14,65 +13,34 @@ from typing import Any, Final
 from popsize.catalogue import FIELD_NAMES, model_numbers, named_model
 from popsize.errors import SizingError
 from popsize.hardware import GIB, Machine, named_machine
-from popsize.mapping import Mapping, Training, Workload, mapping_name, parse_value
+from popsize.mapping import (
+    ACCUMULATION,
+    NOT_PLANNED,
+    Mapping,
+    Training,
+    Workload,
+    completed,
+    mapping_name,
+    parse_count,
+    parse_value,
+)
 from popsize.model import Model, Transformer, transformer
 from popsize.search import Candidate, predict
 
 _MODEL: Final = tuple(f.name for f in fields(Transformer))
-_MAPPING: Final = {
-    "tensor": "tensor",
-    "pipeline": "pipeline",
-    "replicas": "replicas",
-    "micro_batch": "micro_batch",
-    "sharding": "sharding",
-    "sharding_group": "weight_shards",
-    "optimizer_sharding_group": "optimizer_shards",
-    "recompute": "recompute",
-    "sequence_parallel": "sequence_parallel",
-    "schedule": "schedule",
-    "interleave": "interleave",
-    "offload_activations": "offload_activations",
-    "offload_optimizer": "offload_optimizer",
-    "phases": "phases",
-}
-"""Columns of a mapping, and our names of them."""
+_SHARDS: Final = {"weight_shards": "sharding_group", "optimizer_shards": "optimizer_sharding_group"}
+_MAPPING: Final = tuple(_SHARDS.get(f.name, f.name) for f in fields(Mapping))
 
 COLUMNS: Final = (
-    "model",
-    *_MODEL,
-    "devices",
-    "machine",
-    "global_batch",
-    "precision",
-    "optimizer",
-    "gradient_bytes",
+    *("model", *_MODEL),
+    *("devices", "machine", "global_batch", "precision", "optimizer", "gradient_bytes"),
     *_MAPPING,
 )
-"""All columns that a file may have."""
+"""All columns that say something about a case."""
 
 PREDICTED: Final = ("seconds", "weights_gib", "gradients_gib", "optimizer_gib", "activations_gib", "fits")
 """The columns that are added."""
 
-_WORDS: Final = {
-    "recompute": {
-        "full": "layer",
-        "selective": "attention",
-        "true": "layer",
-        "yes": "layer",
-        "false": "none",
-        "no": "none",
-    },
-    "schedule": {
-        "1f1b-interleaved": "interleaved",
-        "interleaved_1f1b": "interleaved",
-        "interleaved1f1b": "interleaved",
-    },
-    "sharding": {"zero1": "optimizer", "zero2": "gradients", "zero3": "weights", "fsdp": "weights", "no": "none"},
-}
-"""Other words of the field for values of ours."""
-
-
-_MOST_DIGITS: Final = 15
 _NEAR: Final = 0.8
 """How like a column an unknown one is that was meant to be it."""
 
@@ -102,9 +70,6 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
     """What is predicted of each row of a CSV file; a row with an error does not stop the others.
 
     Columns that say nothing about a case, such as ``note``, stay as they are.
-
-    Raises:
-        SizingError: The file has no header, or one with a column that is written wrongly or comes twice.
     """
     names = header_of(text)
     columns = [_column(name) for name in names]
@@ -124,6 +89,7 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
             continue
         try:
             workload, mapping = _read(given, machine_of)
+            _check_others(row, mapping, workload.training.global_batch)
             found = predict(workload, mapping)
             cases.append(Case(line=line, row=row, workload=workload, predicted=found))
         except SizingError as wrong:
@@ -132,11 +98,7 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
 
 
 def header_of(text: str) -> tuple[str, ...]:
-    """The names of the columns of a CSV file.
-
-    Raises:
-        SizingError: As `predict_cases`.
-    """
+    """The names of the columns of a CSV file; an error where one is written wrongly or comes twice."""
     names = tuple(next((cells for _, cells, _ in _lines(text, skips=0)), ()))
     known = [column for name in names if (column := _column(name)) in COLUMNS]
     if len(names) == 1 and not known and (found := [one for one in _DELIMITERS if one in names[0]]):
@@ -173,13 +135,13 @@ def _lines(text: str, skips: int = 1) -> Iterator[tuple[int, list[str], str]]:
 def _column(name: str) -> str:
     """Our name of a column, from ours or another of the field's; of an unknown one its own."""
     plain = name.lower().replace(" ", "_").replace("-", "_")
-    ours = next((ours for ours, names in FIELD_NAMES.items() if plain in names), plain)
-    if ours in (*COLUMNS, *PREDICTED):
-        return ours
+    if plain in (*COLUMNS, *PREDICTED):
+        return plain
     with suppress(SizingError):
-        field = mapping_name(plain)
-        return next(column for column, ours in _MAPPING.items() if ours == field)
-    return {"batch_size": "global_batch", "global_batch_size": "global_batch", "gpus": "devices"}.get(plain, plain)
+        ours = mapping_name(plain)
+        return _SHARDS.get(ours, ours)
+    others = {"global_batch": ("batch_size", "global_batch_size"), "devices": ("gpus",), **FIELD_NAMES}
+    return next((ours for ours, names in others.items() if plain in names), plain)
 
 
 def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
@@ -213,49 +175,28 @@ def _figures(candidate: Candidate | None) -> list[str]:
 
 def _read(given: Table[str, str], machine_of: Callable[[str], Machine]) -> tuple[Workload, Mapping]:
     """What a row says."""
-    mapping = _mapping(given)
     machine = machine_of(given.get("machine", "A100-80GB"))
-    if "replicas" not in given and ("devices" in given or machine.num_devices > 1):
-        devices = _whole("devices", given.get("devices", str(machine.num_devices)))
-        mapping = _with_replicas(mapping, devices, given)
-    devices = _whole("devices", given.get("devices", str(mapping.num_devices)))
-    if devices != mapping.num_devices:
+    words = {mapping_name(column): given[column] for column in _MAPPING if column in given}
+    values = {"recompute": "layer", **{name: parse_value(name, word) for name, word in words.items()}}
+    devices = parse_count("devices", given["devices"]) if "devices" in given else None
+    mapping = completed(values, devices or machine.num_devices)
+    if devices not in (None, mapping.num_devices):
         raise SizingError(f"devices={devices}, but tensor x pipeline x replicas is {mapping.num_devices}")
     training = _training(given, mapping, machine)
-    words = tuple(sorted((name, value) for name, value in given.items() if name in _MODEL))
-    model = _model(given.get("model", ""), words, given.get("precision", "bf16"))
+    numbers = tuple(sorted((name, value) for name, value in given.items() if name in _MODEL))
+    model = _model(given.get("model", ""), numbers, given.get("precision", "bf16"))
     return Workload(model=model, machine=machine, training=training), mapping
 
 
-def _with_replicas(mapping: Mapping, devices: int, given: Table[str, str]) -> Mapping:
-    """``mapping`` with the replicas that ``devices`` have room for."""
-    if devices % (mapping.tensor * mapping.pipeline):
-        raise SizingError(
-            f"tensor x pipeline is {mapping.tensor * mapping.pipeline}, which does not divide devices={devices}"
-        )
-    return _sharded(replace(mapping, replicas=devices // (mapping.tensor * mapping.pipeline)), given)
-
-
-def _mapping(given: Table[str, str]) -> Mapping:
-    """The mapping of a row; a stage with several pieces is interleaved, and shards go over all replicas."""
-    values: dict[str, Any] = {}
-    for column in _MAPPING.keys() & given.keys():
-        word = given[column].lower()
-        key = mapping_name(_MAPPING[column])
-        values[key] = parse_value(key, _WORDS.get(column, {}).get(word, word))
-    if values.get("interleave", 1) > 1 and "schedule" not in values:
-        values["schedule"] = "interleaved"
-    values.setdefault("recompute", "layer")
-    return _sharded(replace(Mapping(), **values), given)
-
-
-def _sharded(mapping: Mapping, given: Table[str, str]) -> Mapping:
-    """``mapping`` with shards over all replicas where a row does not say over how many."""
-    if mapping.sharding != "none" and "optimizer_sharding_group" not in given:
-        mapping = replace(mapping, optimizer_shards=mapping.replicas)
-    if mapping.sharding in ("gradients", "weights") and "sharding_group" not in given:
-        mapping = replace(mapping, weight_shards=mapping.replicas if mapping.sharding == "weights" else 1)
-    return mapping
+def _check_others(row: Table[str, str], mapping: Mapping, global_batch: int) -> None:
+    """Refuse a row that asks, in a column that says nothing else about a case, for what its mapping has not."""
+    number = str(mapping.num_micro_batches(global_batch))
+    for name, cell in row.items():
+        column = _column(name)
+        if column in NOT_PLANNED and cell.lower() not in ("", "0", "1", "1.0", "no", "none", "false"):
+            raise SizingError(f"{name}={cell:.40}: not planned: {NOT_PLANNED[column]}")
+        if column in ACCUMULATION and cell.removesuffix(".0") not in ("", number):
+            raise SizingError(f"{name}={cell:.40}, but global batch / (replicas x micro_batch) is {number}")
 
 
 def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Training:
@@ -265,12 +206,12 @@ def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Tra
     names = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
     half = precision not in ("fp32", "float32", "tf32")
     return Training(
-        global_batch=_whole(
+        global_batch=parse_count(
             "global_batch", given.get("global_batch", str(mapping.replicas * mapping.micro_batch))
         ),
         precision=machine.device.precision(names.get(precision, precision)),
         optimizer=given.get("optimizer", "adamw").lower(),
-        gradient_bytes=_whole("gradient_bytes", given.get("gradient_bytes", "4")),
+        gradient_bytes=parse_count("gradient_bytes", given.get("gradient_bytes", "4")),
         full_weights=half and (word.startswith("amp_") or mapping.sharding == "weights"),
     )
 
@@ -291,11 +232,3 @@ def _model(name: str, words: tuple[tuple[str, str], ...], precision: str) -> Mod
         raise SizingError(f"the row has neither a model nor {' and '.join(missing)}")
     values.setdefault("heads", max(1, values["hidden"] // 64))
     return transformer(Transformer(**values))
-
-
-def _whole(name: str, value: str) -> int:
-    """The whole number of 1 or more that ``value`` says."""
-    found = re.fullmatch(rf"([0-9]{{1,{_MOST_DIGITS}}})(?:\.0*)?", value)
-    if found is None or not int(found[1]):
-        raise SizingError(f"{name}={value:.40}: give a whole number of 1 or more")
-    return int(found[1])

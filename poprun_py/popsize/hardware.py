@@ -38,7 +38,6 @@ class Device:
         operator_seconds: What an operation costs beside its work, where nothing runs ahead: on a CPU.
         streaming_bytes: Slower memory beside it, which a program can use for what waits.
         streaming_bytes_per_second: How fast that is read.
-        source: Where the figures stand.
     """
 
     name: str
@@ -49,27 +48,19 @@ class Device:
     operator_seconds: float = 0.0
     streaming_bytes: float = 0.0
     streaming_bytes_per_second: float = 0.0
-    source: str = ""
 
     def precision(self, asked: str | None) -> Precision:
-        """``asked`` if the device has it; with None its usual one, of 16 bits if it has those.
-
-        Raises:
-            MachineError: The device has no units for it.
-        """
+        """``asked`` if the device has units for it; with None its usual one, of 16 bits if it has those."""
         known = [name for name in PRECISIONS if name in self.flops]
-        usual: tuple[Precision, ...] = ("bf16", "fp16")
-        if asked is None:
-            return next(name for name in (*usual, *known) if name in known)
-        if asked not in known:
+        usual: tuple[Precision, ...] = ("bf16", "fp16", *PRECISIONS)
+        found = next((name for name in usual if name in known and asked in (None, name)), None)
+        if found is None:
             raise MachineError(f"precision={asked}: it is one of {', '.join(known)} on {self.name}")
-        return next(name for name in known if name == asked)
+        return found
 
     def flops_at(self, precision: Precision) -> float:
         """Operations a second in ``precision``; those of fp32 for what the device has no unit for."""
-        order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "tf32": ("tf32",)}.get(
-            precision, (precision,)
-        )
+        order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16")}.get(precision, (precision,))
         return next((self.flops[name] for name in (*order, "fp32") if name in self.flops), 0.0)
 
 
@@ -85,7 +76,6 @@ class Machine:
         link_bytes_per_second: What one device sends to its neighbours in the host, one way.
         network_bytes_per_second: What one host sends to others, all its network cards together, one way.
         collective_seconds: What a collective of two devices waits for beside its bytes; 0: as on GPUs.
-        source: Where the figures of the links stand.
     """
 
     name: str
@@ -95,123 +85,6 @@ class Machine:
     link_bytes_per_second: float
     network_bytes_per_second: float
     collective_seconds: float = 0.0
-    source: str = ""
-
-
-def _gpu(name: str, gib: float, tflops: Mapping[str, float], gigabytes: float, source: str) -> Device:
-    return Device(
-        name=name,
-        memory_bytes=gib * GIB,
-        flops=MappingProxyType({precision: value * TERA for precision, value in tflops.items()}),
-        memory_bytes_per_second=gigabytes * GIGA,
-        launches_ahead=True,
-        streaming_bytes=64 * GIB,
-        streaming_bytes_per_second=25 * GIGA,
-        source=source,
-    )
-
-
-_AMPERE: Final = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
-_HOPPER: Final = {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
-_A100: Final = "NVIDIA A100 data sheet; memory as nvidia-smi says it"
-_H100: Final = "NVIDIA H100 data sheet; memory as nvidia-smi says it"
-
-DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
-    {
-        "A100-40GB": _gpu("A100-40GB", 39.4, _AMPERE, 1555, _A100),
-        "A100-80GB": _gpu("A100-80GB", 79.2, _AMPERE, 2039, _A100),
-        "H100-80GB": _gpu("H100-80GB", 79.1, _HOPPER, 3350, _H100),
-        "H100-96GB": _gpu("H100-96GB", 95.0, _HOPPER, 2400, "torchtitan's notes on its benchmarks"),
-        "H200-141GB": _gpu("H200-141GB", 139.8, _HOPPER, 4800, "NVIDIA H200 data sheet"),
-        "GC200": Device(
-            name="GC200",
-            memory_bytes=900e6,
-            flops=MappingProxyType({"fp32": 62.5 * TERA, "fp16": 250 * TERA}),
-            memory_bytes_per_second=47.5 * TERA,
-            streaming_bytes=64 * GIB,
-            streaming_bytes_per_second=20 * GIGA,
-            source="Graphcore IPU-M2000 data sheet: 900 MB in-processor, 250 TFLOP/s FP16.16, 256 GB for four",
-        ),
-    }
-)
-"""The devices that a name is enough for."""
-
-_ALIASES: Final = MappingProxyType(
-    {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB", "IPU": "GC200"}
-)
-
-_LINKS: Final[Mapping[str, tuple[int, float, float, str]]] = MappingProxyType(
-    {
-        "A100": (
-            8,
-            300 * GIGA,
-            100 * GIGA,
-            "HGX A100: NVLink 600 GB/s both ways; eight network cards of 100 Gbit/s",
-        ),
-        "H100": (8, 450 * GIGA, 400 * GIGA, "DGX H100: NVLink 900 GB/s both ways, eight cards of 400 Gbit/s"),
-        "H200": (8, 450 * GIGA, 400 * GIGA, "DGX H200: NVLink 900 GB/s both ways, eight cards of 400 Gbit/s"),
-        "GC200": (
-            64,
-            160 * GIGA,
-            320 * GIGA,
-            "IPU-POD64: ten IPU-Links of 32 GB/s both ways; 100 Gbit/s a machine between pods",
-        ),
-    }
-)
-"""For each kind of device: how many share the fast links, bytes a second of a link and of a host, source."""
-
-_MACHINE_IPUS: Final = 4
-_LINKED_IPUS: Final = 64
-
-
-def named_machine(text: str, machines: Mapping[str, Machine] = MappingProxyType({})) -> Machine:
-    """The machine that ``text`` names: ``64xA100-80GB``, ``POD64``, ``4xPOD64``, or one of ``machines``.
-
-    Raises:
-        MachineError: It names none; the nearest names are said.
-    """
-    match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip())
-    count, name = (int(match[1] or 0), match[2]) if match else (0, text)
-    if match and match[1] and count < 1:
-        raise MachineError(f"{text!r} has no device: give a count of at least 1, such as 8x{name}")
-    if name in machines:
-        known = machines[name]
-        return replace(known, name=text, num_devices=count or known.num_devices)
-    if pod := re.fullmatch(r"POD_?(\d+)", name, re.IGNORECASE):
-        return _pod(text, int(pod[1]) * (count or 1), int(pod[1]))
-    upper = {key.upper(): key for key in (*DEVICES, *_ALIASES)}
-    key = upper.get(name.upper())
-    if key is None:
-        near = get_close_matches(name.upper(), [*upper, *machines, "POD16", "POD64", "POD128", "POD256"], 3, 0.4)
-        raise MachineError(
-            f"no machine is called {name!r}: nearest are {', '.join(near) or ', '.join(DEVICES)}; "
-            "a YAML file adds others"
-        )
-    device = DEVICES[_ALIASES.get(key, key)]
-    return _of_device(text, device, count or 1)
-
-
-def _of_device(name: str, device: Device, num_devices: int) -> Machine:
-    """Hosts of the usual size with ``num_devices`` devices."""
-    per_host, link, network, source = _LINKS[device.name.split("-")[0]]
-    return Machine(
-        name=name,
-        device=device,
-        num_devices=num_devices,
-        devices_per_host=per_host,
-        link_bytes_per_second=link,
-        network_bytes_per_second=network,
-        source=source,
-    )
-
-
-def _pod(name: str, num_devices: int, size: int) -> Machine:
-    """Pods of ``size`` IPUs; IPU-Links connect 64 at most, a network the rest."""
-    if size < _MACHINE_IPUS or size % _MACHINE_IPUS:
-        raise MachineError(
-            f"{name!r} is no pod: an IPU-Machine has four IPUs, so pods are POD4, POD16, POD64, POD128, POD256"
-        )
-    return replace(_of_device(name, DEVICES["GC200"], num_devices), devices_per_host=min(size, _LINKED_IPUS))
 
 
 _LARGEST: Final = 10**12
@@ -229,19 +102,15 @@ FIGURES: Final[Mapping[str, tuple[float, float | None]]] = MappingProxyType(
         "collective_seconds": (0, 0),
     }
 )
-"""Figures of a machine in a YAML file beside ``tflops``: the least, and the default; None: it is needed."""
+"""Figures of a described machine beside ``tflops``: the least, and the default; None: it is needed."""
 
 _WHOLE: Final = ("devices_per_host", "num_devices")
 
 
 def machines_of(tables: object, origin: str) -> dict[str, Machine]:
-    """The machines that a YAML file describes, by name.
+    """The machines that a YAML file describes, by name: each has ``tflops`` and other `FIGURES`.
 
-    Each has ``tflops`` (a number, or one for each precision) and those of `FIGURES` that have no default;
-    ``operator_seconds`` is that of a device that no CPU launches kernels for.
-
-    Raises:
-        MachineError: It describes no machines, or one lacks something.
+    Where ``operator_seconds`` is one of them, no CPU launches kernels ahead of the device.
     """
     if not isinstance(tables, dict) or not tables:
         raise MachineError(f"{origin}: no machines are described; give a name and its figures below it")
@@ -271,7 +140,6 @@ def _described(name: str, table: object, origin: str) -> Machine:
         operator_seconds=figures["operator_seconds"],
         streaming_bytes=figures["streaming_gib"] * GIB,
         streaming_bytes_per_second=figures["streaming_gb_per_second"] * GIGA,
-        source=origin,
     )
     return Machine(
         name=name,
@@ -281,7 +149,6 @@ def _described(name: str, table: object, origin: str) -> Machine:
         link_bytes_per_second=figures["link_gb_per_second"] * GIGA,
         network_bytes_per_second=figures["network_gb_per_second"] * GIGA,
         collective_seconds=figures["collective_seconds"],
-        source=origin,
     )
 
 
@@ -307,3 +174,83 @@ def _speeds(tflops: object, place: str) -> dict[str, float]:
 def _is_number(value: object, least: float) -> TypeGuard[float]:
     """Whether a value is a number from ``least`` on that a machine could have."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= _LARGEST
+
+
+_GPU: Final = {"devices_per_host": 8, "streaming_gib": 64, "streaming_gb_per_second": 25}
+_A100: Final = _GPU | {
+    "tflops": {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0},
+    # HGX A100: NVLink 600 GB/s both ways; eight network cards of 100 Gbit/s
+    "link_gb_per_second": 300,
+    "network_gb_per_second": 100,
+}
+_H100: Final = _GPU | {
+    "tflops": {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9},
+    # DGX H100 and DGX H200: NVLink 900 GB/s both ways; eight network cards of 400 Gbit/s
+    "link_gb_per_second": 450,
+    "network_gb_per_second": 400,
+}
+_GC200: Final = {
+    # Graphcore's data sheet of the IPU-M2000: 900 MB in-processor, 250 TFLOP/s FP16.16, 256 GB for four
+    "memory_gib": 900e6 / GIB,
+    "tflops": {"fp32": 62.5, "fp16": 250},
+    "memory_gb_per_second": 47_500,
+    "streaming_gib": 64,
+    "streaming_gb_per_second": 20,
+    "operator_seconds": 0,
+    # IPU-POD64: ten IPU-Links of 32 GB/s both ways; 100 Gbit/s a machine between pods
+    "devices_per_host": 64,
+    "link_gb_per_second": 160,
+    "network_gb_per_second": 320,
+}
+
+DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
+    machines_of(
+        {
+            # NVIDIA's data sheets; memory as nvidia-smi says it
+            "A100-40GB": _A100 | {"memory_gib": 39.4, "memory_gb_per_second": 1555},
+            "A100-80GB": _A100 | {"memory_gib": 79.2, "memory_gb_per_second": 2039},
+            "H100-80GB": _H100 | {"memory_gib": 79.1, "memory_gb_per_second": 3350},
+            # torchtitan's notes on its benchmarks
+            "H100-96GB": _H100 | {"memory_gib": 95.0, "memory_gb_per_second": 2400},
+            "H200-141GB": _H100 | {"memory_gib": 139.8, "memory_gb_per_second": 4800},
+            "GC200": _GC200,
+        },
+        "popsize",
+    )
+)
+"""The devices that a name is enough for: machines of one device, with the links of the usual host."""
+
+_ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB", "IPU": "GC200"}
+_PODS: Final = ("POD16", "POD64", "POD128", "POD256")
+_MACHINE_IPUS: Final = 4
+_LINKED_IPUS: Final = 64
+"""IPU-Links connect so many at most, a network the rest."""
+
+
+def named_machine(text: str, machines: Mapping[str, Machine] = MappingProxyType({})) -> Machine:
+    """The machine that ``text`` names: ``64xA100-80GB``, ``POD64``, ``4xPOD64``, or one of ``machines``."""
+    match = re.fullmatch(r"(?:(\d{1,15})\s*[x*]\s*)?(.+)", text.strip())
+    number, name = (match[1], match[2]) if match else (None, text)
+    if number is not None and not int(number):
+        raise MachineError(f"{text!r} has no device: give a count of at least 1, such as 8x{name}")
+    known = {key.upper(): machine for key, machine in DEVICES.items()}
+    known |= {alias: DEVICES[key] for alias, key in _ALIASES.items()}
+    machine = machines.get(name) or known.get(name.upper())
+    if machine is None and (pod := re.fullmatch(r"POD_?(\d{1,15})", name, re.IGNORECASE)):
+        size = int(pod[1])
+        if size < _MACHINE_IPUS or size % _MACHINE_IPUS:
+            raise MachineError(
+                f"{text!r} is no pod: an IPU-Machine has four IPUs, so pods are POD4, {', '.join(_PODS)}"
+            )
+        return replace(
+            DEVICES["GC200"],
+            name=text,
+            num_devices=size * int(number or 1),
+            devices_per_host=min(size, _LINKED_IPUS),
+        )
+    if machine is None:
+        near = get_close_matches(name.upper(), [*known, *machines, *_PODS], 3, 0.4) or DEVICES
+        raise MachineError(
+            f"no machine is called {name!r}: nearest are {', '.join(near)}; a YAML file adds others"
+        )
+    return replace(machine, name=text, num_devices=int(number or machine.num_devices))

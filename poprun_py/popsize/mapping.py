@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping as Table
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -60,15 +60,9 @@ class Training:
     full_weights: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no training has.
-
-        Raises:
-            MappingError: A value that is not known, or a batch without samples.
-        """
-        if self.global_batch < 1:
-            raise MappingError(f"a global batch of {self.global_batch} has no samples: give 1 or more")
-        if self.global_batch > MOST_SAMPLES:
-            raise MappingError(f"a global batch of {self.global_batch} is not planned: at most {MOST_SAMPLES}")
+        """Refuse values that are not known, and a batch without samples."""
+        if not 1 <= self.global_batch <= MOST_SAMPLES:
+            raise MappingError(f"a global batch has 1 to {MOST_SAMPLES} samples, and not {self.global_batch}")
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_BYTES))
         if self.gradient_bytes not in GRADIENT_BYTES:
@@ -109,11 +103,7 @@ class Workload:
     constants: Constants = CONSTANTS
 
     def __post_init__(self) -> None:
-        """Refuse what is too large to plan, and limits that are none.
-
-        Raises:
-            MappingError: A number is beyond what is planned; the message says how much is.
-        """
+        """Refuse what is too large to plan, and limits that are none."""
         limit = self.memory_limit_bytes
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise MappingError(f"a memory limit of {limit} bytes is no limit: give a number above 0")
@@ -198,56 +188,38 @@ class Mapping:
 _ALWAYS: Final = ("tensor", "pipeline", "replicas", "micro_batch")
 
 _NAMES: Final = {
-    "tp": "tensor",
-    "t": "tensor",
-    "tensor_parallel_size": "tensor",
-    "tensor_model_parallel_size": "tensor",
-    "pp": "pipeline",
-    "p": "pipeline",
-    "pipeline_parallel_size": "pipeline",
-    "pipeline_model_parallel_size": "pipeline",
-    "dp": "replicas",
-    "r": "replicas",
-    "data_parallel_size": "replicas",
-    "num_replicas": "replicas",
-    "b": "micro_batch",
-    "mb": "micro_batch",
-    "micro_batch_size": "micro_batch",
-    "rts": "weight_shards",
-    "sharding_group": "weight_shards",
-    "optimizer_sharding_group": "optimizer_shards",
-    "sp": "sequence_parallel",
-    "vp": "interleave",
-    "vpp": "interleave",
-    "virtual_pipeline": "interleave",
-    "virtual_pipeline_parallel_size": "interleave",
-    "zero": "sharding",
-    "zero_stage": "sharding",
+    name: ours
+    for ours, names in {
+        "tensor": "t tp tensor_parallel_size tensor_model_parallel_size",
+        "pipeline": "p pp pipeline_parallel_size pipeline_model_parallel_size",
+        "replicas": "r dp data_parallel_size num_replicas",
+        "micro_batch": "b mb micro_batch_size",
+        "weight_shards": "rts sharding_group",
+        "optimizer_shards": "optimizer_sharding_group",
+        "sequence_parallel": "sp",
+        "interleave": "vp vpp virtual_pipeline virtual_pipeline_parallel_size",
+        "sharding": "zero zero_stage",
+    }.items()
+    for name in names.split()
 }
 """Names of the field for ours."""
 
-_MICRO_BATCH: Final = "give micro_batch: the accumulation is the global batch / (replicas x micro_batch)"
-_NOT_PLANNED: Final = {
-    **dict.fromkeys(
-        ("cp", "context", "context_parallel", "context_parallel_size"), "not planned: context parallelism"
-    ),
-    **dict.fromkeys(
-        ("ep", "expert", "expert_parallel", "expert_parallel_size"), "not planned: expert parallelism"
-    ),
-    **dict.fromkeys(("accumulation", "accumulate", "ga", "gas", "grad_accum"), _MICRO_BATCH),
-    **dict.fromkeys(("gradient_accumulation", "gradient_accumulation_steps"), _MICRO_BATCH),
+ACCUMULATION: Final = (
+    *("accumulation", "accumulate", "ga", "gas", "grad_accum"),
+    *("gradient_accumulation", "gradient_accumulation_steps"),
+)
+"""Names of the field for the number of micro batches, which follows from a mapping."""
+
+NOT_PLANNED: Final = {
+    **dict.fromkeys(("cp", "context", "context_parallel", "context_parallel_size"), "context parallelism"),
+    **dict.fromkeys(("ep", "expert", "expert_parallel", "expert_parallel_size"), "expert parallelism"),
 }
-"""Names of the field for what a mapping does not have, and what is said of them."""
+"""Names of the field for what no mapping has, and what each means."""
 
 _VALUES: Final[Table[str, Table[str, str]]] = {
-    "recompute": {
-        "full": "layer",
-        "selective": "attention",
-        "true": "layer",
-        "yes": "layer",
-        "false": "none",
-        "no": "none",
-    },
+    "recompute": {"full": "layer", "selective": "attention"}
+    | dict.fromkeys(("true", "yes"), "layer")
+    | dict.fromkeys(("false", "no"), "none"),
     "schedule": dict.fromkeys(("1f1b-interleaved", "interleaved_1f1b", "interleaved1f1b"), "interleaved"),
     "sharding": {
         **{f"{zero}{stage}": kind for zero in ("", "zero", "zero-") for stage, kind in enumerate(SHARDING)},
@@ -261,11 +233,7 @@ _CHOICES: Final = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "sharding": SH
 
 
 def parse_mapping(words: str) -> dict[str, Any]:
-    """The values that ``words`` give, such as ``tensor=8,pipeline=4``; ``tensor=8x8`` is a group of 64.
-
-    Raises:
-        MappingError: A name or value that no mapping has, or two values for a name; the nearest names are said.
-    """
+    """The values that ``words`` give, such as ``tensor=8,pipeline=4``; ``tensor=8x8`` is a group of 64."""
     found: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in words.replace(" ", ",").split(","))):
         name, equals, value = part.partition("=")
@@ -279,16 +247,17 @@ def parse_mapping(words: str) -> dict[str, Any]:
 
 
 def mapping_name(name: str) -> str:
-    """Our name of a field of a mapping, from ours or another of the field's.
-
-    Raises:
-        MappingError: No field is called so.
-    """
+    """Our name of a value of a mapping, from ours or another of the field's."""
     plain = name.strip().lower().lstrip("-").replace("-", "_")
     known = [f.name for f in fields(Mapping)]
     key = _NAMES.get(plain, plain)
-    if plain in _NOT_PLANNED:
-        raise MappingError(f"a mapping has no {name!r}: {_NOT_PLANNED[plain]}")
+    if plain in NOT_PLANNED:
+        raise MappingError(f"a mapping has no {name!r}: not planned: {NOT_PLANNED[plain]}")
+    if plain in ACCUMULATION:
+        raise MappingError(
+            f"a mapping has no {name!r}: give micro_batch: the accumulation is the global batch / "
+            "(replicas x micro_batch)"
+        )
     if key not in known:
         near = get_close_matches(plain, known, 3, 0.4) or known[:4]
         raise MappingError(f"a mapping has no {name!r}: nearest are {', '.join(near)}")
@@ -296,11 +265,7 @@ def mapping_name(name: str) -> str:
 
 
 def parse_value(key: str, value: str) -> Any:  # noqa: ANN401 - a field of any kind
-    """The value of field ``key`` that ``value`` says.
-
-    Raises:
-        MappingError: It says none.
-    """
+    """What ``value`` says for ``key``, one of our names."""
     word = value.strip().lower()
     if key in _CHOICES:
         return _one_of(key, _VALUES[key].get(word, word), _CHOICES[key])
@@ -308,18 +273,32 @@ def parse_value(key: str, value: str) -> Any:  # noqa: ANN401 - a field of any k
         if word not in ("yes", "no", "true", "false", "1", "0"):
             raise MappingError(f"{key}={value}: say yes or no")
         return word in ("yes", "true", "1")
-    parts = word.split("x") if key == "tensor" else [word]
-    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", part) for part in parts):
-        raise MappingError(f"{key}={value}: give a whole number of 1 or more")
-    return math.prod(map(int, parts))
+    return math.prod(parse_count(key, part) for part in (word.split("x") if key == "tensor" else [word]))
+
+
+def parse_count(name: str, value: str) -> int:
+    """The whole number of 1 or more that ``value`` says for ``name``, also as ``8.0``."""
+    found = re.fullmatch(r"0*([1-9][0-9]{0,14})(?:\.0*)?", value)
+    if found is None:
+        raise MappingError(f"{name}={value:.40}: give a whole number of 1 or more")
+    return int(found[1])
+
+
+def completed(values: Table[str, Any], num_devices: int) -> Mapping:
+    """The mapping of ``values`` to ``num_devices``: replicas fill these, and shards go over all replicas.
+
+    A stage of several pieces is interleaved.
+    """
+    size = values.get("tensor", 1) * values.get("pipeline", 1)
+    replicas = values.get("replicas", max(1, num_devices // size))
+    schedule = "interleaved" if values.get("interleave", 1) > 1 else "1f1b"
+    sharding = values.get("sharding", "none")
+    shards = ["optimizer_shards"] * (sharding != "none") + ["weight_shards"] * (sharding == "weights")
+    return Mapping(**{"replicas": replicas, "schedule": schedule, **dict.fromkeys(shards, replicas), **values})
 
 
 def check(mapping: Mapping, workload: Workload) -> None:
-    """Refuse a mapping that no program could run.
-
-    Raises:
-        MappingError: It breaks a rule; the message says which, and what is nearest.
-    """
+    """Refuse, by a MappingError that names the rule and what is nearest, a mapping that no program could run."""
     _check_tensor(mapping, workload.model)
     _check_pipeline(mapping, workload)
     _check_batch(mapping, workload.training.global_batch)
@@ -420,13 +399,6 @@ def _check_shards(mapping: Mapping) -> None:
         )
 
 
-def with_all_shards(values: Table[str, Any], replicas: int) -> dict[str, Any]:
-    """``values`` with shards over all ``replicas`` where they say what is sharded, and not how finely."""
-    sharding = values.get("sharding", "none")
-    names = ["optimizer_shards"] * (sharding != "none") + ["weight_shards"] * (sharding == "weights")
-    return {**dict.fromkeys(names, replicas), **values}
-
-
 def saved(mapping: Mapping, workload: Workload) -> str:
     """The text of the file that `poprun --parallelism` takes."""
     table = {
@@ -441,17 +413,18 @@ def saved(mapping: Mapping, workload: Workload) -> str:
     return json.dumps(table, indent=2) + "\n"
 
 
-def loaded(text: str, origin: str) -> tuple[Mapping, Training]:
-    """The mapping that `saved` wrote.
-
-    Raises:
-        MappingError: The text is no such file, or one of another version.
-    """
+def loaded(text: str, origin: str, model: Model | None = None) -> tuple[Mapping, Training]:
+    """The mapping that `saved` wrote, and its training; with ``model`` only one that is planned for it."""
     try:
         table = json.loads(text)
         if table["schema"] != SCHEMA:
             raise MappingError(
                 f"{origin} has schema {table['schema']!r}; this version reads {SCHEMA}: save it again"
+            )
+        if model is not None and table["model_sha256"] != model_digest(model):
+            raise MappingError(
+                f"{origin} was planned for {table['model']} of {table['parameters']:,.0f} parameters, and not for "
+                f"this {model.name} of {model.num_parameters:,.0f}: plan again, or give the same model"
             )
         return from_table(table["mapping"]), Training(**table["training"])
     except (ValueError, KeyError, TypeError) as error:
@@ -459,14 +432,9 @@ def loaded(text: str, origin: str) -> tuple[Mapping, Training]:
 
 
 def from_table(table: Table[str, Any]) -> Mapping:
-    """The mapping with these fields.
-
-    Raises:
-        MappingError: A field or value that no mapping has.
-    """
+    """The mapping with these values, by their names."""
     values = {mapping_name(name): value for name, value in table.items()}
-    checked = {name: parse_value(name, _word(value)) for name, value in values.items()}
-    return replace(Mapping(), **checked)
+    return Mapping(**{name: parse_value(name, _word(value)) for name, value in values.items()})
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

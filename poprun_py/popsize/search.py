@@ -1,17 +1,20 @@
 """All legal mappings of a workload, the fastest that fit, and why faster ones do not."""
 
+import math
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as Table
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, nlargest
-from operator import itemgetter
+from functools import cached_property
+from heapq import nlargest
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 from popsize.duration import Duration, duration_of
 from popsize.errors import MappingError
 from popsize.footprint import Memory, memory_of
 from popsize.hardware import GIB, gib
-from popsize.mapping import MOST_DEVICES, SHARDING, Mapping, Schedule, Workload, check, divisors, with_all_shards
+from popsize.mapping import MOST_DEVICES, Mapping, Schedule, Workload, check, completed, divisors
 from popsize.model import RECOMPUTE
 from popsize.stages import Stage, most_phases
 
@@ -20,9 +23,6 @@ _INTERLEAVE: Final = (1, 2, 3, 4, 6, 8)
 _MORE_DEVICES: Final = (2, 4, 8, 16, 32, 64)
 _FEW_SHARDS: Final = 4
 """Of so many sizes of groups of shards all are tried; of more only that of a host, and all replicas."""
-_MOST_FITTING: Final = 500
-"""A search ends when it has so many mappings that fit, and no other can be faster than these."""
-
 _STATE: Final = (
     "sharding",
     "weight_shards",
@@ -39,40 +39,46 @@ _MOST_BETTER: Final = 100
 _Values = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """A mapping with what is predicted of it.
+    """A legal mapping of a workload, with what is predicted of it."""
 
-    Attributes:
-        mapping: The mapping.
-        duration: Seconds of a step.
-        memory: Bytes on the fullest device.
-        stage: The stage of that device.
-        limit_bytes: What a device may use.
-        streaming_limit_bytes: What there is of slower memory beside it.
-    """
-
+    workload: Workload
     mapping: Mapping
-    duration: Duration
-    memory: Memory
-    stage: Stage
-    limit_bytes: float
-    streaming_limit_bytes: float
+
+    @cached_property
+    def duration(self) -> Duration:
+        """Seconds of a step."""
+        return duration_of(self.workload, self.mapping)
+
+    @cached_property
+    def _fullest(self) -> tuple[Memory, Stage]:
+        return memory_of(self.workload, self.mapping)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on the fullest device."""
+        return self._fullest[0]
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the fullest device."""
+        return self._fullest[1]
 
     @property
     def missing_bytes(self) -> float:
-        """How many bytes the fullest device lacks; 0 where it fits."""
-        return max(0.0, self.memory.total - self.limit_bytes)
+        """How many bytes the fullest device lacks; 0 where it has room."""
+        return max(0.0, self.memory.total - self.workload.limit_bytes)
+
+    @property
+    def missing_streaming_bytes(self) -> float:
+        """How many bytes the slower memory beside the fullest device lacks."""
+        return max(0.0, self.memory.streaming - self.workload.machine.device.streaming_bytes)
 
     @property
     def fits(self) -> bool:
         """Whether the fullest device has room, and the slower memory beside it."""
         return not self.missing_bytes and not self.missing_streaming_bytes
-
-    @property
-    def missing_streaming_bytes(self) -> float:
-        """How many bytes the slower memory beside the fullest device lacks."""
-        return max(0.0, self.memory.streaming - self.streaming_limit_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,145 +99,63 @@ class Answer:
 
 
 def predict(workload: Workload, mapping: Mapping) -> Candidate:
-    """What is predicted of one mapping.
-
-    Raises:
-        MappingError: No program could run it.
-    """
+    """What is predicted of one mapping; MappingError where no program could run it."""
     check(mapping, workload)
-    return _candidate(workload, mapping)
+    return Candidate(workload, mapping)
 
 
-def search(workload: Workload, fixed: Table[str, Any]) -> Answer:
-    """The fastest mappings to all devices of the machine that have the ``fixed`` values.
+def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -> Answer:
+    """The mappings to all devices that have the ``fixed`` values; it ends when so many of the fastest are known.
 
     A shape is a mapping but for how it keeps its state. Shapes are tried in the order of the time that none of
     their mappings is faster than; of the ways to keep state that fit, each has the fastest.
-
-    Raises:
-        MappingError: No legal mapping has these values.
     """
-    return _search(workload, fixed, _MOST_FITTING)
-
-
-def _search(workload: Workload, fixed: Table[str, Any], most: int) -> Answer:
-    """A search that ends when the fastest ``most`` mappings are known."""
     groups = _groups(workload, fixed)
     if not groups:
         raise MappingError(_why_none_is_legal(workload, fixed))
-    trial = _Trial(workload)
     waiting: list[tuple[float, Mapping, list[Mapping]]] = []
+    hopeless: list[tuple[Mapping, list[Mapping]]] = []
     for ways, shapes in groups:
-        lightest = min(shapes, key=_first_in_memory)
-        if trial.has_room(lightest, ways):
+        smallest = min(shapes, key=_first_in_memory)
+        if any(not Candidate(workload, _keeping(smallest, way)).missing_bytes for way in ways):
             waiting += [(_least_seconds(workload, shape), shape, ways) for shape in shapes]
         else:
-            trial.hopeless += [(shape, ways) for shape in shapes]
+            hopeless += [(shape, ways) for shape in shapes]
+    fitting, too_large, seconds = list[Candidate](), list[tuple[float, Candidate]](), list[float]()
     for least, shape, ways in sorted(waiting, key=itemgetter(0)):
-        if trial.num_settled(least) >= most:
+        if len(seconds) >= num_fastest and seconds[num_fastest - 1] <= least:
             break
-        trial.add(least, shape, ways)
-    return trial.answer()
+        tried = [Candidate(workload, _keeping(shape, way)) for way in ways]
+        too_large += [(least, one) for one in tried if not one.fits]
+        if fits := [one for one in tried if one.fits]:
+            fitting.append(min(fits, key=attrgetter("duration.total")))  # of equals the simplest
+            insort(seconds, fitting[-1].duration.total)
+    fitting.sort(key=_rank)
+    return Answer(
+        fitting=tuple(fitting),
+        faster=_next_better(workload, fitting[0].duration.total, too_large, hopeless) if fitting else None,
+        num_mappings=len(fitting) + len(too_large) + len(hopeless),
+    )
 
 
-class _Trial:
-    """The mappings that a search has tried."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.hopeless: list[tuple[Mapping, list[Mapping]]] = []
-        self._too_large: list[tuple[float, Mapping]] = []
-        self._workload = workload
-        self._fitting: list[Candidate] = []
-        self._num_tried = 0
-        self._num_settled = 0
-        self._unsettled: list[float] = []
-
-    def has_room(self, shape: Mapping, ways: list[Mapping]) -> bool:
-        """Whether devices have room for ``shape`` in the ways that need least of their memory."""
-        return any(
-            memory_of(self._workload, _keeping(shape, way))[0].total <= self._workload.limit_bytes
-            for way in _lightest(ways)
-        )
-
-    def add(self, least: float, shape: Mapping, ways: list[Mapping]) -> None:
-        """Try ``shape``, of ``least`` seconds or more, with all ``ways`` that can be the fastest which fits."""
-        found = []
-        left = list(ways)
-        while left:
-            way = left.pop(0)
-            mapping = _keeping(shape, way)
-            memory, stage = memory_of(self._workload, mapping)
-            self._num_tried += 1
-            if not _fits(self._workload, memory):
-                self._too_large.append((least, mapping))
-                continue
-            found.append(_candidate(self._workload, mapping, memory, stage))
-            left = [other for other in left if not _never_slower(way, other)]
-        if found:
-            fastest = min(found, key=_rank)
-            self._fitting.append(fastest)
-            heappush(self._unsettled, fastest.duration.total)
-
-    def num_settled(self, least: float) -> int:
-        """How many of those that fit take ``least`` seconds or fewer."""
-        while self._unsettled and self._unsettled[0] <= least:
-            heappop(self._unsettled)
-            self._num_settled += 1
-        return self._num_settled
-
-    def answer(self) -> Answer:
-        """What was found."""
-        fitting = sorted(self._fitting, key=_rank)
-        return Answer(
-            fitting=tuple(fitting),
-            faster=self._next_better(fitting[0].duration.total) if fitting else None,
-            num_mappings=self._num_tried + len(self.hopeless),
-        )
-
-    def _next_better(self, best: float) -> Candidate | None:
-        """The slowest of the mappings that are too large and take less than ``best`` seconds."""
-        bounded = [(_least_seconds(self._workload, shape), shape, ways) for shape, ways in self.hopeless]
-        near = nlargest(_MOST_BETTER, (one for one in bounded if one[0] < best), key=itemgetter(0))
-        too_large = [mapping for least, mapping in self._too_large if least < best]
-        too_large += [_keeping(shape, way) for _, shape, ways in near for way in ways]
-        timed = [(duration_of(self._workload, mapping).total, mapping) for mapping in too_large]
-        faster = max((one for one in timed if one[0] < best), key=itemgetter(0), default=None)
-        return None if faster is None else _candidate(self._workload, faster[1])
+def _next_better(
+    workload: Workload,
+    best: float,
+    too_large: list[tuple[float, Candidate]],
+    hopeless: list[tuple[Mapping, list[Mapping]]],
+) -> Candidate | None:
+    """The slowest of the mappings that are too large and take less than ``best`` seconds."""
+    bounded = [(_least_seconds(workload, shape), shape, ways) for shape, ways in hopeless]
+    near = nlargest(_MOST_BETTER, (one for one in bounded if one[0] < best), key=itemgetter(0))
+    every = [one for least, one in too_large if least < best]
+    every += [Candidate(workload, _keeping(shape, way)) for _, shape, ways in near for way in ways]
+    faster = (one for one in every if one.duration.total < best)
+    return max(faster, key=attrgetter("duration.total"), default=None)
 
 
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
     """Sorts that shape of a group first which needs least memory."""
     return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
-
-
-def _lightest(ways: list[Mapping]) -> list[Mapping]:
-    """Of ``ways`` those of which one needs least of the device's own memory: all that can wait elsewhere does."""
-    shards, phases = max(way.weight_shards for way in ways), max(way.phases for way in ways)
-    waiting = max(_num_offloads(way) for way in ways)
-    return [
-        way
-        for way in ways
-        if way.weight_shards in (1, shards)
-        and (way.phases == phases if way.phases > 1 else _num_offloads(way) == waiting)
-    ]
-
-
-def _num_offloads(way: Mapping) -> int:
-    """How much of what a device can leave to the slower memory waits there while no phases do."""
-    return way.offload_activations + way.offload_optimizer
-
-
-def _never_slower(one: Mapping, other: Mapping) -> bool:
-    """Whether a shape that keeps its state as ``one`` takes no longer than with ``other``."""
-    return (
-        one.phases <= other.phases
-        and one.offload_activations <= (other.offload_activations or other.phases > 1)
-        and one.offload_optimizer <= (other.offload_optimizer or other.phases > 1)
-        and SHARDING.index(one.sharding) <= SHARDING.index(other.sharding)
-        and one.optimizer_shards >= other.optimizer_shards
-        and one.weight_shards <= other.weight_shards
-        and (one.phases == 1 or one.weight_shards == other.weight_shards)  # phases stream shards
-    )
 
 
 def _least_seconds(workload: Workload, shape: Mapping) -> float:
@@ -258,23 +182,17 @@ def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
     """What the mapping lacks that lacks least."""
-    tried = []
-    for ways, shapes in _groups(workload, fixed):
-        shape = min(shapes, key=_first_in_memory)
-        for mapping in (_keeping(shape, way) for way in ways):
-            memory, _ = memory_of(workload, mapping)
-            lacking = max(0.0, memory.total - workload.limit_bytes)
-            waiting = max(0.0, memory.streaming - workload.machine.device.streaming_bytes)
-            tried.append((lacking + waiting, lacking, mapping))
-    least = _candidate(workload, min(tried, key=itemgetter(0, 1))[2])
+    smallest = [(min(shapes, key=_first_in_memory), ways) for ways, shapes in _groups(workload, fixed)]
+    tried = [Candidate(workload, _keeping(shape, way)) for shape, ways in smallest for way in ways]
+    least = min(tried, key=lambda one: (one.missing_bytes + one.missing_streaming_bytes, one.missing_bytes))
     if not least.missing_bytes:
         return (
             f"slower memory of {least.memory.streaming / GIB:.2f} GiB beside a device in place of "
-            f"{least.streaming_limit_bytes / GIB:.2f}, for {least.mapping.text}"
+            f"{workload.machine.device.streaming_bytes / GIB:.2f}, for {least.mapping.text}"
         )
     kind = least.memory.largest
     return (
-        f"devices of {least.memory.total / GIB:.2f} GiB in place of {gib(least.limit_bytes)}, "
+        f"devices of {least.memory.total / GIB:.2f} GiB in place of {gib(workload.limit_bytes)}, "
         f"for {least.mapping.text} ({getattr(least.memory, kind) / GIB:.2f} GiB of it are {kind})"
     )
 
@@ -282,35 +200,14 @@ def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
 def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...]:
     """The fastest mapping that fits, maybe others behind it; none where none is legal."""
     try:
-        return _search(workload, fixed, 1).fitting
+        return search(workload, fixed, 1).fitting
     except MappingError:
         return ()
-
-
-def _fits(workload: Workload, memory: Memory) -> bool:
-    """Whether a device has room for ``memory``, and the slower memory beside it."""
-    return memory.total <= workload.limit_bytes and memory.streaming <= workload.machine.device.streaming_bytes
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
     """The faster first; of equals that with less memory."""
     return candidate.duration.total, candidate.memory.total
-
-
-def _candidate(
-    workload: Workload, mapping: Mapping, memory: Memory | None = None, stage: Stage | None = None
-) -> Candidate:
-    """``mapping`` with what is predicted of it."""
-    if memory is None or stage is None:
-        memory, stage = memory_of(workload, mapping)
-    return Candidate(
-        mapping=mapping,
-        duration=duration_of(workload, mapping),
-        memory=memory,
-        stage=stage,
-        limit_bytes=workload.limit_bytes,
-        streaming_limit_bytes=workload.machine.device.streaming_bytes,
-    )
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
@@ -447,31 +344,17 @@ def _choices(fixed: Table[str, Any], name: str, values: tuple[Any, ...]) -> tupl
 
 def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:
     """Which rule the fixed values break; or that devices and batch do not divide."""
-    state = {name: value for name, value in fixed.items() if name in _STATE}
-    if shapes := list(_shapes(workload, fixed)):
-        shape = max(shapes, key=lambda one: one.replicas)
-        kept = with_all_shards(state, shape.replicas)
-        return f"of {shape.text}: {_broken_rule(replace(shape, **kept), workload)}"
-    machine, batch = workload.machine, workload.training.global_batch
-    schedule = "interleaved" if fixed.get("interleave", 1) > 1 else "1f1b"
-    given = {"schedule": schedule} | {name: value for name, value in fixed.items() if name not in _STATE}
-    asked = Mapping(**given)
-    if rule := _broken_rule(asked, workload):
-        return rule
-    if machine.num_devices % asked.num_devices:
-        return (
-            f"tensor x pipeline x replicas is {asked.num_devices}, which does not divide the "
-            f"{machine.num_devices} devices of {machine.name}"
-        )
-    replicas = machine.num_devices // (asked.tensor * asked.pipeline)
-    none = (
-        f"no mapping of {workload.model.name} uses all {machine.num_devices} devices of {machine.name} with a "
-        f"global batch of {batch}"
-    )
-    if batch % replicas:
-        return f"{none}: a multiple of {replicas} would divide among {replicas} replicas"
-    rule = _broken_rule(replace(asked, replicas=replicas), workload)
-    return f"{none}: {rule}" if rule else f"{none} and {', '.join(f'{k}={v}' for k, v in fixed.items())}"
+    number, name = workload.machine.num_devices, workload.machine.name
+    mapping = completed(fixed, number)
+    asked = [key for key in ("tensor", "pipeline", "replicas") if key in fixed]
+    size = math.prod(fixed[key] for key in asked)
+    none = f"no mapping of {workload.model.name} uses all {number} devices of {name}"
+    if rule := _broken_rule(replace(mapping, sharding="none", weight_shards=1, optimizer_shards=1), workload):
+        return f"{none}: {rule}"
+    if number % size:
+        return f"{none}: {' x '.join(asked)} is {size}, which does not divide the {number} devices of {name}"
+    rule = _broken_rule(mapping, workload)
+    return f"{none}: {rule}" if rule else f"{none} with {', '.join(f'{k}={v}' for k, v in fixed.items())}"
 
 
 def _broken_rule(mapping: Mapping, workload: Workload) -> str:

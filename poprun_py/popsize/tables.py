@@ -79,23 +79,19 @@ def why_not_faster(answer: Answer) -> list[str]:
         return []
     kind = one.memory.largest
     place = where(one)
-    lines = ["", f"Faster, but does not fit: {one.mapping.text}: {seconds(one.duration.total)} a step."]
+    found = f"Faster, but does not fit: {one.mapping.text}: {seconds(one.duration.total)} a step."
+    why = (
+        f"  {place[:1].upper()}{place[1:]} needs {one.memory.total / GIB:.2f} GiB and has "
+        f"{gib(one.workload.limit_bytes)}: {one.missing_bytes / GIB:.2f} GiB ({one.missing_bytes:,.0f} bytes) "
+        f"too many; {kind} take {getattr(one.memory, kind) / GIB:.2f}."
+    )
     if not one.missing_bytes:
-        return [
-            *lines,
-            (
-                f"  The slower memory beside {place} needs {one.memory.streaming / GIB:.2f} GiB and has "
-                f"{gib(one.streaming_limit_bytes)}: {one.missing_streaming_bytes:,.0f} bytes too many."
-            ),
-        ]
-    return [
-        *lines,
-        (
-            f"  {place[:1].upper()}{place[1:]} needs {one.memory.total / GIB:.2f} GiB and has "
-            f"{gib(one.limit_bytes)}: {one.missing_bytes / GIB:.2f} GiB ({one.missing_bytes:,.0f} bytes) "
-            f"too many; {kind} take {getattr(one.memory, kind) / GIB:.2f}."
-        ),
-    ]
+        why = (
+            f"  The slower memory beside {place} needs {one.memory.streaming / GIB:.2f} GiB and has "
+            f"{gib(one.memory.streaming - one.missing_streaming_bytes)}: "
+            f"{one.missing_streaming_bytes:,.0f} bytes too many."
+        )
+    return ["", found, why]
 
 
 def where(candidate: Candidate) -> str:
@@ -115,7 +111,7 @@ def memory_lines(candidate: Candidate) -> list[str]:
     """The memory of the fullest device, by kind."""
     memory = candidate.memory
     rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB") for kind in _KINDS]
-    rows += [("  in all", f"{memory.total / GIB:.3f} GiB of {candidate.limit_bytes / GIB:.3f}")]
+    rows += [("  in all", f"{memory.total / GIB:.3f} GiB of {candidate.workload.limit_bytes / GIB:.3f}")]
     rows += [("  in slower memory", f"{memory.streaming / GIB:.3f} GiB")] if memory.streaming else []
     return columns(rows)
 
@@ -213,7 +209,7 @@ def candidate_table(one: Candidate, workload: Workload) -> dict[str, Any]:
         "accumulation": one.mapping.num_micro_batches(workload.training.global_batch),
         "memory_bytes": asdict(one.memory),
         "fullest_stage": one.stage.index,
-        "limit_bytes": one.limit_bytes,
+        "limit_bytes": one.workload.limit_bytes,
         "missing_bytes": one.missing_bytes,
         "missing_streaming_bytes": one.missing_streaming_bytes,
         "fits": one.fits,

@@ -30,8 +30,8 @@ LEAN = words("__future__ _json _socket _struct os resource select stat") | {*sys
 """What they may use of the standard library: what is in the interpreter, and modules that load no others."""
 
 PURE = words(
-    "collections.abc contextlib csv dataclasses difflib functools hashlib heapq html io itertools json math"
-    " operator re types typing"
+    "bisect collections.abc contextlib csv dataclasses difflib functools hashlib heapq html io itertools json"
+    " math operator re types typing"
 )
 """All that the planner of mappings may import of others."""
 

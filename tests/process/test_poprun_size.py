@@ -64,6 +64,16 @@ def test_one_mapping_is_explained() -> None:
     assert found["mapping"]["replicas"] == 8
 
 
+def test_a_saved_mapping_is_explained_for_its_model_only(tmp_path: Path) -> None:
+    """Not for one with other numbers."""
+    size(*ASKED, "--fix", "tp=5,pp=8", "--devices", "40xA100", "--save", "m.json", cwd=tmp_path).succeeded()
+    words = ("--explain", "m.json", "--devices", "40xA100")
+
+    assert "tensor=5,pipeline=8," in size(*ASKED, *words, cwd=tmp_path).succeeded().out
+    assert "m.json was planned for gpt2-xl of 1," in refused(*ASKED, "layers=47", *words, cwd=tmp_path)
+    assert "leave out --fix" in refused(*ASKED, *words, "--fix", "tp=5", cwd=tmp_path)
+
+
 def test_what_is_fixed_is_kept() -> None:
     """By our option, and by the field's."""
     words = ("--fix", "pp=2", "--pipeline-parallel-size", "2", "--format", "csv")
@@ -126,12 +136,12 @@ def test_files_that_describe_nothing(tmp_path: Path) -> None:
 
     assert "config.json has no hidden_size" in said("--model", "config.json")
     assert "broken.json is not JSON" in said("--model", "broken.json")
-    assert "cannot read none.json: No such file or directory" in said("--model", "none.json")
+    assert "--model none.json: No such file or directory" in said("--model", "none.json")
     assert "machines.yaml: box has no figures below it" in said("--machines", "machines.yaml", "--model", "gpt2")
     assert "broken.yaml is not YAML" in said("--machines", "broken.yaml", "--model", "gpt2")
-    assert "binary.csv is not text in UTF-8" in refused("--cases", "binary.csv", cwd=tmp_path)
-    assert "deep.json is not JSON that can be read: it is too deep" in said("--model", "deep.json")
-    assert "deep.yaml is not YAML that can be read" in said("--machines", "deep.yaml", "--model", "gpt2")
+    assert "binary.csv: line 1 is not in UTF-8" in refused("--cases", "binary.csv", cwd=tmp_path)
+    assert "deep.json is not JSON: more than 32 lists" in said("--model", "deep.json")
+    assert "deep.yaml is not YAML: more than 32 lists" in said("--machines", "deep.yaml", "--model", "gpt2")
     assert "date.yaml is not YAML: month must be in 1..12" in said("--machines", "date.yaml", "--model", "gpt2")
     assert "large.yaml: box needs memory_gib" in said("--machines", "large.yaml", "--model", "gpt2")
     assert "which layers=2 cannot change" in said("--model", "measured.json", "layers=2")

@@ -105,7 +105,7 @@ def test_columns_may_lack(row: str, expected: Mapping) -> None:
         ("pipeline=9", "at most pipeline=8"),
         ("global_batch=3,replicas=2", "a global batch of 3 does not divide"),
         ("devices=4,replicas=2", "devices=4, but tensor x pipeline x replicas is 2"),
-        ("devices=4,tensor=8", "tensor x pipeline is 8, which does not divide devices=4"),
+        ("devices=4,tensor=8", "devices=4, but tensor x pipeline x replicas is 8"),
         ("devices=many", "devices=many: give a whole number"),
         ("global_batch=1.5", "global_batch=1.5: give a whole number"),
         ("global_batch=nan", "give a whole number"),
@@ -118,6 +118,9 @@ def test_columns_may_lack(row: str, expected: Mapping) -> None:
         ("sharding=zero9", "sharding=zero9: it is one of"),
         ("hidden=", "the row has neither a model nor hidden"),
         ("heads=7", "7 heads do not divide a hidden size of 64"),
+        ("cp=2", "cp=2: not planned: context parallelism"),
+        ("Expert-Parallel=8", "Expert-Parallel=8: not planned: expert parallelism"),
+        ("gas=2", "gas=2, but global batch / (replicas x micro_batch) is 1"),
     ],
 )
 def test_a_row_with_an_error_does_not_stop_the_others(values: str, said: str) -> None:
@@ -165,7 +168,7 @@ def test_machines_of_a_file_are_taken() -> None:
     )
 
     assert case.predicted is not None
-    assert case.predicted.limit_bytes == GIB
+    assert case.predicted.workload.limit_bytes == GIB
     assert not case.predicted.fits
 
 
@@ -214,6 +217,13 @@ def test_other_columns_and_other_names_of_columns_are_kept() -> None:
     assert list(row) == ["note", "Layers", "hidden_size", "tp", "pp", "dp", "group", *PREDICTED]
     assert (row["note"], row["Layers"], row["group"]) == ("first", "8", "a")
     assert row["seconds"] != "99"
+
+
+def test_what_is_not_planned_may_be_1() -> None:
+    """Columns of parallelism that a row does not use, and of the accumulation that it has."""
+    found = predict_cases("layers,hidden,cp,ep,global_batch,accumulation,tp\n8,64,1,,4,4,1.0\n", {})
+
+    assert [case.error for case in found] == [""]
 
 
 def test_a_file_of_a_header_keeps_it() -> None:

@@ -39,8 +39,6 @@ def test_a_name_is_a_machine(text: str, device: str, number: int, per_host: int)
     machine = named_machine(text)
 
     assert (machine.device.name, machine.num_devices, machine.devices_per_host) == (device, number, per_host)
-    assert machine.source
-    assert machine.device.source
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 10**6))
@@ -79,7 +77,6 @@ def test_a_file_describes_other_machines() -> None:
     assert machine.device.flops_at("fp8") == 100e12
     assert machine.device.flops_at("tf32") == 10e12
     assert machine.device.launches_ahead
-    assert machine.source == "machines.yaml"
     assert named_machine("box", machines).num_devices == 1
 
 

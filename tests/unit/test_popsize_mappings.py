@@ -26,12 +26,12 @@ from popsize.mapping import (
     Training,
     Workload,
     check,
+    completed,
     divisors,
     from_table,
     loaded,
     parse_mapping,
     saved,
-    with_all_shards,
 )
 from popsize.model import RECOMPUTE
 from popsize.stages import most_phases, shown_stages, stages_of
@@ -134,7 +134,7 @@ def test_words_that_say_no_mapping_are_refused(words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"global_batch": 0}, "a global batch of 0 has no samples"),
+        ({"global_batch": 0}, "a global batch has 1 to 1000000000000 samples, and not 0"),
         ({"precision": "int8"}, "precision=int8: it is one of fp32"),
         ({"optimizer": "adagrad"}, "optimizer=adagrad: it is one of sgd"),
         ({"gradient_bytes": 3}, "gradients of 3 bytes are not planned: 2 or 4"),
@@ -301,13 +301,20 @@ def test_divisors_are_all_numbers_that_divide(number: int) -> None:
 
 def test_shards_go_over_all_replicas_unless_they_say_otherwise() -> None:
     """Of what is sharded only."""
-    assert with_all_shards({"sharding": "weights"}, 8) == {
-        "sharding": "weights",
-        "weight_shards": 8,
-        "optimizer_shards": 8,
-    }
-    assert with_all_shards({"sharding": "optimizer", "optimizer_shards": 4}, 8)["optimizer_shards"] == 4
-    assert with_all_shards({"tensor": 2}, 8) == {"tensor": 2}
+    everyone = Mapping(sharding="weights", weight_shards=8, optimizer_shards=8, replicas=8)
+    assert completed({"sharding": "weights"}, 8) == everyone
+    assert completed({"sharding": "optimizer", "optimizer_shards": 4}, 8).optimizer_shards == 4
+    assert completed({"tensor": 2}, 8) == Mapping(tensor=2, replicas=4)
+    assert completed({"tensor": 2, "replicas": 1, "interleave": 2}, 8).schedule == "interleaved"
+
+
+def test_a_saved_mapping_is_of_one_model() -> None:
+    """With another model at hand it is refused, also with one of the same name."""
+    text = saved(Mapping(tensor=5), workload())
+
+    assert loaded(text, "mapping.json", named_model("gpt2-xl"))[0] == Mapping(tensor=5)
+    with pytest.raises(MappingError, match=r"was planned for gpt2-xl of 1,557,.* and not for this gpt2-xl of"):
+        loaded(text, "mapping.json", named_model("gpt2-xl", ["layers=47"]))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import multiprocessing
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from threading import BrokenBarrierError
 from time import monotonic, perf_counter
 from typing import Final
 
@@ -38,7 +39,7 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def main() -> None:
-    """Print the figures of one machine, which `popsize.machine.machines_of` reads."""
+    """Print the figures of one machine, which `popsize.hardware.machines_of` reads."""
     parser = ArgumentParser(prog="python -m popdist.parallel.cpu_speed", description=__doc__)
     parser.add_argument("num_devices", metavar="N", type=int, help="how many instances share the CPU")
     num_devices = parser.parse_args().num_devices
@@ -65,7 +66,7 @@ def measure(num_devices: int) -> dict[str, object]:
         try:
             for process in processes:
                 process.start()
-            speeds = list(_received([receiver for receiver, _ in pipes]))
+            speeds = _received([receiver for receiver, _ in pipes])
         finally:
             for process in processes:
                 if process.pid is not None:
@@ -85,24 +86,29 @@ def measure(num_devices: int) -> dict[str, object]:
     }
 
 
-def _received(receivers: list[Connection]) -> Iterator[dict[str, float]]:
+def _received(receivers: list[Connection]) -> list[dict[str, float]]:
     """What each process measured."""
     deadline = monotonic() + _LIMIT_SECONDS
+    speeds: list[dict[str, float]] = []
+    failures: list[str] = []
     for index, receiver in enumerate(receivers):
         if not receiver.poll(max(0.0, deadline - monotonic())):
             raise BackendError(
                 f"the CPU was not measured in {_LIMIT_SECONDS} seconds: process {index} is still at it"
             )
         value = receiver.recv()
-        if isinstance(value, str):
-            raise BackendError(f"the CPU could not be measured: {value}")
-        yield value
+        (failures if isinstance(value, str) else speeds).append(value)
+    if failures:
+        raise BackendError(f"the CPU could not be measured: {max(failures, key=len) or 'a process is late'}")
+    return speeds
 
 
 def _instance(index: int, num_devices: int, barrier: Barrier, folder: str, sender: Connection) -> None:
     """One of the processes: each phase begins in all at once."""
     try:
         sender.send(_speeds(index, num_devices, barrier, folder))
+    except BrokenBarrierError:  # another one says why
+        sender.send("")
     except Exception as error:  # noqa: BLE001 - the process that waits reports it
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
