@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from inspect import currentframe
 from types import CodeType, FrameType
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -287,3 +287,20 @@ def _mode(module: str, name: str) -> Any:  # noqa: ANN401 - a class that torch's
     if mode is None:
         raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")
     return mode
+
+
+class PipelineParts(NamedTuple):
+    """What a schedule of torch.distributed.pipelining was made of."""
+
+    stages: list[Any]  # of this process
+    num_micro_batches: int
+    has_loss: bool
+
+
+def parts_of_schedule(schedule: object) -> PipelineParts | None:
+    """What a pipeline's schedule was made of. None for what is no schedule, and in a torch without the names."""
+    one, number = _find(schedule, "_stage"), _find(schedule, "_n_microbatches")
+    stages = _find(schedule, "_stages") if one is None else [one]
+    if not stages or number is None:
+        return None
+    return PipelineParts(stages, number, _find(schedule, "_loss_fn") is not None)

@@ -250,3 +250,14 @@ def test_modules_are_not_measured_without_torchs_modes(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_private, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(DescriptionError, match="lacks TorchDispatchMode"):
         torch_private.seen_operations(see)
+
+
+def test_a_schedule_shows_its_parts() -> None:
+    """One stage or several, and whether there is a loss; what has none of torch's names is no schedule."""
+    one = SimpleNamespace(_stage="a", _n_microbatches=2, _loss_fn=None)
+    several = SimpleNamespace(_stages=["a", "b"], _n_microbatches=4, _loss_fn=print)
+
+    assert torch_private.parts_of_schedule(one) == (["a"], 2, False)
+    assert torch_private.parts_of_schedule(several) == (["a", "b"], 4, True)
+    assert torch_private.parts_of_schedule(SimpleNamespace(_stage="a")) is None
+    assert torch_private.parts_of_schedule(7) is None

@@ -89,11 +89,12 @@ class _States:
 
 
 class ReplicaRandomness:
-    """The random states of this instance's replicas."""
+    """The random states of this instance's replicas; the stages of a pipeline draw different numbers."""
 
-    def __init__(self, seed: int | None, replicas: range) -> None:
+    def __init__(self, seed: int | None, replicas: range, *, stage: int = 0) -> None:
         self.seed = seed
-        self._states = {} if seed is None else {replica: _seeded(seed, replica) for replica in replicas}
+        self._stage = stage
+        self._states = {} if seed is None else {replica: _seeded(seed, replica, stage) for replica in replicas}
         self._scopes = {replica: RandomScope(self._states, replica, None) for replica in self._states}
 
     def of(self, replica: int, device: torch.device) -> "RandomScope":
@@ -103,7 +104,9 @@ class ReplicaRandomness:
         if device == _CPU or device.type != "cuda":
             return self._scopes[replica]
         if self._states[replica].cuda is None:
-            state = torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda")).get_state()
+            state = (
+                torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda", self._stage)).get_state()
+            )
             self._states[replica].cuda = state
         return RandomScope(self._states, replica, device.index)
 
@@ -195,17 +198,18 @@ def _exchange(out: _States, into: _States, ordinal: int | None) -> None:
             torch.cuda.default_generators[ordinal].set_state(into.cuda)
 
 
-def _number(seed: int, replica: int, generator: str) -> int:
-    """A seed of 63 bits that no other replica and no other generator has."""
-    digest = hashlib.blake2b(f"{seed} {replica} {generator}".encode(), digest_size=8).digest()
+def _number(seed: int, replica: int, generator: str, stage: int) -> int:
+    """A seed of 63 bits that no other replica, generator and stage has."""
+    text = f"{seed} {replica} {generator}" + (f" stage {stage}" if stage else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _seeded(seed: int, replica: int) -> _States:
+def _seeded(seed: int, replica: int, stage: int = 0) -> _States:
     return _States(
-        _state_of(random.Random(_number(seed, replica, "python"))),  # noqa: S311 - for training, not for secrets
-        np.random.MT19937(_number(seed, replica, "numpy")),
-        torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
+        _state_of(random.Random(_number(seed, replica, "python", stage))),  # noqa: S311 - for training, not for secrets
+        np.random.MT19937(_number(seed, replica, "numpy", stage)),
+        torch.Generator().manual_seed(_number(seed, replica, "torch", stage)).get_state(),
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.replica_turns import ReplicaTurns
 from popdist.training.step import LoneStep, Step, StepState, joint_modules
+
+if TYPE_CHECKING:
+    from popdist.training.pipeline import Pipelines
 
 LEFT: Final = (
     "the last step of this model was lost on all instances, because a loop over its micro batches was left before "
@@ -99,8 +103,11 @@ class ModelSteps:
         norm_size: int,
     ) -> None:
         self.layout = layout
+        contract = context.environment().contract
         self.randomness = ReplicaRandomness(
-            seed, layout.replicas_of(context.environment().contract.data_parallel_index)
+            seed,
+            layout.replicas_of(contract.data_parallel_index),
+            stage=contract.replica_part.stage if contract.parallelism.has_mesh else 0,
         )
         self.module = module
         self._checks_finite = checks_finite
@@ -136,6 +143,7 @@ class ModelSteps:
             self._checks,
             checks_finite=self._checks_finite,
         )
+        self.pipelines: Pipelines = WeakKeyDictionary()
         self._has_one_local_replica = self.layout.num_replicas > self.layout.num_local_replicas == 1
         if self._has_one_local_replica:
             self.buffers.begin_pass()

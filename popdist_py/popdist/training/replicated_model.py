@@ -20,6 +20,7 @@ from popdist.training.ddp_answers import answer, refuse_module, refuse_options, 
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps, WholeStep
 from popdist.training.norm_sync import check_group_size
+from popdist.training.pipeline import Arguments, pipeline_of
 from popdist.weights import broadcast_weights
 
 R = TypeVar("R")
@@ -253,6 +254,65 @@ class ReplicatedModel(nn.Module):
             )
         asked = WholeStep(batch, accumulation, reduction, weights, split, add)
         return self._model_steps.run_micro_batches(asked, body)
+
+    def pipeline_step(  # noqa: PLR0913 - those of micro_batches(), and the schedule
+        self,
+        schedule: object,
+        batch: Nest,
+        accumulation: int = 1,
+        *,
+        arguments: Arguments | None = None,
+        share_losses: bool = False,
+        reduction: MeanOrSum = "mean",
+        add: bool = False,
+    ) -> Tensor | None:
+        """Run a pipeline's schedule over the samples of this replica; afterwards ``.grad`` is ready.
+
+        For a model whose module is this instance's stage, or ``nn.ModuleList`` of its stages. All instances of the
+        replica call it with the same batch::
+
+            stages = popdist.device_mesh()["pipeline"]
+            stage = PipelineStage(layers, stages.get_local_rank(), stages.size(), device, group=stages.get_group())
+            schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+            model = popdist.ReplicatedModel(layers)
+            for batch in loader:
+                losses = model.pipeline_step(schedule, batch)
+                optimizer.step()
+
+        The schedule adds the gradients of its micro batches one after another, in its own order, and divides the
+        sum by their number, unless it was made with ``scale_grads=False``. Then they are added over the replicas
+        as ``micro_batches`` does it, each with the weight of its samples.
+
+        Args:
+            schedule: Any of torch.distributed.pipelining, made with a ``loss_fn``.
+            batch: As of :meth:`micro_batches`. A loader with ``accumulation=8`` has the micro batches of a
+                schedule with ``n_microbatches=8``, or of two runs of one with 4; one without accumulation leaves
+                it to the schedule to cut its samples. All must be of one size, in all steps: make it with
+                ``drop_last=True``.
+            accumulation: How often the schedule runs for each replica, where the batch is no loader's.
+            arguments: Gives for samples of the batch the inputs of the first stage, keyword arguments for all
+                stages, and the target. None, where they are tuples of inputs with the target at the end.
+            share_losses: Give the losses to all instances of the replica, which wait for its last stage.
+            reduction: As of :meth:`micro_batches`; ``"sum"`` is for losses that are sums over samples, with
+                ``scale_grads=False``.
+            add: As of :meth:`micro_batches`.
+
+        Returns:
+            The losses of the replica's micro batches, in order and in float64, on instances that have its last
+            stage; None on others, unless ``share_losses``.
+
+        Raises:
+            BatchError: Also if the stages lie on other instances than this replica's, or the micro batches differ.
+            WeightsError: Also if a stage has no parameters, or others than the model, or those of another stage.
+        """
+        steps: ModelSteps = self._model_steps
+        pipeline, number = pipeline_of(steps.pipelines, schedule, steps.module), steps.layout.num_local_replicas
+        split = pipeline.split(number, accumulation, arguments)
+        num_runs = pipeline.num_runs(batch, number, accumulation)
+        asked = WholeStep(batch, num_runs, reduction, None, split, add)
+        runs = steps.run_micro_batches(asked, partial(pipeline.run, schedule))
+        losses = [loss for losses in runs for loss in losses]
+        return pipeline.losses(losses, number * num_runs * pipeline.num_micro_batches, share=share_losses)
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1

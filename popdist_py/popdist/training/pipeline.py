@@ -1,0 +1,222 @@
+"""One step of a pipeline: torch's schedule runs this instance's stages over the samples of its replica.
+
+The schedule adds the gradients of its own micro batches, in its own order. What it leaves in ``.grad`` is, for the
+step, the gradient of one micro batch of the replica.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from popdist import context
+from popdist.contract import Contract
+from popdist.errors import BatchError, WeightsError, name_instances
+from popdist.torch_private import PipelineParts, parts_of_schedule
+from popdist.training.micro_batches import Nest, Split, batches_of_loaders, split_batch
+
+if TYPE_CHECKING:
+    from weakref import WeakKeyDictionary
+
+Arguments: TypeAlias = Callable[[Nest], tuple[Sequence[Any], Mapping[str, Any], Tensor]]
+"""Gives for samples what ``schedule.step`` is called with: inputs, keyword arguments and the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRun:
+    """What one run of a schedule computes on: inputs of the first stage, keywords of all, and the target."""
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Tensor
+
+
+class Pipeline:
+    """A schedule whose stages belong to a model, as far as this instance has them."""
+
+    def __init__(self, parts: PipelineParts, module: nn.Module) -> None:
+        stages = parts.stages
+        _check_places(parts, context.environment().contract)
+        _check_weights(parts, module)
+        self.num_micro_batches = parts.num_micro_batches  # of one run
+        self._is_first = any(stage.is_first for stage in stages)
+        self._is_last = any(stage.is_last for stage in stages)
+        self._group = stages[0].group
+        self._device = stages[0].device
+        self._last_rank = stages[0].stage_index_to_group_rank[stages[0].num_stages - 1]
+        self._forms: list[str] | None = None  # of what the first run computed on
+
+    def num_runs(self, batch: Nest, num_local_replicas: int, accumulation: int) -> int:
+        """How often the schedule runs for each replica in a step on ``batch``."""
+        dealt = batches_of_loaders(batch)
+        number = len(dealt[0].micro_batches) // num_local_replicas if dealt else 1
+        return max(1, number // self.num_micro_batches) if number > 1 else accumulation
+
+    def split(self, num_local_replicas: int, accumulation: int, arguments: Arguments | None) -> Split:
+        """A function that gives the runs of a batch, replica by replica."""
+        return partial(self._runs, num_local_replicas, accumulation, arguments or _inputs_and_target)
+
+    def _runs(
+        self, num_local_replicas: int, accumulation: int, arguments: Arguments, batch: Nest
+    ) -> list[PipelineRun]:
+        number, contents, sizes = split_batch(batch, num_local_replicas, accumulation)
+        together = 1  # what the batch has of micro batches in each run
+        if batches_of_loaders(batch) and number > 1:
+            together = self.num_micro_batches
+            if number % together:
+                raise BatchError(
+                    f"the loader's batch has {number} micro batches of each replica, and the schedule takes "
+                    f"{together}: make the loader with accumulation={together} or a multiple of it, or with "
+                    "accumulation=1, whose micro batch the schedule cuts itself"
+                )
+        cut = self.num_micro_batches // together
+        if len(set(sizes)) > 1 or not sizes[0] or sizes[0] % cut:
+            raise BatchError(
+                f"torch's schedules need micro batches of one size, and {', '.join(map(str, sizes))} samples "
+                f"cannot be cut into {len(sizes) * cut} of them: make the loader with drop_last=True, or choose a "
+                "batch size that fits"
+            )
+        asked = [arguments(content) for content in contents]
+        starts = range(0, len(asked), together)
+        runs = [_joined(asked[start : start + together]) for start in starts]
+        for run in runs:
+            self._check_forms(run)
+        return runs
+
+    def _check_forms(self, run: PipelineRun) -> None:
+        """Refuse tensors of other shapes than those of the first step: the stages keep memory for these only."""
+        forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
+        if self._forms is None:
+            self._forms = forms
+        if forms != self._forms:
+            raise BatchError(
+                f"the inputs of this run of the schedule are {', '.join(forms)}, and those of the first were "
+                f"{', '.join(self._forms)}: torch's stages take one shape only. Make the loader with "
+                "drop_last=True, pad the samples to one length, or make another schedule for other shapes"
+            )
+
+    def run(self, schedule: Any, run: PipelineRun) -> list[Tensor]:  # noqa: ANN401 - torch's classes have no public base
+        """Run the schedule once; gives the losses of its micro batches if this instance has the last stage."""
+        losses: list[Tensor] | None = [] if self._is_last else None
+        schedule.step(
+            *(run.inputs if self._is_first else ()),
+            target=run.target if self._is_last else None,
+            losses=losses,
+            return_outputs=False,
+            **run.keywords,
+        )
+        return [loss.detach() for loss in losses or ()]
+
+    def losses(self, losses: Sequence[Tensor], number: int, *, share: bool) -> Tensor | None:
+        """The losses of a step's ``number`` micro batches; None without the last stage, unless all get them."""
+        if self._is_last:
+            found = torch.stack([loss.double() for loss in losses])
+        elif share:
+            found = torch.empty(number, dtype=torch.float64, device=self._device)
+        else:
+            return None
+        if share and dist.get_world_size(self._group) > 1:
+            dist.broadcast(found, group=self._group, group_src=self._last_rank)
+        return found
+
+
+Pipelines: TypeAlias = "WeakKeyDictionary[object, Pipeline]"
+"""What is known of the schedules that have run over a model."""
+
+
+def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeline:
+    """The pipeline that ``schedule`` runs; checked before its first step."""
+    parts = parts_of_schedule(schedule)
+    if parts is None or not parts.has_loss:
+        raise BatchError(
+            f"pipeline_step({type(schedule).__name__}): it takes a schedule of torch.distributed.pipelining that "
+            "was made with a loss_fn, such as ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)"
+        )
+    if schedule not in known:
+        known[schedule] = Pipeline(parts, module)
+    return known[schedule]
+
+
+def _check_places(parts: PipelineParts, contract: Contract) -> None:
+    """Check that the stages lie on the instances of this replica, as many on each."""
+    stages, sharing, place = parts.stages, contract.parallelism, contract.replica_part
+    ranks = dist.get_process_group_ranks(stages[0].group)
+    first = place.replica * sharing.instances_per_replica
+    stop = first + sharing.instances_per_replica
+    expected = range(first + place.shard, stop, sharing.tensor) if sharing.has_mesh else range(first, stop)
+    if ranks != [*expected] if sharing.has_mesh else not {*ranks} <= {*expected}:
+        advice = (
+            "make its stages with group=popdist.device_mesh()['pipeline'].get_group()"
+            if sharing.pipeline > 1 or not sharing.has_mesh
+            else f"start the job with poprun --parallelism pipeline={len(ranks)}"
+        )
+        raise BatchError(
+            f"the schedule's stages lie on {name_instances(ranks)}, and this replica's on "
+            f"{name_instances(expected)} (tensor={sharing.tensor}, pipeline={sharing.pipeline}): {advice}"
+        )
+    number = stages[0].num_stages
+    if len(stages) * len(ranks) != number:
+        raise BatchError(
+            f"the stages say num_stages={number}, and the schedule has {len(stages)} on each of {len(ranks)} "
+            f"instances: make them with num_stages={len(stages) * len(ranks)}, or cut the model for another "
+            "--parallelism"
+        )
+
+
+def _check_weights(parts: PipelineParts, module: nn.Module) -> None:
+    """Check that the stages' parameters are the model's, and that no other stage has them too."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for stage in parts.stages:
+        where = f"stage {stage.stage_index} of {stage.num_stages}"
+        own = {id(it): it for it in stage.submod.parameters()}
+        if not own:
+            raise WeightsError(
+                f"{where} has no parameters: a pipeline needs a layer for each stage, so take fewer stages "
+                "(--parallelism pipeline=...), or cut the layers otherwise"
+            )
+        if not own.keys() <= names.keys():
+            raise WeightsError(
+                f"{where} has parameters that the model does not have: wrap what the stages hold, "
+                "ReplicatedModel(stage.submod), or ReplicatedModel(nn.ModuleList(modules)) for several stages"
+            )
+        inside = {id(it) for it in stage.submod.modules()}
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if id(owner) not in inside and id(parameter) in own and parameter.requires_grad:
+                    raise WeightsError(
+                        f"{names[id(parameter)]} of {where} is also the {name} of a {type(owner).__name__} "
+                        "outside the stage: weights tied over stages would get the gradient of one of them only. "
+                        "Give each stage weights of its own (tie_word_embeddings=False), or put both layers into "
+                        "one stage"
+                    )
+
+
+def _inputs_and_target(content: Nest) -> tuple[Sequence[Any], Mapping[str, Any], Tensor]:
+    if not isinstance(content, tuple | list) or not content or not isinstance(content[-1], Tensor):
+        raise BatchError(
+            f"the batch is a {type(content).__name__}, and pipeline_step takes tuples of the inputs and the "
+            "target: for others give it arguments=lambda batch: ((batch['ids'],), {}, batch['labels'])"
+        )
+    return content[:-1], {}, content[-1]
+
+
+def _joined(asked: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
+    """One run on all samples of what is ``asked``, which the schedule cuts into as many micro batches again."""
+    inputs, keywords, targets = zip(*asked, strict=True)
+    return PipelineRun(
+        inputs=tuple(map(_join, zip(*inputs, strict=True))),
+        keywords={name: _join([it[name] for it in keywords]) for name in keywords[0]},
+        target=_join(targets),
+    )
+
+
+def _join(values: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever a module takes
+    return torch.cat(list(values)) if isinstance(values[0], Tensor) and len(values) > 1 else values[0]
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

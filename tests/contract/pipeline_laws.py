@@ -1,0 +1,318 @@
+"""What holds for `ReplicatedModel.pipeline_step`: run on every instance of jobs whose replicas are pipelines.
+
+A law is a function ``law_...``. What it expects it computes alone, from the samples of all replicas.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils.data import TensorDataset
+
+import popdist
+from popdist import context
+from popdist.errors import BatchError, MicroBatchError, PopdistError
+
+WIDTH = 16
+NUM_MICRO_BATCHES = 8
+MICRO_BATCH_SIZE = 2
+NUM_SAMPLES = NUM_MICRO_BATCHES * MICRO_BATCH_SIZE
+"""Of each replica in a step."""
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of torch's schedules, and which stages an instance has: in a V the second row runs back."""
+
+    name: str
+    num_local_stages: int = 2
+    is_v: bool = False
+    order: int = 1  # of the backward passes; -1: the last micro batch first
+
+    def stages_of(self, place: int, num_places: int) -> list[int]:
+        """The stages of instance ``place`` of a pipeline."""
+        if self.is_v:
+            return [place, 2 * num_places - 1 - place]
+        return [place + row * num_places for row in range(self.num_local_stages)]
+
+
+GPIPE = Kind("ScheduleGPipe", 1)
+KINDS = [
+    GPIPE,
+    Kind("Schedule1F1B", 1),
+    Kind("ScheduleLoopedBFS", order=-1),
+    Kind("ScheduleInterleaved1F1B"),
+    Kind("ScheduleInterleavedZeroBubble"),
+    Kind("ScheduleZBVZeroBubble", is_v=True),
+    Kind("ScheduleDualPipeV", is_v=True),
+]
+
+
+def run_all() -> int:
+    """Every law of this file, in their order; how many there are."""
+    popdist.init(torch_distributed=True)
+    laws = all_laws()
+    for law in laws:
+        law()
+    return len(laws)
+
+
+def all_laws() -> list[Callable[[], None]]:
+    """The laws of this file."""
+    return [law for name, law in globals().items() if name.startswith("law_")]
+
+
+def digest_of_training() -> str:
+    """The checksum of this instance's stage after some steps with dropout: of bits."""
+    popdist.init(torch_distributed=True)
+    schedule, modules = make_schedule(GPIPE, layers=lambda number: nn.Sequential(layer(number), nn.Dropout(0.25)))
+    model = popdist.ReplicatedModel(modules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        model.pipeline_step(schedule, samples(popdist.replica_index()))
+        optimizer.step()
+    return popdist.checksum(model)
+
+
+@cache
+def group_of_stages(backend: str = "popdist") -> dist.ProcessGroup:
+    """The group of this replica's pipeline, over this backend of torch.distributed."""
+    shape = context.environment().contract.parallelism
+    sizes = (popdist.num_replicas(), shape.pipeline, shape.tensor)
+    names = ("replica", "pipeline", "tensor")
+    override: Any = {"pipeline": backend}
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=override)
+    return mesh["pipeline"].get_group()
+
+
+def loss_fn(found: Tensor, wanted: Tensor) -> Tensor:
+    """A mean over samples."""
+    return nn.functional.mse_loss(found, wanted)
+
+
+def layer(number: int) -> nn.Module:
+    """Layer ``number`` of the model, the same wherever it is made."""
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def samples(replica: int) -> tuple[Tensor, Tensor]:
+    """The samples of a replica, and their targets."""
+    generator = torch.Generator().manual_seed(100 + replica)
+    shape = (NUM_SAMPLES, WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def make_schedule(
+    kind: Kind,
+    group: dist.ProcessGroup | None = None,
+    layers: Callable[[int], nn.Module] = layer,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+) -> tuple[Any, nn.ModuleList]:
+    """A schedule of this kind with one layer in each stage, and the modules of this instance's stages."""
+    group = group or group_of_stages()
+    size = dist.get_world_size(group)
+    numbers = kind.stages_of(dist.get_rank(group), size)
+    modules = nn.ModuleList(map(layers, numbers))
+    num_stages = size * kind.num_local_stages
+    stages = [
+        PipelineStage(module, number, num_stages, CPU, group=group)
+        for number, module in zip(numbers, modules, strict=True)
+    ]
+    make = getattr(schedules, kind.name)
+    return make(stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=loss_fn), modules
+
+
+def one_process(num_layers: int, replica: int, order: int) -> tuple[list[Tensor], list[float]]:
+    """What the whole model gives in one process that adds the micro batches in this order: gradients, losses."""
+    model = nn.Sequential(*map(layer, range(num_layers)))
+    pairs = zip(*(it.tensor_split(NUM_MICRO_BATCHES) for it in samples(replica)), strict=True)
+    losses = [loss_fn(model(x), y) for x, y in pairs]
+    for loss in losses[::order]:
+        loss.backward()
+    gradients = [it.grad for it in model.parameters() if it.grad is not None]
+    return [it / NUM_MICRO_BATCHES for it in gradients], [loss.item() for loss in losses]
+
+
+def mean_gradients(num_layers: int, numbers: Sequence[int], order: int = 1) -> list[Tensor]:
+    """The mean over the replicas of what one process gives, for the weights and biases of some layers."""
+    found = [one_process(num_layers, replica, order)[0] for replica in range(popdist.num_replicas())]
+    means = [sum(parts[1:], parts[0]) / len(found) for parts in zip(*found, strict=True)]
+    return [it for number in numbers for it in means[2 * number : 2 * number + 2]]
+
+
+def check_gradients(model: nn.Module, wanted: Iterable[Tensor], what: object) -> None:
+    """Check that the model's gradients have these bits."""
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert parameter.grad is not None, what
+        assert torch.equal(parameter.grad, gradient), (what, (parameter.grad - gradient).abs().max())
+
+
+def law_gradients_and_losses_of_each_schedule_are_those_of_one_process() -> None:
+    """To the bit, over gloo and over popdist; LoopedBFS begins its backward passes with the last micro batch."""
+    for kind in KINDS:
+        for backend in ("gloo", "popdist"):
+            group = group_of_stages(backend)
+            size, replica = dist.get_world_size(group), popdist.replica_index()
+            schedule, modules = make_schedule(kind, group)
+            model = popdist.ReplicatedModel(modules)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            for share in (False, True):  # the second step begins with gradients that were used
+                losses = model.pipeline_step(schedule, samples(replica), share_losses=share)
+                has_last = size * kind.num_local_stages - 1 in kind.stages_of(dist.get_rank(group), size)
+                assert (losses is not None) == (has_last or share)
+                optimizer.step()
+            num_layers = size * kind.num_local_stages
+            numbers = kind.stages_of(dist.get_rank(group), size)
+            check_gradients(model, mean_gradients(num_layers, numbers, kind.order), (kind, backend))
+            assert losses is not None
+            assert losses.tolist() == one_process(num_layers, replica, kind.order)[1]
+
+
+def law_a_loader_s_micro_batches_are_those_of_the_schedule() -> None:
+    """One by one, several runs of a schedule that takes fewer, or cut out of one."""
+    size = dist.get_world_size(group_of_stages())
+    numbers = GPIPE.stages_of(dist.get_rank(group_of_stages()), size)
+    rows = [torch.cat(parts) for parts in zip(*map(samples, range(popdist.num_replicas())), strict=True)]
+    wanted = mean_gradients(size, numbers)
+    for accumulation, num_micro_batches in ((8, 8), (1, 8), (8, 4)):
+        schedule, modules = make_schedule(GPIPE, num_micro_batches=num_micro_batches)
+        model = popdist.ReplicatedModel(modules)
+        loader = popdist.data_loader(
+            TensorDataset(*rows), NUM_SAMPLES // accumulation, accumulation=accumulation, drop_last=True
+        )
+        (batch,) = loader
+        losses = model.pipeline_step(schedule, batch, share_losses=True)
+        assert losses is not None
+        assert losses.tolist() == one_process(size, popdist.replica_index(), 1)[1]
+        if num_micro_batches == NUM_MICRO_BATCHES:
+            check_gradients(model, wanted, accumulation)
+        else:
+            found = [it.grad for it in model.parameters()]
+            torch.testing.assert_close(found, wanted)
+    loader = popdist.data_loader(TensorDataset(*rows), NUM_SAMPLES // 4, accumulation=4, drop_last=True)
+    with pytest.raises(BatchError, match="accumulation=8 or a multiple of it"):
+        make_and_step(next(iter(loader)))
+
+
+def make_and_step(batch: object) -> Tensor | None:
+    """Make a step of a new model."""
+    schedule, modules = make_schedule(GPIPE)
+    return popdist.ReplicatedModel(modules).pipeline_step(schedule, batch)
+
+
+def law_stages_and_replicas_draw_numbers_of_their_own() -> None:
+    """And the program's own states are those of before."""
+    drawn: list[float] = []
+
+    class Draw(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.inner = layer(number)
+
+        def forward(self, x: Tensor) -> Tensor:
+            drawn.append(torch.rand(()).item())
+            return torch.as_tensor(self.inner(x))
+
+    before = torch.get_rng_state()
+    schedule, modules = make_schedule(GPIPE, layers=Draw)
+    model = popdist.ReplicatedModel(modules)
+    for _ in range(2):
+        model.pipeline_step(schedule, samples(popdist.replica_index()))
+        model.zero_grad()
+    del drawn[0]  # torch runs a stage once more before its first step, to learn shapes, and drops what that drew
+    assert torch.equal(torch.get_rng_state(), before)
+    everyone: list[Any] = [None] * popdist.num_instances()
+    dist.all_gather_object(everyone, drawn)
+    numbers = [number for of_one in everyone for number in of_one]
+    assert len(set(numbers)) == len(numbers) == 2 * NUM_MICRO_BATCHES * popdist.num_instances()
+
+
+def law_a_batch_that_cannot_be_cut_is_refused_on_all_instances() -> None:
+    """Before the schedule runs where it is; the next step works."""
+    schedule, modules = make_schedule(GPIPE)
+    model = popdist.ReplicatedModel(modules)
+    replica, is_last = popdist.replica_index(), popdist.replica_index() == popdist.num_replicas() - 1
+    x, y = samples(replica)
+    for wrong in ((x[:13], y[:13]), (x[:0], y[:0]), (x[:8], y[:8])):
+        model.pipeline_step(schedule, (x, y))
+        model.zero_grad()
+        error = (
+            (BatchError, "micro batches of one size|take one shape") if is_last else (MicroBatchError, "could not")
+        )
+        with pytest.raises(error[0], match=error[1]):
+            model.pipeline_step(schedule, wrong if is_last else (x, y))
+    model.pipeline_step(schedule, (x, y))
+    size = dist.get_world_size(group_of_stages())
+    check_gradients(model, mean_gradients(size, [dist.get_rank(group_of_stages())]), "after refusals")
+
+
+def law_batches_of_any_form_are_taken_with_arguments() -> None:
+    """Keyword arguments go to all stages."""
+    seen: list[Any] = []
+
+    class Scaled(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.inner = layer(number)
+
+        def forward(self, x: Tensor, *, scale: Tensor, is_loud: bool) -> Tensor:
+            seen.append((len(scale), is_loud))
+            return torch.as_tensor(self.inner(x) * scale)
+
+    schedule, modules = make_schedule(GPIPE, layers=Scaled)
+    x, y = samples(popdist.replica_index())
+    batch = {"ids": x, "labels": y, "scale": torch.ones(len(x), 1)}
+    model = popdist.ReplicatedModel(modules)
+    with pytest.raises(BatchError, match="the batch is a dict"):
+        model.pipeline_step(schedule, batch)
+    model.pipeline_step(
+        schedule,
+        batch,
+        arguments=lambda batch: ((batch["ids"],), {"scale": batch["scale"], "is_loud": True}, batch["labels"]),
+    )
+    assert set(seen) == {(MICRO_BATCH_SIZE, True)}
+    size = dist.get_world_size(group_of_stages())
+    check_gradients(model, mean_gradients(size, [dist.get_rank(group_of_stages())]), "arguments")
+
+
+def law_sums_are_not_divided() -> None:
+    """For losses that are sums; gradients of before are added where the program says so."""
+    schedule, modules = make_schedule(GPIPE)
+    schedule.scale_grads = False
+    model, batch = popdist.ReplicatedModel(modules), samples(popdist.replica_index())
+    model.pipeline_step(schedule, batch, reduction="sum")
+    first = [it.grad.clone() for it in model.parameters() if it.grad is not None]
+    size = dist.get_world_size(group_of_stages())
+    wanted = mean_gradients(size, [dist.get_rank(group_of_stages())])
+    torch.testing.assert_close(first, [it * NUM_MICRO_BATCHES * popdist.num_replicas() for it in wanted])
+    model.pipeline_step(schedule, batch, reduction="sum", add=True)
+    check_gradients(model, [it * 2 for it in first], "add")
+
+
+def law_stages_elsewhere_are_refused() -> None:
+    """Over all instances where they are of several replicas, or as many as the pipeline does not have."""
+    batch = samples(popdist.replica_index())
+    module, size = layer(0), dist.get_world_size(group_of_stages())
+    if popdist.num_replicas() > 1:
+        stage = PipelineStage(module, dist.get_rank(), dist.get_world_size(), CPU)
+        refused(stage, module, r"stages lie on instances .*group=popdist.device_mesh\(\)\['pipeline'\]", batch)
+    stage = PipelineStage(module, dist.get_rank(group_of_stages()), size + 1, CPU, group=group_of_stages())
+    refused(stage, module, rf"num_stages={size + 1}.*make them with num_stages={size}", batch)
+
+
+def refused(stage: PipelineStage, module: nn.Module, match: str, batch: object) -> None:
+    """Check that a step is refused."""
+    schedule = schedules.ScheduleGPipe(stage, NUM_MICRO_BATCHES, loss_fn=loss_fn)
+    with pytest.raises(PopdistError, match=match):
+        popdist.ReplicatedModel(module).pipeline_step(schedule, batch)
