@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import PopdistWarning as PopdistWarning
     from popdist.errors import WeightsError as WeightsError
     from popdist.errors import WorldError as WorldError
+    from popdist.gradients.clipping import clip_grad_norm_ as clip_grad_norm_
     from popdist.instances import before_execute_on_instances as before_execute_on_instances
     from popdist.instances import execute_on_instances as execute_on_instances
     from popdist.instances import first_on_host as first_on_host
@@ -105,6 +106,7 @@ _NAMES_OF_MODULES = {
         "DescriptionError GradientError MicroBatchError NotInitializedError OptimizerError PopdistError "
         "PopdistWarning WeightsError WorldError"
     ),
+    "gradients.clipping": "clip_grad_norm_",
     "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
     "metrics.mean": "Mean weighted_mean",
     "preemption": "check_preemption on_preemption",

@@ -422,6 +422,13 @@ def replica_index() -> int:
     return local_replicas().start
 
 
+def instances_of_replica() -> range:
+    """The instances that hold the first replica of this one, or parts of it, by their numbers in the job."""
+    contract = environment().contract
+    shared = contract.parallelism.instances_per_replica
+    return range(contract.replica_part.replica * shared, (contract.replica_part.replica + 1) * shared)
+
+
 def num_local_replicas() -> int:
     """Replicas of which this instance holds all or a part, as many on every instance; 1 outside a job."""
     return environment().contract.layout.num_local_replicas

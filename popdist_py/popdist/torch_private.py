@@ -245,6 +245,41 @@ def hide_worker_info() -> None:
     _worker._worker_info = None  # noqa: SLF001 - as above
 
 
+def set_numbers_of_dtensors(
+    numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
+) -> None:
+    """Have DTensors draw within ``numbers(mesh, placements, generator)``. Without the name: a warning."""
+    random = _module("torch.distributed.tensor._random")
+    if not hasattr(random, "_rng_tracker"):
+        warnings.warn(
+            f"torch {torch.__version__} lacks _rng_tracker: the parts of a DTensor draw the same random numbers "
+            "on all instances. Draw on plain tensors, within popdist.parallel.sharded_randomness()",
+            PopdistWarning,
+            stacklevel=3,
+        )
+        return
+    if random._rng_tracker is None:  # noqa: SLF001 - as above
+        random._rng_tracker = _Numbers(numbers)  # noqa: SLF001 - as above
+
+
+class _Numbers:
+    """What DTensor asks for the random numbers of an operation."""
+
+    distribute_region_enabled = True
+
+    def __init__(
+        self, numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]]
+    ) -> None:
+        self._numbers = numbers
+
+    def _distribute_region(
+        self,
+        spec: Any,  # noqa: ANN401 - of a private class
+        generator: torch.Generator | None = None,
+    ) -> AbstractContextManager[None]:
+        return self._numbers(spec.mesh, spec.placements, generator)
+
+
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within it tensors have shapes and devices, and no memory. Without the name: DescriptionError."""
@@ -280,10 +315,7 @@ def seen_operations(
 
 def _mode(module: str, name: str) -> Any:  # noqa: ANN401 - a class that torch's public modules use, and do not export
     """The class ``name``, imported when a module is measured: nothing else needs it."""
-    try:
-        mode = _find(import_module(module), name)
-    except ImportError:
-        mode = None
+    mode = _find(_module(module), name)
     if mode is None:
         raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")
     return mode
@@ -304,3 +336,10 @@ def parts_of_schedule(schedule: object) -> PipelineParts | None:
     if not stages or number is None:
         return None
     return PipelineParts(stages, number, _find(schedule, "_loss_fn") is not None)
+
+
+def _module(name: str) -> Any:  # noqa: ANN401 - a module of torch's, or None
+    try:
+        return import_module(name)
+    except ImportError:
+        return None

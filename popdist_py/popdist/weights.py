@@ -13,6 +13,7 @@ from popdist.collectives import gather_bytes
 from popdist.context import data_parallel_group
 from popdist.errors import CollectiveError, WeightsError, name_instances
 from popdist.groups import Group
+from popdist.local_tensors import local_part
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
 """A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""
@@ -78,7 +79,8 @@ def checksum(weights: Weights) -> str:
     """A digest of all parameters and buffers: 32 hexadecimal digits.
 
     Equal digests mean equal names, shapes, dtypes and bits. Devices, strides, order and training mode play no
-    part, and a tied parameter counts once, under its first name. The same on every machine and in every version.
+    part, and a tied parameter counts once, under its first name. Of a DTensor
+    the part counts that is here. The same on every machine and in every version.
 
     Raises:
         WeightsError: If ``weights`` is neither a module nor a state dict.
@@ -105,7 +107,7 @@ def _named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     for name, value in named:
         if isinstance(value, Tensor) and id(value) not in seen:
             seen.add(id(value))
-            yield name, value
+            yield name, local_part(value)
 
 
 def _digest(tensors: Mapping[str, Tensor], *parts: Callable[[str, Tensor], bytes]) -> bytes:
@@ -189,7 +191,7 @@ def sums_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _sum_of(tensor: Tensor) -> Tensor:
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    dense = local_part(tensor) if tensor.layout == torch.strided else tensor.to_dense()
     flat = dense.detach().contiguous().view(-1)
     if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() * flat.itemsize % _WORD_BYTES:
         flat = flat.clone()

@@ -39,8 +39,9 @@ HEAVY = words("torch mpi4py rich numpy")
 """What neither package may load when it is imported."""
 
 TORCH_FACING = words(
-    "torch_private transport host_memory process_group groups collectives gradients training checks optim sharded"
-    " data packing parallel weights instances testing checkpoint stubs preemption"
+    "local_tensors torch_private transport host_memory process_group groups collectives gradients "
+    "training checks optim sharded data packing parallel weights instances testing checkpoint stubs "
+    "preemption"
 )
 
 

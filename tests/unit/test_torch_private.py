@@ -1,5 +1,6 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -261,3 +262,16 @@ def test_a_schedule_shows_its_parts() -> None:
     assert torch_private.parts_of_schedule(several) == (["a", "b"], 4, True)
     assert torch_private.parts_of_schedule(SimpleNamespace(_stage="a")) is None
     assert torch_private.parts_of_schedule(7) is None
+
+
+def test_parts_of_tensors_draw_alike_without_torchs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning says where to draw instead; with the name, nothing that torch has put there is replaced."""
+    random = importlib.import_module("torch.distributed.tensor._random")
+    torchs = object()
+    monkeypatch.setattr(random, "_rng_tracker", torchs)
+    torch_private.set_numbers_of_dtensors(lambda *_: nullcontext())
+    assert random._rng_tracker is torchs
+    monkeypatch.delattr(random, "_rng_tracker")
+    with pytest.warns(PopdistWarning, match="lacks _rng_tracker: .*sharded_randomness"):
+        torch_private.set_numbers_of_dtensors(lambda *_: nullcontext())
+    assert not hasattr(random, "_rng_tracker")

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from popdist import torch_private
 from popdist.errors import PopdistWarning, WeightsError, name_first, name_instances
 from popdist.groups import MAX_NUMBERS, Group
+from popdist.local_tensors import is_distributed, local_part
 from popdist.training.step import modules_in, reduced_modules
 from popdist.weights import sums_of
 
@@ -96,10 +97,10 @@ def find_difference(
 
 
 def is_comparable(parameter: Tensor) -> bool:
-    """Whether instances must have ``parameter`` alike, unlike a DTensor's parts, and it has numbers to add."""
+    """Whether instances must have ``parameter`` alike, and it has numbers to add."""
     if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
         return False
-    return type(parameter.data) is Tensor
+    return type(parameter.data) is Tensor or is_distributed(parameter)
 
 
 def _word(sums: Sequence[int]) -> int:
@@ -150,7 +151,7 @@ class UntrackedBuffers:
     def _remember(self, module: nn.Module, _args: object) -> None:
         if module.training and module not in self._copies:
             buffers = {name: it for name, it in module.named_buffers(recurse=False) if id(it) not in self._tracked}
-            self._copies[module] = {name: tensor.detach().clone() for name, tensor in buffers.items()}
+            self._copies[module] = {name: local_part(tensor).detach().clone() for name, tensor in buffers.items()}
 
     def close(self, *, warns: bool) -> None:
         """Look at no more modules, and warn of buffers that a micro batch has written."""
@@ -160,7 +161,7 @@ class UntrackedBuffers:
             f"{name} of {type(module).__name__}"
             for module, copies in (self._copies.items() if warns else ())
             for name, before in copies.items()
-            if not _is_equal(getattr(module, name, None), before)
+            if not _is_equal(local_part(getattr(module, name, None)), before)
         ]
         if names:
             warnings.warn(

@@ -20,6 +20,7 @@ from popdist.errors import WeightsError, name_first
 from popdist.gradients.flat_buffers import FlatTensors, RepeatedSum, add_flat, flatten, unflatten, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import local_part
 from popdist.torch_private import num_writes
 from popdist.tree import TreeSum
 from popdist.weights import sums_of
@@ -43,7 +44,7 @@ class ModelBuffer:
     name: str
     owner: nn.Module
     key: str
-    tensor: Tensor
+    tensor: Tensor  # a DTensor, too; of that the part counts that is here
     version: int  # torch's count of writes when the buffer last held ``start``
     start: Tensor  # a copy from the beginning of the step
     is_uncounted: bool = False  # it was written although torch had counted nothing: through ``.data``
@@ -59,19 +60,22 @@ class ModelBuffer:
     @property
     def is_of_same_form(self) -> bool:
         """Whether the start has the shape, dtype and device of the buffer, which ``.data`` may have changed."""
-        now, start = self.tensor, self.start
+        now, start = local_part(self.tensor), self.start
         return now.shape == start.shape and now.dtype == start.dtype and now.device == start.device
 
     def now(self) -> Tensor | None:
         """The tensor that is in the buffer's place; None for another shape or dtype."""
         now = getattr(self.owner, self.key, None)
-        if not isinstance(now, Tensor) or now.shape != self.start.shape or now.dtype != self.start.dtype:
+        if not isinstance(now, Tensor):
+            return None
+        now = local_part(now)
+        if now.shape != self.start.shape or now.dtype != self.start.dtype:
             return None
         return now
 
     def set(self, value: Tensor) -> None:
         """Write ``value`` into the buffer, and put the buffer back if something else is in its place."""
-        self.tensor.copy_(value)
+        local_part(self.tensor).copy_(value)
         if getattr(self.owner, self.key, None) is not self.tensor:
             setattr(self.owner, self.key, self.tensor)
         self.version = num_writes(self.tensor)
@@ -130,7 +134,7 @@ class ModelBuffers:
                 continue
             buffer = known.get(id(tensor))
             if buffer is None or not buffer.is_of_same_form:
-                start = tensor.detach().clone()
+                start = local_part(tensor).detach().clone()
                 buffer = ModelBuffer(
                     name=name, owner=owner, key=key, tensor=tensor, version=num_writes(tensor), start=start
                 )
@@ -138,8 +142,8 @@ class ModelBuffers:
                 buffer.name, buffer.owner, buffer.key = name, owner, key
                 buffer.version = num_writes(tensor)
                 targets.append(buffer.start)
-                sources.append(tensor)
-            elif is_checked and not torch.equal(buffer.start, tensor):
+                sources.append(local_part(tensor))
+            elif is_checked and not torch.equal(buffer.start, local_part(tensor)):
                 faults.append(name)
             self.buffers[name] = buffer
         if targets:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from popdist.groups import Group
 from popdist.host_memory.addition import HALVES, Op, node_additions
 from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import is_distributed, local_gradient, local_part, placed_as
 from popdist.transport.two_level import CHUNK_SIZE, TwoLevelReduction, WaitingPeers
 from popdist.tree import Node, aligned_nodes, finish
 
@@ -59,8 +60,8 @@ def sum_of(dtype: torch.dtype) -> Op:
 
 
 def num_real_elements(tensor: Tensor) -> int:
-    """How many real numbers ``tensor`` has; a complex number is two."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
+    """How many real numbers ``tensor`` has here; a complex number is two."""
+    return local_part(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
 def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -148,6 +149,9 @@ class FlatGradient:
         if slot is None or (slot.numel() < SMALL and not even_small):
             return
         gradient = parameter.grad
+        if type(gradient) is not Tensor and is_distributed(gradient):
+            local_gradient(parameter)  # now, as all instances of its mesh come by here in one order
+            return
         if gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
             return  # ``GradientLayout.fill`` copies it later
         if gradient.layout == torch.strided and gradient.data_ptr() != slot.data_ptr():
@@ -168,9 +172,11 @@ class GradientLayout:
                 buffers.setdefault((new.device, new.dtype), new).append(len(self.names), parameter)
                 self.names.append(name)
                 self._parameters.append(parameter)
-                self._orders.append(name if parameter.is_contiguous() else f"{name} {parameter.stride()}")
+                part = local_part(parameter)
+                self._orders.append(name if part.is_contiguous() else f"{name} {part.stride()}")
         self.flat_buffers = list(buffers.values())
         self._all = (1 << len(self.names)) - 1
+        self._are_distributed = any(map(is_distributed, self._parameters))
         self._are_narrow = any(wide_dtype(it.dtype) != it.dtype for it in self._parameters)
 
     def __str__(self) -> str:
@@ -194,7 +200,8 @@ class GradientLayout:
     def not_finite(self) -> int | None:
         """The first parameter whose gradient holds NaN or infinity; None when there is none."""
         for i, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
+            gradient = local_gradient(parameter)
+            if gradient is not None and not gradient.isfinite().all():
                 return i
         return None
 
@@ -231,6 +238,8 @@ class GradientLayout:
             if gradient is None:
                 slot.zero_()
                 continue
+            if self._are_distributed:
+                gradient = cast("Tensor", local_gradient(parameter))
             used |= 1 << position
             if gradient.layout != torch.strided:
                 raise CollectiveError(
@@ -256,6 +265,8 @@ class GradientLayout:
             gradient = slot.detach()  # which shares memory with ``source``
             if self._are_narrow:
                 gradient = gradient.to(parameter.dtype)
+            if self._are_distributed:
+                gradient = placed_as(parameter, gradient)
             mark_reduced(gradient)
             parameter.grad = gradient
 
@@ -265,7 +276,7 @@ def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
     part = flat[start : start + num_real_elements(parameter)]
     if parameter.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
-    dense = torch.empty_like(parameter, device="meta", requires_grad=False)
+    dense = torch.empty_like(local_part(parameter), device="meta", requires_grad=False)
     return part.as_strided(dense.shape, dense.stride())
 
 

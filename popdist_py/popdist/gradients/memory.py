@@ -37,6 +37,7 @@ from popdist.gradients.optimizer_steps import (
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.groups import Group, as_floats
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import local_part
 from popdist.tree import finish, span
 
 if TYPE_CHECKING:
@@ -340,7 +341,7 @@ def _numbers(gradient: Tensor) -> Tensor:
     """The elements of ``gradient`` that are here."""
     if isinstance(gradient, PartialGradient):
         return gradient.here
-    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else local_part(gradient)
 
 
 def _is_zero(gradient: Tensor) -> bool:

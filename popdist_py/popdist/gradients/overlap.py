@@ -29,6 +29,7 @@ from popdist.gradients.step_headers import BeginHeader
 from popdist.groups import Exchange
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import local_gradient
 from popdist.transport.channel import Channel
 from popdist.transport.two_level import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum
 from popdist.tree import Node, TreeSum
@@ -274,7 +275,8 @@ class LastMicroBatch:
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]
-            slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
+            gradient = local_gradient(parameter)
+            slot.zero_() if gradient is None else slot.copy_(gradient)
         own = wide.tensors[bucket.buffer][bucket.run]
         if self._weight != weight_scale:
             own.mul_(self._weight / weight_scale)

@@ -11,13 +11,12 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn import Parameter
 
 from popdist import torch_private
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, joined, num_real_elements, scatter_sum
 from popdist.gradients.optimizer_steps import mark_reduced
-from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
+from popdist.gradients.shards import Ranges, ShardExchange, group_by_kind, ranges_of
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 
@@ -245,50 +244,3 @@ def parts_of(gradients: GradientLayout) -> GradientParts | None:
     if known is None or known.ranges != found:
         known = _known[gradients] = GradientParts(gradients, found)
     return known
-
-
-@torch.no_grad()
-def clip_grad_norm(
-    group: Group, module: Module, max_norm: float, norm_type: float, *, must_be_finite: bool
-) -> Tensor:
-    """Scale gradients down to ``max_norm``: see ``ReplicatedModel.clip_grad_norm_``."""
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
-    cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
-    with group.undivided(text):
-        group.agree(text)
-        if not gradients:
-            return torch.tensor(0.0, dtype=torch.float32)
-        gather_parts(group, cut)
-        norms = _norms(group, gradients, norm_type)  # of whole parameters, so the norm of these has torch's bits
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if must_be_finite and not total.isfinite():
-        raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this
-    clip_grads_with_norm_(parameters, max_norm, total)
-    return total
-
-
-def _norms(group: Group, gradients: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each gradient, in its dtype, on the device of the first."""
-    device, own = gradients[0].device, group.backend.instance_index
-    sizes = [gradient.numel() for gradient in gradients]
-    shares = deal_elements(sizes, len(group.instances), may_cut=[False] * len(sizes))
-    owner_of = [
-        gradient.holder if isinstance(gradient, PartialGradient) else _owner([share[i] for share in shares])
-        for i, gradient in enumerate(gradients)
-    ]
-    found = torch.zeros(len(gradients), dtype=torch.float64)
-    for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True)):
-        if owner == own:
-            whole = gradient.content if isinstance(gradient, PartialGradient) else gradient
-            found[index] = torch.linalg.vector_norm(whole, norm_type)
-    everybody = group.backend.all_gather(found)
-    return [
-        everybody[owner, index].to(device, gradient.dtype.to_real())
-        for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True))
-    ]
-
-
-def _owner(ranges: list[range]) -> int:
-    return next((owner for owner, run in enumerate(ranges) if run), 0)

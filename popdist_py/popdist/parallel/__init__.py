@@ -1,8 +1,9 @@
-"""What a planner needs to know of a module and of a machine, measured: ``poprun-size`` reads both.
+"""Models that several instances share; and what a planner needs to know of a module and of a machine, measured.
 
 >>> popdist.parallel.describe(module, sample).save("m.json")
 """
 
+from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
 
-__all__ = ["Description", "describe"]
+__all__ = ["Description", "describe", "sharded_randomness"]

@@ -4,12 +4,13 @@ docs/from-ddp.md gives the same answers.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from popdist.errors import WeightsError
+from popdist.errors import WeightsError, name_instances
+from popdist.local_tensors import is_distributed, is_fully_sharded
 from popdist.torch_private import ASKED_BY_DDP
 
 _MOVE: Final = "move the module first: ReplicatedModel(net.to(popdist.device()))"
@@ -55,7 +56,6 @@ _WRAPPERS: Final = {
     "DistributedDataParallel": "give it the module inside, ddp.module, or leave out DistributedDataParallel",
     "DataParallel": "give it the module inside, and let poprun start one instance for each GPU",
     "FullyShardedDataParallel": _SHARDED,
-    "FSDPModule": _SHARDED,
     "ReplicatedModel": "wrap the module once",
 }
 """Classes of modules that reduce gradients themselves, by name: most are not loaded in most programs."""
@@ -83,8 +83,11 @@ def refuse_wrapper(attribute: str) -> None:
         )
 
 
-def refuse_module(module: nn.Module) -> None:
-    """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet."""
+def refuse_module(module: nn.Module, instances: range) -> None:
+    """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet.
+
+    ``instances`` are those of this one's replica: what is cut over others is not added over the replicas.
+    """
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _WRAPPERS:
@@ -98,6 +101,36 @@ def refuse_module(module: nn.Module) -> None:
             f"{lazy[0]} has no shape yet, as those of lazy modules before their first batch: run one batch "
             "through the module, or make it with its sizes, and wrap it then"
         )
+    for name, parameter in module.named_parameters():
+        if is_distributed(parameter):
+            _refuse_mesh(module, name, parameter, instances)
+
+
+def _refuse_mesh(
+    module: nn.Module,
+    name: str,
+    parameter: Any,  # noqa: ANN401 - a DTensor
+    instances: range,
+) -> None:
+    """Refuse a parameter on a mesh of several replicas: its gradients are added over them, or not at all."""
+    mesh = parameter.device_mesh
+    ranks = mesh.mesh.flatten().tolist()
+    if all(rank in instances for rank in ranks):
+        return
+    names = f"mesh {mesh.mesh_dim_names or tuple(mesh.mesh.shape)} of {name_instances(ranks)}"
+    own = f"a replica of this job has {len(instances)} instance{'s' * (len(instances) > 1)}"
+    if any(map(is_fully_sharded, module.modules())):
+        raise WeightsError(
+            f"{name} is sharded by fully_shard over the {names}, and {own}: fully_shard adds the gradients of "
+            "these replicas itself. Leave out ReplicatedModel, and train the module with popdist.data_loader and "
+            "popdist.clip_grad_norm_; or shard within a replica: fully_shard(..., mesh=popdist.device_mesh()"
+            '["tensor"])'
+        )
+    raise WeightsError(
+        f"{name} is a DTensor on the {names}, and {own}: gradients are added over replicas. Start the job with "
+        f"poprun --parallelism tensor={len(ranks)}, and place the parameters on "
+        'popdist.device_mesh()["tensor"]'
+    )
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

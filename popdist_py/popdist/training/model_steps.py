@@ -27,6 +27,7 @@ from popdist.gradients.step_headers import (
     ModelChecks,
 )
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import is_distributed, is_fully_sharded, local_gradient
 from popdist.torch_private import compile_scripts_at_once
 from popdist.training.micro_batches import (
     Nest,
@@ -131,6 +132,7 @@ class ModelSteps:
         self.step: Step | LoneStep | None = None
         self._left_at: int | None = None
         self._is_joint = False
+        self._is_distributed = any(map(is_distributed, self.module.parameters()))
         self.gradients = ModelGradients(self.module, self._gradient_dtype)
         self.buffers = ReplicaBuffers(self.module, self._label)
         self._checks = type(self).make_checks(self.module, self.buffers, self.layout)
@@ -271,6 +273,8 @@ class ModelSteps:
     def _begin(self, accumulation: int, batch: Nest) -> Step | LoneStep:
         """Start a step, from no gradients; a batch of None stands for micro batches that come one by one."""
         training_loop.begin_step(self._state)
+        if self._is_distributed:
+            self._reshard()
         old = OldGradients(self.module, self.gradients)
         checks = self._checks.begin_step(batch)
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
@@ -291,6 +295,13 @@ class ModelSteps:
         self._state.begin()
         return self.step
 
+    def _reshard(self) -> None:
+        """Have parts of ``fully_shard`` whose weights a forward pass has left whole show their shards again."""
+        part: Any
+        for part in self.module.modules():
+            if is_fully_sharded(part):
+                part.reshard()
+
     def _finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         if self.step is None and self._left_at is not None:
             error, self._left_at = self._left_error(), None
@@ -301,6 +312,9 @@ class ModelSteps:
         except BaseException:
             self.abandon()
             raise
+        if self._is_distributed:
+            for parameter in self.module.parameters():
+                local_gradient(parameter)  # the gradient of a lone micro batch may be placed otherwise
         self._checks.end_step()
         if not self._is_joint:
             self._register_on_all_instances()

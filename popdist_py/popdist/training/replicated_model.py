@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from popdist import context
 from popdist.data.randomness import ReplicaRandomness
+from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
 from popdist.gradients.buffers import check_buffers
+from popdist.gradients.clipping import clip_grad_norm_
 from popdist.gradients.flat_buffers import check_gradient_dtype
-from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.step_headers import MeanOrSum
+from popdist.local_tensors import is_distributed
 from popdist.training.batch_norm import group_norms
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
 from popdist.training.micro_batches import Nest, Split
@@ -66,8 +68,8 @@ class ReplicatedModel(nn.Module):
 
     Raises:
         WeightsError: If the instances have different modules, or the module cannot be replicated: it reduces
-            gradients already, is lazy, or has a BatchNorm layer that cannot share statistics; and for an option of
-            DistributedDataParallel.
+            gradients already, is cut over instances of several replicas, is lazy, or has a BatchNorm layer that
+            cannot share statistics; and for an option of DistributedDataParallel.
         GradientError: If ``gradient_dtype`` is another one.
         CollectiveError: If the instances differ in the other arguments.
         BatchError: If a number is not possible, or ``strict_bits`` refuses it.
@@ -104,7 +106,7 @@ class ReplicatedModel(nn.Module):
             )
         if not isinstance(module, nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
-        refuse_module(module)
+        refuse_module(module, context.instances_of_replica())
         if seed is None and layout.num_replicas > 1:
             raise BatchError(
                 f"seed=None, and the model has {layout.num_replicas} replicas, each of which draws from "
@@ -118,6 +120,8 @@ class ReplicatedModel(nn.Module):
             f"ReplicatedModel(seed={seed}, num_local_replicas={num_local}, {check_finite=}, {strict_bits=}, "
             f"{gradient_dtype=}, batch_norm_group_size={norm_size})"
         )
+        if any(map(is_distributed, module.parameters())):
+            give_parts_numbers()
         self.module = module
         self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
         broadcast_weights(module)
@@ -361,25 +365,10 @@ class ReplicatedModel(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale all gradients down to a norm of ``max_norm``, after the loop; every instance calls it.
-
-        As ``torch.nn.utils.clip_grad_norm_``, which may be used as well: each instance takes the norms of some of
-        the parameters only, and on the CPU the bits are the same.
-
-        Args:
-            max_norm: The largest norm of all gradients together.
-            norm_type: Which norm; ``inf`` for the largest absolute value.
-            error_if_nonfinite: Raise when the norm is NaN or infinity, and leave the gradients.
-
-        Returns:
-            The norm before scaling.
-
-        Raises:
-            RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
-            CollectiveError, BackendError: If the instances do other things, or one was lost.
-        """
-        group = context.data_parallel_group()
-        return clip_grad_norm(group, self.module, max_norm, norm_type, must_be_finite=error_if_nonfinite)
+        """Scale all gradients down to a norm of ``max_norm``, after the loop: see ``popdist.clip_grad_norm_``."""
+        return clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, ``backward()`` outside the loop leaves this instance's gradients as they are.

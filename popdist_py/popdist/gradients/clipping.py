@@ -1,0 +1,170 @@
+"""The norm of all gradients of a model, wherever their parts are, and the gradients scaled down to a largest one.
+
+A gradient that several instances have counts once, and parts of one count where they are. Norms are added in the
+order of parameters, and then in that of the instances: so the bits depend on no placement.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from popdist import context
+from popdist.errors import GradientError, as_float
+from popdist.gradients.partial_gradients import PartialGradient, gather_parts
+from popdist.gradients.shards import deal_elements
+from popdist.groups import Group, as_floats, as_words
+from popdist.local_tensors import is_distributed, local_gradient, local_part
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of the whole model down to a norm of ``max_norm``; every instance calls it.
+
+    As ``torch.nn.utils.clip_grad_norm_`` in one process. Each instance gives the parameters that it has: where
+    instances share a replica, those of all stages and shards count. Of a DTensor each part counts once; a plain
+    parameter counts as one that all instances of its stage have alike. Where each instance has whole replicas, it
+    takes the norms of some of the parameters only, and on the CPU the bits are those of torch.
+
+    Args:
+        parameters: Their ``.grad`` are those of all replicas: after the loop over micro batches, or as
+            ``fully_shard`` makes them.
+        max_norm: The largest norm of all gradients together.
+        norm_type: Which norm; ``inf`` for the largest absolute value. Greater than 0 where instances share a
+            replica, or parameters.
+        error_if_nonfinite: Raise when the norm is NaN or infinity, and leave the gradients.
+
+    Returns:
+        The norm before scaling, the same on all instances.
+
+    Raises:
+        GradientError: If ``max_norm`` or ``norm_type`` is not possible.
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
+        CollectiveError, BackendError: If the instances do other things, or one was lost.
+        NotInitializedError: Before ``popdist.init()``.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if math.isnan(as_float(value)):
+            raise GradientError(f"clip_grad_norm_({name}={value!r}): expected a number")
+    context.ensure_init()
+    return _clip(given, float(max_norm), float(norm_type), must_be_finite=error_if_nonfinite)
+
+
+@torch.no_grad()
+def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be_finite: bool) -> Tensor:
+    parameters = [parameter for parameter in given if parameter.grad is not None]
+    text = f"clip_grad_norm_({max_norm}, {norm_type})"
+    if context.environment().contract.parallelism.is_shared or any(map(is_distributed, parameters)):
+        total = _norm_of_parts(text, parameters, norm_type)
+    else:
+        group = context.data_parallel_group()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms = _norms(group, f"{text} of {len(gradients)} gradients", gradients, norm_type)
+        if not norms:
+            return torch.tensor(0.0, dtype=torch.float32)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if must_be_finite and not total.isfinite():
+        raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this
+    if any(map(is_distributed, parameters)):
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in parameters:
+            part = local_part(parameter.grad)
+            part.mul_(coefficient.to(part.device))
+    else:
+        clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient, the same on all instances, in its dtype on the first one's device."""
+    cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
+    with group.undivided(text):
+        group.agree(text)
+        if not gradients:
+            return []
+        gather_parts(group, cut)
+        return _gathered_norms(group, gradients, norm_type)  # of whole parameters, so theirs has torch's bits
+
+
+def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    device, own = gradients[0].device, group.backend.instance_index
+    sizes = [gradient.numel() for gradient in gradients]
+    shares = deal_elements(sizes, len(group.instances), may_cut=[False] * len(sizes))
+    owner_of = [
+        gradient.holder if isinstance(gradient, PartialGradient) else _owner([share[i] for share in shares])
+        for i, gradient in enumerate(gradients)
+    ]
+    found = torch.zeros(len(gradients), dtype=torch.float64)
+    for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True)):
+        if owner == own:
+            whole = gradient.content if isinstance(gradient, PartialGradient) else gradient
+            found[index] = torch.linalg.vector_norm(whole, norm_type)
+    everybody = group.backend.all_gather(found)
+    return [
+        everybody[owner, index].to(device, gradient.dtype.to_real())
+        for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True))
+    ]
+
+
+def _owner(ranges: list[range]) -> int:
+    return next((owner for owner, run in enumerate(ranges) if run), 0)
+
+
+def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of gradients whose parts several instances have."""
+    if norm_type <= 0:
+        raise GradientError(f"{text}: norm_type must be greater than 0 where several instances share a model")
+    replica = context.instances_of_replica()
+    part = context.environment().contract.replica_part
+    within = list[Tensor]()  # what this replica has, and others have alike
+    norms_across = list[float]()
+    parameter: Any
+    for parameter in parameters:
+        gradient: Any = local_gradient(parameter)
+        if not is_distributed(parameter):
+            if part.shard == 0:
+                within.append(gradient)
+        elif _is_counted(parameter):
+            if all(rank in replica for rank in parameter.device_mesh.mesh.flatten().tolist()):
+                within.append(gradient)
+            else:
+                norms_across.append(float(torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))))
+    norms = _norms(context.data_parallel_group(), f"{text} of {len(within)} gradients", within, norm_type)
+    own = [_joined(map(float, norms), norm_type), _joined(norms_across, norm_type)]
+    group = context.current_group()
+    words = group.start(f"{text} of all instances", as_words(own)).wait()
+    everybody = dict(zip(group.instances, map(as_floats, words), strict=True))
+    found = [everybody[instance][0] for instance in replica] + [across for _, across in everybody.values()]
+    first = parameters[0].grad if parameters else None
+    dtype = torch.float32 if first is None else first.dtype.to_real()
+    device = "cpu" if first is None else local_part(first).device
+    return torch.tensor(_joined(found, norm_type), dtype=dtype, device=device)
+
+
+def _is_counted(parameter: Any) -> bool:  # noqa: ANN401 - a DTensor
+    """Whether this instance's part of ``parameter`` counts: of several equal ones the first does."""
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    return all(
+        not placement.is_replicate() or not place
+        for placement, place in zip(parameter.placements, coordinate, strict=True)
+    )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _joined(norms: Iterable[float], norm_type: float) -> float:
+    """The norm of all that these are the norms of."""
+    found = torch.tensor([0.0, *norms], dtype=torch.float64)
+    return float(torch.linalg.vector_norm(found, norm_type))
