@@ -471,7 +471,7 @@ def device() -> "torch.device":
 
 
 def devices() -> "tuple[torch.device, ...]":
-    """All devices of this instance, whose replicas take turns on them: one for each of ``ipus_per_replica()``.
+    """All devices of this instance: those of ``ipus_per_replica()``, or its part of them in a shared replica.
 
     Under poprun they are the CUDA devices that it was given, under another launcher and outside a job those after
     the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and starts no
@@ -483,6 +483,7 @@ def devices() -> "tuple[torch.device, ...]":
     contract = found.contract
     ordinals: Sequence[int] = contract.devices
     if found.launcher is not Launcher.POPRUN:
-        first = contract.local_instance_index * contract.ipus_per_replica
-        ordinals = range(first, min(first + contract.ipus_per_replica, torch.cuda.device_count()))
+        num_devices = max(1, contract.ipus_per_replica // contract.parallelism.instances_per_replica)
+        first = contract.local_instance_index * num_devices
+        ordinals = range(first, min(first + num_devices, torch.cuda.device_count()))
     return tuple(torch.device("cuda", ordinal) for ordinal in ordinals) or (torch.device("cpu"),)

@@ -5,6 +5,7 @@ An instance owns consecutive replicas, and a host consecutive instances. Samples
 the instances and then to the replicas of each.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,6 +79,21 @@ class Parallelism:
         replica, index = divmod(instance, self.instances_per_replica)
         stage, shard = divmod(index, self.tensor)
         return ReplicaPart(replica=replica, index=index, stage=stage, shard=shard)
+
+    def place_of(self, instance: int) -> dict[str, int]:
+        """The replica of ``instance`` and its place in it, by name; empty where no replica is shared."""
+        part = self.part_of(instance)
+        if not self.is_shared:
+            return {}
+        if not self.has_mesh:
+            return {"replica": part.replica, "part": part.index}
+        return {"replica": part.replica, "stage": part.stage, "shard": part.shard}
+
+    def describe(self, instances: Iterable[int]) -> str:
+        """What the places of ``instances`` have in common: ``replica 0, stage 1, shard 0`` for a single one."""
+        first, *others = map(self.place_of, instances)
+        common = [word for word in first.items() if all(word in place.items() for place in others)]
+        return ", ".join(f"{name} {number}" for name, number in common)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,10 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
             screen.log(f"--{option.name} has no effect: {why}")
     for found in facts.unknown_mpi:
         screen.log(f"{found} is neither MPICH's nor Open MPI's: not used")
+    if plan.parallelism.is_shared:
+        from poprun.render.words import size_of  # noqa: PLC0415 - few jobs share replicas
+
+        screen.log(f"{size_of(plan)}: neighbours are shards, then stages, then replicas")
     if choice is LauncherChoice.AUTO:
         why = f"auto takes MPI where there is one, and {f'found {plan.mpi}' if plan.mpi else 'there is none'}"
     else:

@@ -252,7 +252,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
     """Log how each attempt ended, and what to know about a job that ended well."""
-    if len(ends) == 1 and plan.num_replicas == plan.num_instances and not ends[-1].lone_instances:
+    if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not ends[-1].lone_instances:
         return
     from poprun.job.report.printed_report import render_attempts, render_warning  # noqa: PLC0415 - for few jobs
 

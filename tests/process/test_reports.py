@@ -81,3 +81,38 @@ def test_a_report_that_cannot_be_written_in_the_end_is_a_warning(poprun: Poprun,
 
     assert finished.code == 3
     assert finished.told.count("[W] --report ") == 1
+
+
+STAGE_KILLED = """
+import json, os, signal, sys, time
+from pathlib import Path
+from popdist.contract import Contract
+
+contract = Contract.from_env(os.environ)
+part, sizes = contract.replica_part, contract.parallelism
+found = [contract.num_replicas, contract.ipus_per_replica, contract.layout.num_instances]
+place = [contract.instance_index, part.replica, part.stage, part.shard]
+print(json.dumps([*place, *found, sizes.tensor, sizes.pipeline]), flush=True)
+Path(f"{contract.instance_index}.met").touch()
+while len(list(Path().glob("*.met"))) < 4:
+    time.sleep(0.01)
+if (part.stage, part.shard) == (1, 0):
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_a_killed_stage_is_named_by_replica_stage_and_shard(launcher: Poprun, tmp_path: Path) -> None:
+    """Four instances that are one replica know their places, and both reports name that of the killed one."""
+    words = ("--no-tag-output", "--report", "report.json", "--parallelism", "tensor=2,pipeline=2")
+    finished = launcher(*words, sys.executable, "-c", STAGE_KILLED, cwd=tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    instances = report["attempts"][0]["instances"]
+
+    assert [json.loads(line) for line in finished.lines] == [
+        [2 * stage + shard, 0, stage, shard, 1, 4, 1, 2, 2] for stage in (0, 1) for shard in (0, 1)
+    ]
+    assert finished.code == 137
+    assert "instance 2 failed first: SIGKILL, killed (host localhost, replica 0, stage 1, shard 0)" in finished.err
+    assert instances[2]["place"] == {"replica": 0, "stage": 1, "shard": 0}
+    assert report["plan"]["parallelism"] == {"instances_per_replica": 4, "tensor": 2, "pipeline": 2}

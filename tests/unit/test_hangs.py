@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from popdist.layout import Parallelism
 from popdist.progress import Progress
 from poprun.job.hangs import Hang, describe_hang, find_hang, find_idle
 from poprun.job.record import HangWatch
@@ -125,6 +126,18 @@ def words(statuses: list[InstanceStatus]) -> list[str]:
     hang = find_hang(statuses)
     assert hang is not None
     return describe_hang(hang, statuses)
+
+
+def test_the_words_of_a_hang_in_shared_replicas() -> None:
+    """Who waits and who did not arrive have their places in replicas, or what these have in common."""
+    statuses = [waiting(0), waiting(1), status(2, Progress(has_joined=True, num_steps=3)), waiting(3)]
+    hang = find_hang(statuses)
+    assert hang is not None
+
+    lines = describe_hang(hang, statuses, Parallelism(instances_per_replica=4, tensor=2, pipeline=2))
+
+    assert "instances 0, 1 and 3 (replica 0) wait in" in lines[0]
+    assert lines[1] == "instance 2 (replica 0, stage 1, shard 0) did not arrive: it has done 3 steps"
 
 
 def test_the_words_of_a_hang() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.layout import ReplicaLayout
+from popdist.layout import Parallelism, ReplicaLayout
 
 
 @st.composite
@@ -44,3 +44,15 @@ def test_there_is_no_number_outside(number: int) -> None:
     layout = ReplicaLayout(num_instances=2, num_replicas=2)
     with pytest.raises(ValueError, match="is not one of 0 to 1"):
         layout.replicas_of(number)
+
+
+def test_places_in_words() -> None:
+    """Instances of one replica, stage or shard have that in common; without a mesh there are only parts."""
+    mesh = Parallelism(instances_per_replica=6, tensor=3, pipeline=2)
+
+    assert mesh.describe([10]) == "replica 1, stage 1, shard 1"
+    assert [mesh.describe(some) for some in ([0, 1, 2], [1, 4], [2, 8], [0, 10])] == [
+        *("replica 0, stage 0", "replica 0, shard 1", "stage 0, shard 2", "")
+    ]
+    assert Parallelism(instances_per_replica=2).describe([3]) == "replica 1, part 1"
+    assert Parallelism().describe([3]) == ""

@@ -11,6 +11,7 @@ import pyte
 import pytest
 from rich.console import Console
 
+from popdist.layout import Parallelism
 from popdist.progress import Progress
 from poprun.job.identity import JobIdentity
 from poprun.job.monitors import job_view
@@ -45,6 +46,7 @@ JOB = JobView(
     seconds=3723.4,
     program=("/bin/python", "-c", "one\ntwo"),
     num_replicas=6,
+    parallelism=Parallelism(),
     instances=(RUNNING, WAITING, FAILED),
 )
 
@@ -156,6 +158,22 @@ def test_what_the_supervisor_knows_is_what_is_seen() -> None:
     assert (view.job_id, view.restart_count, view.phase, view.seconds) == ("5f", 2, "starting", 10.0)
     assert (first.waits_in, first.num_steps, first.memory_bytes, first.last_line) == ("barrier()", 3, 5, "line 0")
     assert (second.state, second.exit_code, second.memory_bytes) == ("ended", 0, None)
+
+
+def test_places_in_shared_replicas_have_columns() -> None:
+    """Replica, stage and shard of each instance are there, also on a narrow terminal; of others there are none."""
+    job = replace(JOB, parallelism=Parallelism(instances_per_replica=4, tensor=2, pipeline=2))
+    wide, narrow = (drawn(job, [Rate()] * 3, width=width).splitlines() for width in (110, 40))
+
+    assert wide[3].split()[:5] == ["instance", "replica", "stage", "shard", "host"]
+    assert [line.split()[:4] for line in wide[5:8]] == [
+        ["0", "0", "0", "0"],
+        ["1", "0", "0", "1"],
+        ["2", "0", "1", "0"],
+    ]
+    assert "shard" in narrow[3]
+    assert "replica " not in drawn(JOB, [Rate()] * 3)
+    assert "part" in drawn(replace(job, parallelism=Parallelism(instances_per_replica=2)), [Rate()] * 3)
 
 
 @pytest.mark.parametrize(

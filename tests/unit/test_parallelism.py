@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from poprun.errors import PlanError
+from poprun.plan.advice import advise
 from poprun.plan.parallelism import mapping_in_file, mapping_in_words
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict
 from poprun.plan.planner import make_plan
-from poprun.plan.request import LaunchRequest, VipuSettings
+from poprun.plan.pods import named_pod
+from poprun.plan.request import AskedMapping, LaunchRequest, VipuSettings
 from poprun.plan.topology import Allocation
+from poprun.render import render_plan
+from poprun.text.screen import TopologyFormat
 from popsize.catalogue import named_model
 from popsize.hardware import named_machine
 from popsize.mapping import Mapping, Training, Workload, saved
@@ -161,3 +165,66 @@ def test_a_mapping_for_more_gpus_runs_on_the_cpu_if_asked() -> None:
     assert plan.devices == ()
     with pytest.raises(PlanError, match="is no mapping that poprun-size --save wrote"):
         mapping_in_file("{}", "mapping.json", "/mapping.json")
+
+
+def on_pod(pod: str, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a request
+    """The plan of a job with replicas of 2 stages of 3 shards on a pod with domains of 16 or 64 IPUs."""
+    request = LaunchRequest(
+        mapping=AskedMapping(text="tp=3,pp=2", tensor=3, pipeline=2), vipu=VipuSettings(pod=pod), **asked
+    )
+    return make_plan(request, LAPTOP, named_pod(pod))
+
+
+def test_a_pod_has_whole_replicas_in_a_domain_or_whole_domains_in_a_replica() -> None:
+    """What has no such place, or no room, is refused with what has."""
+    assert on_pod("POD64", num_instances=12).vipu.num_ilds == 1
+    assert on_pod("POD128", num_instances=72).vipu.num_ilds == 2
+    assert on_pod("POD128", num_instances=6, ipus_per_replica=96).vipu.num_ilds == 2
+    for asked, told in (
+        ({"num_instances": 66}, "does not divide over the IPU-Link domains of POD128, 2 of 64 IPUs"),
+        ({"num_instances": 132}, "give at most 21 replicas, or a larger pod"),
+        ({"num_instances": 6, "ipus_per_replica": 390}, "POD128 has 128 IPUs, and 1 replica of 390 IPUs use 390"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(told)):
+            on_pod("POD128", **asked)
+    with pytest.raises(PlanError, match=re.escape("is too few: 3 instances of 1 IPU on each host use 3 virtual")):
+        shared("tp=6", num_instances=6, hosts=("a", "b"), vipu=VipuSettings(ipus_per_host=2))
+
+
+@pytest.mark.parametrize(
+    ("words", "num_instances", "told"),
+    [
+        ("tp=2,pp=2", 8, ""),
+        ("tp=2,pp=4", 16, ""),
+        ("tp=2", 12, ""),
+        (
+            "tp=4",
+            12,
+            "part the 4 shards of a layer unevenly: some lie on more hosts than others, and the slowest hold",
+        ),
+        ("pp=4", 12, "part the 4 instances of a replica unevenly"),
+        ("tp=8", 8, "each layer is exchanged between hosts; tensor=4,pipeline=2 keeps it on one"),
+    ],
+)
+def test_advice_on_replicas_that_lie_far_apart(words: str, num_instances: int, told: str) -> None:
+    """Shards on several hosts, or unevenly on hosts, are slow, and what is faster is said."""
+    plan = shared(words, num_instances=num_instances, hosts=("a", "b"), machine=with_gpus("f" * 8))
+
+    found = [line for line in advise(plan, with_gpus("f" * 8)) if "unevenly" in line or "exchanged" in line]
+    assert [told in line for line in found] == [True] * bool(told)
+
+
+def test_the_table_shows_the_place_of_each_instance() -> None:
+    """It has columns for stage and shard, or for the part; PopRun's table has rows for them."""
+    table = render_plan(shared(num_instances=8), TopologyFormat.TABLE)
+    text = render_plan(shared(num_instances=4), TopologyFormat.TEXT)
+    parts = render_plan(planned(num_instances=4, instances_per_replica=2), TopologyFormat.TABLE)
+
+    assert "8 instances · 2 replicas of 4 instances (2 stages of 2 shards) · 8 virtual IPUs" in table
+    assert [line.split()[:4] for line in table.splitlines()[9:11]] == [["5", "1", "0", "1"], ["6", "1", "1", "0"]]
+    assert "threads    1 per instance" in table
+    assert [re.findall("[0-9]+", line) for line in text.splitlines()[7:15:2]] == [
+        *(["0"], ["0", "1"], ["0", "1", "0", "1"], ["0", "1", "2", "3"])
+    ]
+    assert "part" in parts
+    assert "2 replicas of 2 instances ·" in parts

@@ -12,6 +12,7 @@ from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.report.printed_report import blame_aborter, explain, render_attempts, render_end, render_warning
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus, describe_code
+from poprun.plan.request import AskedMapping
 from tests.planning import CLUSTER_NODE, planned
 
 WORDS = "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 9) - process 1"
@@ -298,3 +299,18 @@ def test_processes_that_trained_alone_are_told_of_in_one_line() -> None:
     assert render_warning(JobEnd(statuses=joined), plan) == ""
     assert "trained alone" not in render_warning(JobEnd(statuses=[lone[0], replace(GOOD, index=1)]), plan)
     assert JobEnd(statuses=lone[:1]).lone_instances == ()
+
+
+def test_a_failure_in_a_shared_replica_names_stage_and_shard() -> None:
+    """And what the others have in common with each other; a job that does not use popdist is not warned of it."""
+    plan = planned(num_instances=8, mapping=AskedMapping(text="tp=2,pp=2", tensor=2, pipeline=2))
+    failed = InstanceStatus(index=6, state=InstanceState.ENDED, exit_code=-9, exited_at_seconds=1.0)
+    others = [replace(stopped(index), problem="") for index in range(8) if index != 6]
+    alike = replace(failed, index=7, exited_at_seconds=2.0)
+    end = JobEnd(statuses=[*others[:6], failed, alike])
+
+    lines = render_end(end, plan)
+
+    assert lines[0].endswith("(host localhost, replica 1, stage 1, shard 0)")
+    assert any(line.startswith("  instance 7 (replica 1, stage 1, shard 1)") for line in lines)
+    assert render_warning(JobEnd(statuses=[InstanceStatus(index=0)]), plan) == ""

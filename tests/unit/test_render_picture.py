@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.request import VipuSettings
+from poprun.plan.request import AskedMapping, VipuSettings
 from poprun.render import render_plan
 from poprun.render.picture.blocks import Block, grid
 from poprun.render.picture.drawing import MAX_WIDTH
@@ -33,7 +33,13 @@ LAPTOP_PLAN = planned(LAPTOP, num_instances=2, num_replicas=4)
 GPU_PLAN = planned(with_gpus("bfbf"), hosts=("a", "b"), num_instances=2, ipus_per_replica=2)
 FOLDED_PLAN = planned(CLUSTER_NODE, hosts=parse_hosts("n[0-31]"), num_instances=2048)
 DOMAIN_PLAN = planned(LAPTOP, hosts=("a", "b"), num_instances=8, vipu=VipuSettings(num_ilds=4))
+SHARED_PLAN = planned(
+    LAPTOP, hosts=("a", "b"), num_instances=8, mapping=AskedMapping(text="", tensor=2, pipeline=2)
+)
 GOLDEN = {
+    "shared.svg": SHARED_PLAN,
+    "shared.html": SHARED_PLAN,
+    "shared.mermaid": SHARED_PLAN,
     "domains.svg": DOMAIN_PLAN,
     "domains.html": DOMAIN_PLAN,
     "domains.mermaid": DOMAIN_PLAN,

@@ -14,6 +14,7 @@ from poprun.job.report.last_words import LastWords
 from poprun.job.report.report_file import job_to_dict, render_job
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.plan.plan_file import plan_to_dict
+from poprun.plan.request import AskedMapping
 from poprun.text.atomic_file import check_target, write_whole
 from tests.planning import planned
 
@@ -112,6 +113,16 @@ def test_a_job_that_could_not_be_started_has_a_report() -> None:
     assert isinstance(attempt, list)
     assert [instance["exit_code"] for instance in attempt[0]["instances"]] == [None, None]
     assert attempt[0]["instances"][0]["peak_memory_bytes"] is None
+
+
+def test_an_instance_of_a_shared_replica_has_its_place() -> None:
+    """Beside its replica the report has stage and shard; reports of other jobs are as they were."""
+    plan = planned(num_instances=2, mapping=AskedMapping(text="pp=2", pipeline=2))
+    attempts = job_to_dict(plan, "j", [END])["attempts"]
+
+    assert isinstance(attempts, list)
+    places = [instance["place"] for instance in attempts[0]["instances"]]
+    assert places == [{"replica": 0, "stage": 0, "shard": 0}, {"replica": 0, "stage": 1, "shard": 0}]
 
 
 def test_the_documents_name_every_key() -> None:

@@ -146,7 +146,7 @@ def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: i
     """A pod with what ``num_instances`` of ``plan`` need: GPUs or cores, shared memory, and time to stop."""
     resources: dict[str, Any] = {}
     if plan.devices:
-        resources["limits"] = {_GPU: num_instances * plan.ipus_per_replica}
+        resources["limits"] = {_GPU: num_instances * plan.num_devices_per_instance}
     if plan.threads_per_replica is not None:
         resources["requests"] = {"cpu": str(num_instances * plan.threads_per_replica)}
     # else a pod has 64 MiB at /dev/shm, where data loaders leave their batches

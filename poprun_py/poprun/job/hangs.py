@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import name_instances
+from popdist.layout import Parallelism
 from popdist.progress import FINALIZE, Progress
-from poprun.job.state import InstanceState, InstanceStatus
+from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
 _MOST_LETTERS: Final = 80
+_NOT_SHARED: Final = Parallelism()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +86,12 @@ def _takes_part(index: int, progress: Progress) -> bool:
     return not runs or any(first <= index <= last for first, last in runs)
 
 
-def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
+def describe_hang(
+    hang: Hang, statuses: Sequence[InstanceStatus], parallelism: Parallelism = _NOT_SHARED
+) -> list[str]:
     """Describe a hang: who waits in what, for how long, and who did not come."""
     lines = [
-        f"{name_instances(indices)} {_verb(indices, 'wait')} in {collective}"
+        f"{name_with_place(indices, parallelism)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()
     ]
     lines[0] = f"no progress for {hang.idle_seconds:.0f} s: {lines[0]}"
@@ -95,9 +99,11 @@ def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
     for index in hang.absent:
         text = _describe_absence(statuses[index].progress or Progress(), hang.waiting)
         groups.setdefault(f": {text}" if hang.is_told_by_programs else "", []).append(index)
-    lines += [f"{name_instances(indices)} did not arrive{text}" for text, indices in groups.items()]
+    lines += [f"{name_with_place(indices, parallelism)} did not arrive{text}" for text, indices in groups.items()]
     if hang.ended:
-        lines.append(f"{name_instances(hang.ended)} {'has' if len(hang.ended) == 1 else 'have'} ended")
+        lines.append(
+            f"{name_with_place(hang.ended, parallelism)} {'has' if len(hang.ended) == 1 else 'have'} ended"
+        )
     if FINALIZE in hang.waiting and len(hang.waiting) > 1:
         lines.append(f"{name_instances(hang.waiting[FINALIZE])} will take part in nothing more")
     elif not hang.absent and not hang.ended:

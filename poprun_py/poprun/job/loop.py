@@ -240,7 +240,12 @@ class Attempt:
 
         timeout_seconds = self._plan.ending.hang_timeout_seconds
         self._inquiry = StackInquiry(
-            self._record.statuses, time.monotonic(), self._links.send_order, hang, timeout_seconds
+            self._record.statuses,
+            time.monotonic(),
+            self._links.send_order,
+            hang,
+            timeout_seconds,
+            self._plan.parallelism,
         )
 
     def _act(self, decision: Decision) -> None:

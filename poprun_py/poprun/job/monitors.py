@@ -40,6 +40,7 @@ def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float
         seconds=now_seconds - identity.began_at_seconds,
         program=plan.program,
         num_replicas=plan.num_replicas,
+        parallelism=plan.parallelism,
         instances=tuple(_instance_view(status, plan, last_line(status.index)) for status in record.statuses),
     )
 

@@ -16,9 +16,9 @@ from itertools import takewhile
 from typing import Any, Final
 
 from popdist import contract
-from popdist.errors import name_instances
+from popdist.layout import Parallelism
 from poprun.job.hangs import Hang, describe_hang
-from poprun.job.state import InstanceState, InstanceStatus
+from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 from poprun.messages.json_lines import Message
 from poprun.process.spawn import start_thread
 
@@ -43,6 +43,7 @@ _OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)
 ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty text: `linecache.getline`
 _MOST_ANSWER_SECONDS = 4.0  # how long agents are waited for; each gives its program half of it
 _MAX_GROUPS_OF_HANG = 6
+_NOT_SHARED: Final = Parallelism()
 
 
 def read_lines(places: Collection[Place]) -> dict[Place, str]:
@@ -122,14 +123,21 @@ def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
 
 
 def render_standings(
-    standings: Mapping[int, Standing], read_line: ReadLine, max_groups: int | None = None
+    standings: Mapping[int, Standing],
+    read_line: ReadLine,
+    max_groups: int | None = None,
+    parallelism: Parallelism = _NOT_SHARED,
 ) -> list[str]:
     """The stacks of all instances as lines; instances with equal stacks are shown once."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, standing in standings.items():
         groups.setdefault(tuple(_render(standing, read_line)), []).append(index)
     shown = list(groups.items())[:max_groups]
-    lines = [line for text, indices in shown for line in (f"{name_instances(sorted(indices))}:", *_quoted(text))]
+    lines = [
+        line
+        for text, indices in shown
+        for line in (f"{name_with_place(sorted(indices), parallelism)}:", *_quoted(text))
+    ]
     num_left = len(standings) - sum(len(indices) for _, indices in shown)
     return [*lines, f"and {num_left} more: Ctrl-\\ shows all"] if num_left else lines
 
@@ -181,11 +189,13 @@ class StackInquiry:
         send_order: Callable[[int, Message], None],
         hang: Hang | None = None,
         hang_timeout_seconds: float | None = None,
+        parallelism: Parallelism = _NOT_SHARED,
     ) -> None:
         running = [status.index for status in statuses if status.state is InstanceState.RUNNING]
         first = hang.absent if hang is not None else ()
         self._hang = hang
         self._hang_timeout_seconds = hang_timeout_seconds
+        self._parallelism = parallelism
         self._answers: dict[int, dict[str, Any] | None] = dict.fromkeys((*first, *running))
         self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
         for index in running:
@@ -222,7 +232,7 @@ class StackInquiry:
 
     def _heading(self, statuses: Sequence[InstanceStatus]) -> list[str]:
         if self._hang is not None:
-            return describe_hang(self._hang, statuses)
+            return describe_hang(self._hang, statuses, self._parallelism)
         return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
 
     def _last_lines(self) -> list[str]:
@@ -252,6 +262,7 @@ class StackInquiry:
             standings,
             lambda file, line: sources.get((file, line), ""),
             None if self._hang is None else _MAX_GROUPS_OF_HANG,
+            self._parallelism,
         )
 
 

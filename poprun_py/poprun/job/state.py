@@ -1,10 +1,13 @@
 """The state of a job and of its instances at one moment, as frozen values, and exit codes in words. Pure."""
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final, Self
 
+from popdist.errors import name_instances
+from popdist.layout import Parallelism
 from popdist.progress import Progress
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
@@ -153,6 +156,12 @@ class JobSnapshot:
     # for how long, while the job starts, the MPI runtime has had no shim that may still report
     no_shim_seconds: float = 0.0
     has_launcher_ended: bool = False  # whether the launcher's processes are gone, or one of them has failed
+
+
+def name_with_place(instances: Sequence[int], parallelism: Parallelism) -> str:
+    """``instances`` in words, with what their places in shared replicas have in common, if any are."""
+    common = parallelism.describe(instances)
+    return f"{name_instances(instances)} ({common})" if common else name_instances(instances)
 
 
 def shell_code(code: int) -> int:

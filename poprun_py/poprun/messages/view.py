@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from sys import float_info
 from typing import Annotated, Any, Self
 
+from popdist.layout import Parallelism
 from poprun.errors import PlanError
 from poprun.messages.json_lines import Message, ProtocolError
 from poprun.text.fields import between, read_record
@@ -42,6 +43,7 @@ class JobView:
     seconds: Annotated[float, between(0, float_info.max)]
     program: tuple[str, ...]
     num_replicas: int
+    parallelism: Parallelism
     instances: tuple[InstanceView, ...]
     said: str = ""  # what poprun has said since the last view of where the programs stand
 

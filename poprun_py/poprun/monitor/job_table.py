@@ -1,7 +1,7 @@
 """A view of a job as a table for a person, with how fast each instance is. Pure."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,9 +21,10 @@ _INSTANCE: Final = "instance"
 _HOST: Final = "host"
 _STATE: Final = "state"
 _LAST_LINE: Final = "last line"
-_HEADINGS: Final = (_INSTANCE, _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
+_PLACES: Final = ("replica", "stage", "shard", "part")
+_HEADINGS: Final = (_INSTANCE, *_PLACES, _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
 _ALWAYS: Final = frozenset({_INSTANCE, _HOST, _STATE, _LAST_LINE})
-_FIRST_TO_GO: Final = (_LAST_LINE, _STATE, "CPU", "memory", _HOST, "loss", "steps/s", "step")
+_FIRST_TO_GO: Final = (_LAST_LINE, _STATE, "CPU", "memory", _HOST, "loss", "steps/s", *_PLACES, "step")
 """The order in which columns make room; of the state what an instance waits in."""
 
 _WIDEST: Final = 32
@@ -68,7 +69,8 @@ def _steps(view: InstanceView) -> int:
 def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
     """The job in at most ``height`` lines of ``width``: a title, and a row for each instance that fits."""
     shown = _most_telling(job, max(1, height - _LINES_AROUND))
-    rows = [_cells(job.instances[index], speeds[index]) for index in shown]
+    places = [job.parallelism.place_of(index) for index in shown]
+    rows = [_cells(job.instances[index], speeds[index], place) for index, place in zip(shown, places, strict=True)]
     kept = [heading for heading in _HEADINGS if heading in _ALWAYS or any(row[heading].plain for row in rows)]
     if len({instance.host for instance in job.instances}) == 1:
         kept.remove(_HOST)
@@ -155,11 +157,12 @@ def _most_telling(job: JobView, num_rows: int) -> list[int]:
     return sorted(instance.index for instance in sorted(job.instances, key=need)[:num_rows])
 
 
-def _cells(instance: InstanceView, rate: Rate) -> Row:
+def _cells(instance: InstanceView, rate: Rate, place: Mapping[str, int]) -> Row:
     state, style = _state(instance)
     step = instance.step if instance.step is not None else instance.num_steps or None
     plain = {
         _INSTANCE: str(instance.index),
+        **{name: str(place.get(name, "")) for name in _PLACES},
         _HOST: fit(visible(instance.host), _WIDEST),
         _STATE: fit(visible(state), _WIDEST),
         "step": "" if step is None else str(step),

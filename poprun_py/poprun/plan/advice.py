@@ -4,6 +4,7 @@ Pure: a plan and the facts about a machine in, lines of text out. A plan that wa
 was read from a file is checked against this machine; options for an IPU system that change nothing are named.
 """
 
+import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
@@ -112,11 +113,12 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     else:
         yield from _too_narrow_bindings(plan, threads)
     yield from _idle_gpus(plan, facts) if plan.devices else _idle_cores(plan, threads)
+    yield from _far_apart(plan)
 
 
 def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
     found = len(facts.gpus)
-    possible = _most_instances(plan, found // plan.ipus_per_replica)
+    possible = _most_instances(plan, found // plan.num_devices_per_instance)
     cure = f"; --num-instances {possible} fits the GPUs" if possible else ""
     return (
         f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)} "
@@ -151,6 +153,8 @@ def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     """Advice if replicas take turns on some GPUs while other free ones are idle."""
+    if plan.parallelism.is_shared:
+        return
     num_usable = sum(gpu.is_free or gpu.name in plan.devices for gpu in facts.gpus)
     better = _most_instances(plan, num_usable // plan.ipus_per_replica)
     if better > plan.num_instances:
@@ -161,7 +165,7 @@ def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
     """Advice if replicas take turns on some cores while others are idle."""
     num_cores, busy = len(plan.cores), plan.num_instances_per_host * threads
-    if not threads or busy >= num_cores:
+    if not threads or busy >= num_cores or plan.parallelism.is_shared:
         return
     counts = legal_instances(plan.num_replicas, len(plan.hosts))
     enough = [count for count in counts if count // len(plan.hosts) * threads >= num_cores]
@@ -171,10 +175,35 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
         yield _take_turns(plan, better, busy=busy, used=used, total=counted(num_cores, "core"))
 
 
+def _far_apart(plan: LaunchPlan) -> Iterator[str]:
+    """Advice if some replicas, or shards of a layer, lie on more hosts than others or than they need."""
+    num_local, sharing = plan.num_instances_per_host, plan.parallelism
+    of_replica = sharing.instances_per_replica
+    for what, size in (("shards of a layer", sharing.tensor), ("instances of a replica", of_replica)):
+        if num_local % size and size % num_local:
+            below = num_local - num_local % size
+            fitting = [str(count * len(plan.hosts)) for count in (below, below + size) if count]
+            yield (
+                f"{num_local} instances per host part the {size} {what} unevenly: some lie on more hosts than "
+                f"others, and the slowest hold up all; --num-instances {' or '.join(fitting)} divides evenly"
+            )
+            return
+    if sharing.tensor > num_local:
+        better = f"tensor={num_local},pipeline={of_replica // num_local}"
+        yield (
+            f"tensor={sharing.tensor} spans hosts of {counted(num_local, 'instance')}: each layer is exchanged "
+            f"between hosts; {better} keeps it on one"
+        )
+
+
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
     """The most legal instances, at most ``num_per_host`` on each host; 0 if none is legal."""
-    counts = legal_instances(plan.num_replicas, len(plan.hosts))
-    return max((count for count in counts if count <= num_per_host * len(plan.hosts)), default=0)
+    most, size = num_per_host * len(plan.hosts), plan.parallelism.instances_per_replica
+    if size > 1:
+        return most - most % math.lcm(size, len(plan.hosts))
+    return max(
+        (count for count in legal_instances(plan.num_replicas, len(plan.hosts)) if count <= most), default=0
+    )
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:

@@ -5,6 +5,7 @@ IPUs exchange what they compute; so each domain has at least one instance, and a
 does not fit is refused with what would.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from poprun.errors import PlanError
@@ -19,9 +20,9 @@ def check_counted(plan: LaunchPlan) -> None:
     """Check that a host has the virtual IPUs of its replicas, where ``--ipus-per-host`` counts them."""
     there, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
     if there is not None and used > there:
-        fitting = _what_fits(plan, there // plan.ipus_per_replica * len(plan.hosts))
+        fitting = _what_fits(plan, there * len(plan.hosts), len(plan.hosts))
         raise PlanError(
-            f"--ipus-per-host {there} is too few: {_replicas_of(plan, plan.num_replicas // len(plan.hosts))} "
+            f"--ipus-per-host {there} is too few: {_load_of_host(plan)} "
             f"{'on each host ' if len(plan.hosts) > 1 else ''}use {used:,} virtual IPUs; give --ipus-per-host "
             f"{used} or more, or {fitting}"
         )
@@ -56,8 +57,16 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
     return [
         count
         for count, size in enumerate(sizes, start=1)
-        if num_instances % count == 0 and num_ipus // count <= size
+        if num_instances % count == 0
+        and num_ipus // count <= size
+        and _keeps_replicas_together(plan, num_instances // count)
     ]
+
+
+def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
+    """Whether domains of ``num_instances`` have whole replicas, or replicas have whole domains."""
+    size = plan.parallelism.instances_per_replica
+    return num_instances % size == 0 or size % num_instances == 0
 
 
 def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
@@ -69,28 +78,28 @@ def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
     if used > len(there):
         raise PlanError(
             f"{name} has {len(there):,} IPUs, and {_replicas_of(plan, plan.num_replicas)} use {used:,}: give "
-            f"{_what_fits(plan, len(there) // plan.ipus_per_replica)}, or a larger pod"
+            f"{_what_fits(plan, len(there))}, or a larger pod"
         )
     for host in sorted(set(plan.hosts).intersection(pod.hosts)):
         share = len(set(share_of(pod, host)).intersection(there))
         if plan.num_ipus_per_host > share:
-            fitting = _what_fits(plan, share // plan.ipus_per_replica * len(plan.hosts))
+            fitting = _what_fits(plan, share * len(plan.hosts), len(plan.hosts))
             raise PlanError(
-                f"{host} has {share} IPUs of {name}, and "
-                f"{_replicas_of(plan, plan.num_replicas // len(plan.hosts))} use {plan.num_ipus_per_host} there: "
-                f"give {fitting}, or more of its hosts"
+                f"{host} has {share} IPUs of {name}, and {_load_of_host(plan)} use {plan.num_ipus_per_host} "
+                f"there: give {fitting}, or more of its hosts"
             )
 
 
 def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> None:
     """Check that an instance lies in one domain."""
-    if plan.ipus_per_replica > sizes[0]:
+    if plan.num_devices_per_instance > sizes[0]:
+        what = "an instance's part of a replica" if plan.parallelism.is_shared else "a replica"
         raise PlanError(
-            f"--ipus-per-replica {plan.ipus_per_replica}: a replica lies in one IPU-Link domain, and those of "
+            f"--ipus-per-replica {plan.ipus_per_replica}: {what} lies in one IPU-Link domain, and those of "
             f"{pod.name} have {sizes[0]} IPUs"
         )
     if plan.num_ipus_per_instance > sizes[0]:
-        legal = legal_instances(plan.num_replicas, len(plan.hosts))
+        legal = _legal_instances(plan)
         fitting = (count for count in legal if count > plan.num_instances and _possible_ilds(plan, count, sizes))
         least = next((f"give at least --num-instances {count}" for count in fitting), "give fewer replicas")
         raise PlanError(
@@ -102,7 +111,7 @@ def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> Non
 
 def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> PlanError:
     """The error about instances that are not equally many in each of the ``domains``."""
-    fitting = [count for count in legal_instances(plan.num_replicas, len(plan.hosts)) if fits(count)]
+    fitting = [count for count in _legal_instances(plan) if fits(count)]
     nearest = sorted(sorted(fitting, key=lambda count: abs(count - plan.num_instances))[:2])
     cure = f"nearest: {' or '.join(map(str, nearest))} instances" if nearest else "give other replicas"
     return PlanError(
@@ -110,13 +119,32 @@ def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> Plan
     )
 
 
-def _what_fits(plan: LaunchPlan, most: int) -> str:
-    """What to give where there is room for ``most`` replicas, in words."""
+def _legal_instances(plan: LaunchPlan) -> list[int]:
+    """The numbers of instances that the replicas of ``plan`` can have on its hosts."""
+    return legal_instances(plan.num_replicas, len(plan.hosts), plan.parallelism.instances_per_replica)
+
+
+def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
+    """What to give where there are ``num_ipus``, equally many in each of ``num_parts``, in words."""
+    size = plan.parallelism.instances_per_replica
+    most = num_ipus // num_parts // plan.num_devices_per_instance * num_parts // size
+    if plan.parallelism.is_shared:
+        step = math.lcm(size, len(plan.hosts)) // size
+        count = most // step * step
+        return f"at most {counted(count, 'replica')}" if count else "fewer instances a replica"
     if most >= plan.num_instances:
         return f"at most --num-replicas {most // plan.num_instances * plan.num_instances}"
     if most >= len(plan.hosts):
         return f"at most {most // len(plan.hosts) * len(plan.hosts)} replicas and instances"
     return "a smaller --ipus-per-replica"
+
+
+def _load_of_host(plan: LaunchPlan) -> str:
+    """What runs on a host: ``16 replicas of 4 IPUs``, or instances where they share replicas."""
+    if not plan.parallelism.is_shared:
+        return _replicas_of(plan, plan.num_replicas // len(plan.hosts))
+    instances = counted(plan.num_instances_per_host, "instance")
+    return f"{instances} of {counted(plan.num_devices_per_instance, 'IPU')}"
 
 
 def _replicas_of(plan: LaunchPlan, count: int) -> str:

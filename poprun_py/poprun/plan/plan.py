@@ -276,6 +276,11 @@ class LaunchPlan:
             binding=binding,
         )
 
+    def replicas_of(self, instances: range) -> range:
+        """The replicas of which consecutive ``instances``, at least one, hold all or a part."""
+        first, last = self.instance(instances[0]), self.instance(instances[-1])
+        return range(first.replicas.start, last.replicas.stop)
+
     def instances(self) -> Iterator[InstancePlan]:
         """Every instance, in order."""
         return map(self.instance, range(self.num_instances))

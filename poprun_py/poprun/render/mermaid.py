@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.picture.drawing import NUM_HUES
+from poprun.render.picture.drawing import NUM_HUES, hue_of
 from poprun.render.picture.scene import Framing, Gap, HostScene, framing, make_scene
 from poprun.render.words import (
     describe_more_hosts,
@@ -82,11 +82,11 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:
     words = [
         f"<b>instance {instance.index}</b>",
-        numbered("replica", instance.replicas),
+        plan.parallelism.describe([instance.index]) or numbered("replica", instance.replicas),
         " of ".join(filter(None, [numbered("IPU", instance.ipus), domains_of(plan, [instance.index])])),
         _escaped(stands_for(instance)),
     ]
-    return f'  {name}["{"<br/>".join(words)}"]:::hue{instance.index % NUM_HUES}'
+    return f'  {name}["{"<br/>".join(words)}"]:::hue{hue_of(plan, instance)}'
 
 
 def _gap(plan: LaunchPlan, gap: Gap, name: str) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from poprun.plan.plan import InstancePlan, LaunchPlan
+from poprun.plan.plan import LaunchPlan
 from poprun.render.words import bound_to, instances_of_host, launcher_of, size_of, stands_for, threads_of
 from poprun.text.ranges import fold_hosts, fold_numbers, numbered
 from poprun.text.screen import visible
@@ -39,8 +39,11 @@ _NUM_SHOWN: Final = 3
 _MAX_HOSTS_LENGTH: Final = 30
 _MAX_VALUE_LENGTH: Final = 24  # a longer value pushes its origin to the right
 _IPUS: Final = "virtual IPUs"
-_HEADINGS: Final = ("host", "instance", "replicas", _IPUS, "stands for")
-_STYLES: Final = ("bold", "green", "yellow", "magenta", "cyan")
+_PLACES: Final = ("stage", "shard", "part")
+"""The columns of a shared replica, of which a plan has those that say where in it an instance is."""
+
+_HEADINGS: Final = ("host", "instance", "replicas", *_PLACES, _IPUS, "stands for")
+_STYLES: Final = ("bold", "green", "yellow", "yellow", "yellow", "yellow", "magenta", "cyan")
 _FOLDED_HOSTS: Final = "the same on each"
 _FOLDED_INSTANCES: Final = "one after another"
 _KEPT: Final = "\n\t" + "".join(map(chr, range(0xDC80, 0xDD00)))
@@ -78,7 +81,9 @@ def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> st
 def _placements(plan: LaunchPlan, width: int) -> Table:
     gap = 2 if width >= _WHOLE_WIDTH else 1
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, gap, 0, 0))
-    kept = [number for number, heading in enumerate(_HEADINGS) if heading != _IPUS or width >= _WHOLE_WIDTH]
+    left_out = {_IPUS} if width < _WHOLE_WIDTH else set()
+    left_out |= {*_PLACES} - {*plan.parallelism.place_of(0)}
+    kept = [number for number, heading in enumerate(_HEADINGS) if heading not in left_out]
     for number in kept:
         heading = _HEADINGS[number]
         table.add_column(heading, style=_STYLES[number], overflow="fold", no_wrap=heading in _HEADINGS[1:-1])
@@ -111,26 +116,27 @@ def _host_rows(plan: LaunchPlan, host_index: int) -> Iterator[Sequence[str]]:
     """The rows of one host's instances, those in the middle folded into one when they are many."""
     indices = instances_of_host(plan, host_index)
     num_shown = len(indices) if len(indices) <= _MAX_INSTANCES else _NUM_SHOWN
-    yield _instance_row(plan.instance(indices[0]), plan.hosts[host_index])
+    yield _instance_row(plan, indices[0], plan.hosts[host_index])
     for index in indices[1:num_shown]:
-        yield _instance_row(plan.instance(index))
+        yield _instance_row(plan, index)
     if num_shown < len(indices):
         yield ("", *_span(plan, indices[num_shown], indices[-1]), _FOLDED_INSTANCES)
-        yield _instance_row(plan.instance(indices[-1]))
+        yield _instance_row(plan, indices[-1])
 
 
-def _instance_row(instance: InstancePlan, host: str = "") -> Sequence[str]:
-    replicas, ipus = fold_numbers(instance.replicas), fold_numbers(instance.ipus)
-    return (host, str(instance.index), replicas, ipus, stands_for(instance))
+def _instance_row(plan: LaunchPlan, index: int, host: str = "") -> Sequence[str]:
+    return (host, *_span(plan, index, index + 1), stands_for(plan.instance(index)))
 
 
 def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
     """The instances from ``first`` up to ``last``, that one left out, as one row's cells."""
-    local = plan.layout.num_local_replicas
+    instances, size = range(first, last), plan.parallelism.instances_per_replica
+    places = [plan.parallelism.place_of(index) for index in instances[:size]]
+    numbers_of = ((place[name] for place in places if name in place) for name in _PLACES)
     start, end = plan.instance(first).ipus, plan.instance(last - 1).ipus
     ipus = range(min(start.start, end.start), max(start.stop, end.stop))
-    numbers = (range(first, last), range(first * local, last * local), ipus)
-    return tuple(map(fold_numbers, numbers))
+    inside = (sorted(set(numbers)) for numbers in numbers_of)
+    return tuple(map(fold_numbers, (instances, plan.replicas_of(instances), *inside, ipus)))
 
 
 def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ A cell spans what belongs to it in the rows below. A table wider than ``MAX_WIDT
 up: the replicas of an instance into one range, then the instances of a host, then the hosts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,33 +14,35 @@ from poprun.text.ranges import fold_hosts, fold_numbers
 MAX_WIDTH: Final = 118
 
 _TITLE: Final = "poprun topology"
-_LABELS: Final = ("hosts", "ILDs", "instances", "cores", "replicas")
-_LABEL_WIDTH: Final = max(map(len, _LABELS))
+_LABEL_WIDTH: Final = len("instances")
 _TITLE_WIDTH: Final = len(_TITLE) + 2 - (_LABEL_WIDTH + 3)  # columns of the title that are not above labels
 _MAX_HOSTS_LENGTH: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The rows of a table; the cells of each row span equally many cells of the last row."""
+    """The rows of a table, by label; the cells of each row span equally many cells of the last row."""
 
     hosts: Sequence[str]
-    instances: Sequence[str]
-    replicas: Sequence[str]
-    cores: Sequence[str] = ()
+    rows: Mapping[str, Sequence[str]]
     ilds: Sequence[str] = ("0",)
 
     @property
     def labelled_rows(self) -> Sequence[tuple[str, Sequence[str]]]:
         """The rows that are shown."""
-        rows = (self.hosts, self.ilds, self.instances, self.cores, self.replicas)
-        return [(label, row) for label, row in zip(_LABELS, rows, strict=True) if row]
+        rows = {"hosts": self.hosts, "ILDs": self.ilds, **self.rows}
+        return [(label, row) for label, row in rows.items() if row]
+
+    @property
+    def leaves(self) -> Sequence[str]:
+        """The last row."""
+        return self.labelled_rows[-1][1]
 
     @property
     def leaf_width(self) -> int:
         """Width of a cell of the last row such that every text above fits its span."""
-        num_leaves = len(self.replicas)
-        widest = max(map(len, self.replicas))
+        num_leaves = len(self.leaves)
+        widest = max(map(len, self.leaves))
         for _, row in self.labelled_rows:
             needed = max(_TITLE_WIDTH // len(row), *(len(text) + 2 for text in row))
             span = num_leaves // len(row)
@@ -50,7 +52,7 @@ class _Cells:
     @property
     def width(self) -> int:
         """Columns of everything to the right of the labels."""
-        return len(self.replicas) * (self.leaf_width + 3) - 1
+        return len(self.leaves) * (self.leaf_width + 3) - 1
 
 
 def render_text(plan: LaunchPlan) -> str:
@@ -69,7 +71,7 @@ def render_text(plan: LaunchPlan) -> str:
 
 
 def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
-    if row is cells.replicas:
+    if row is cells.leaves:
         return (f" {text:<{cells.leaf_width}} " for text in row)
     span = (cells.width + 1) // len(row) - 1
     return (f"{text:^{span}}" for text in row)
@@ -77,26 +79,57 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
 
 def _with_ilds(cells: _Cells, num_ilds: int) -> _Cells:
     """``cells`` with a cell for each IPU-Link domain where that divides their columns, else with one for all."""
-    divides = len(cells.replicas) % num_ilds == 0
+    divides = len(cells.leaves) % num_ilds == 0
     return replace(cells, ilds=_items(num_ilds) if divides else [fold_numbers(range(num_ilds))])
 
 
 def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
     """The tables from the fullest to the second narrowest; those with too many cells to fit are left out."""
     num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
-    if num_replicas <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _items(num_instances), _items(num_replicas), _bound_cores(plan))
-    if num_instances <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _items(num_instances), _shares(num_replicas, num_instances), _bound_cores(plan))
+    if plan.parallelism.is_shared:
+        if num_instances <= MAX_WIDTH:
+            yield _Cells(plan.hosts, _shared_rows(plan))
+    elif num_replicas <= MAX_WIDTH:
+        yield _Cells(plan.hosts, _rows(_items(num_instances), _items(num_replicas), _bound_cores(plan)))
+    if num_instances <= MAX_WIDTH and not plan.parallelism.is_shared:
+        shares = _shares(num_replicas, num_instances)
+        yield _Cells(plan.hosts, _rows(_items(num_instances), shares, _bound_cores(plan)))
     if num_hosts <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _shares(num_instances, num_hosts), _shares(num_replicas, num_hosts))
+        yield _Cells(plan.hosts, _rows(*_ranges(plan, num_hosts)))
 
 
 def _folded_hosts(plan: LaunchPlan) -> _Cells:
     hosts = fold_hosts(plan.hosts)
     if len(hosts) > _MAX_HOSTS_LENGTH:
         hosts = f"{plan.hosts[0]} ... {plan.hosts[-1]} ({len(plan.hosts)} hosts)"
-    return _Cells((hosts,), _shares(plan.num_instances, 1), _shares(plan.num_replicas, 1))
+    return _Cells((hosts,), _rows(*_ranges(plan, 1)))
+
+
+def _rows(
+    instances: Sequence[str], replicas: Sequence[str], cores: Sequence[str] = ()
+) -> Mapping[str, Sequence[str]]:
+    return {"instances": instances, "cores": cores, "replicas": replicas}
+
+
+def _shared_rows(plan: LaunchPlan) -> Mapping[str, Sequence[str]]:
+    """The rows of replicas that instances share, each with a cell for each instance below it."""
+    size, tensor = plan.parallelism.instances_per_replica, plan.parallelism.tensor
+    places = [plan.parallelism.place_of(index) for index in range(plan.num_instances)]
+    return {
+        "replicas": [str(place["replica"]) for place in places[::size]],
+        "stages": [str(place["stage"]) for place in places[::tensor] if "stage" in place],
+        "shards": [str(place["shard"]) for place in places if "shard" in place],
+        "parts": [str(place["part"]) for place in places if "part" in place],
+        "cores": _bound_cores(plan),
+        "instances": _items(plan.num_instances),
+    }
+
+
+def _ranges(plan: LaunchPlan, num_parts: int) -> tuple[list[str], list[str]]:
+    """The instances dealt to ``num_parts`` ranges, and the replicas of each."""
+    size = plan.num_instances // num_parts
+    instances = [range(part * size, (part + 1) * size) for part in range(num_parts)]
+    return [*map(fold_numbers, instances)], [fold_numbers(plan.replicas_of(part)) for part in instances]
 
 
 def _items(count: int) -> list[str]:

@@ -15,12 +15,22 @@ def size_of(plan: LaunchPlan) -> str:
     return " · ".join(
         [
             counted(plan.num_instances, "instance"),
-            counted(plan.num_replicas, "replica"),
+            counted(plan.num_replicas, "replica") + sharing_of(plan),
             counted(plan.num_replicas * plan.ipus_per_replica, "virtual IPU"),
             *([counted(plan.num_ilds, "IPU-Link domain")] if plan.num_ilds > 1 else ()),
             counted(len(plan.hosts), "host"),
         ]
     )
+
+
+def sharing_of(plan: LaunchPlan) -> str:
+    """How the instances of a replica share it, such as `` of 4 instances (2 stages of 2 shards)``, or ""."""
+    parallelism = plan.parallelism
+    if not parallelism.is_shared:
+        return ""
+    shards = counted(parallelism.tensor, "shard")
+    sizes = f" ({counted(parallelism.pipeline, 'stage')} of {shards})" if parallelism.has_mesh else ""
+    return f" of {parallelism.instances_per_replica} instances{sizes}"
 
 
 def stands_for(instance: InstancePlan) -> str:
@@ -54,10 +64,10 @@ def launcher_of(plan: LaunchPlan) -> str:
 
 
 def threads_of(plan: LaunchPlan) -> str:
-    """The threads of a replica, as ``OMP_NUM_THREADS`` will say."""
+    """The threads of a replica, or of each instance that shares one, as ``OMP_NUM_THREADS`` will say."""
     if plan.threads_per_replica is None:
         return "as OMP_NUM_THREADS says"
-    return f"{plan.threads_per_replica} per replica"
+    return f"{plan.threads_per_replica} per {'instance' if plan.parallelism.is_shared else 'replica'}"
 
 
 def describe_host(plan: LaunchPlan, index: int) -> str:
@@ -78,7 +88,7 @@ def describe_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
     lines = [
         f"instance {instance.index}",
         f"on host {instance.host}, number {instance.local_index} there",
-        numbered("replica", instance.replicas),
+        plan.parallelism.describe([instance.index]) or numbered("replica", instance.replicas),
         f"{numbered('virtual IPU', instance.ipus)}: {stands_for(instance)}",
         domains_of(plan, [instance.index]),
         "" if instance.binding is None else f"bound to {bound_to(instance.binding)}",
@@ -111,6 +121,4 @@ def instances_of_host(plan: LaunchPlan, index: int) -> range:
 
 
 def _ranges(plan: LaunchPlan, instances: range) -> list[str]:
-    local = plan.layout.num_local_replicas
-    replicas = range(instances.start * local, instances.stop * local)
-    return [numbered("instance", instances), numbered("replica", replicas)]
+    return [numbered("instance", instances), numbered("replica", plan.replicas_of(instances))]

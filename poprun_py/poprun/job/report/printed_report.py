@@ -8,13 +8,23 @@ from dataclasses import replace
 from typing import Final
 
 from popdist.errors import name_instances
+from popdist.layout import Parallelism
 from poprun.job.record import JobEnd, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.state import RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, describe_code, name_code, shell_code
+from poprun.job.state import (
+    RUNTIME_KILLED,
+    SHIM_KILLED,
+    InstanceStatus,
+    describe_code,
+    name_code,
+    name_with_place,
+    shell_code,
+)
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.probe.program import words_for_own_python
+from poprun.text.ranges import numbered
 from poprun.text.screen import Level, log
 
 _MAX_SURVIVORS: Final = 10
@@ -108,7 +118,7 @@ def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
             "popdist nor torch.distributed nor MPI connected them; call popdist.init() or init_process_group(), "
             f"or tell the library of {plan.num_instances_per_host} devices (TensorFlow reads TF_CONFIG)"
         )
-    if plan.num_replicas == num:
+    if plan.num_replicas <= num:
         return ""
     return (
         f"warning: no instance used popdist, so this was a job of {num}, not of {plan.num_replicas} replicas: "
@@ -134,7 +144,7 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
         f"{which}: {failed.problem or describe_code(failed.exit_code or 0)} ({_place(failed, plan)})",
         *([f"  {why}"] if why else []),
         *(f"  | {line}" for line in said.lines),
-        *(f"  {line}" for line in describe_others(failed, end.statuses, findings.words)),
+        *(f"  {line}" for line in describe_others(failed, end.statuses, findings.words, plan.parallelism)),
     ]
 
 
@@ -157,9 +167,8 @@ def _render_survivors(survivors: Sequence[int]) -> str:
 
 def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
     instance = plan.instance(failed.index)
-    first, last = instance.replicas[0], instance.replicas[-1]
-    replicas = f"replica {first}" if first == last else f"replicas {first}-{last}"
-    return f"host {instance.host}, {replicas}"
+    place = plan.parallelism.describe([failed.index]) or numbered("replica", instance.replicas)
+    return f"host {instance.host}, {place}"
 
 
 def without_tracebacks(launcher_output: Sequence[str]) -> list[str]:
@@ -228,7 +237,10 @@ def explain(
 
 
 def describe_others(
-    failed: InstanceStatus, statuses: Sequence[InstanceStatus], words: Mapping[int, LastWords]
+    failed: InstanceStatus,
+    statuses: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    parallelism: Parallelism,
 ) -> list[str]:
     """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first."""
     cause = _kind(failed, words)
@@ -244,7 +256,7 @@ def describe_others(
         groups.setdefault(key, []).append(status.index)
         texts.setdefault(key, text)
     rows = [
-        (name_instances(indices), texts[key])
+        (name_with_place(indices, parallelism), texts[key])
         for key, indices in sorted(groups.items(), key=lambda item: item[0][0])
     ]
     if len(rows) > MAX_OTHER_LINES:

@@ -65,12 +65,14 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
         "survivors": list(end.survivors),
         "instances": [
-            _instance_to_dict(plan.instance(status.index, given), end, status) for status in end.statuses
+            _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],
     }
 
 
-def _instance_to_dict(instance: InstancePlan, end: JobEnd, status: InstanceStatus) -> dict[str, object]:
+def _instance_to_dict(
+    plan: LaunchPlan, instance: InstancePlan, end: JobEnd, status: InstanceStatus
+) -> dict[str, object]:
     code = status.exit_code
     findings = end.findings or Findings()
     words = findings.words_of(status.index)
@@ -79,6 +81,7 @@ def _instance_to_dict(instance: InstancePlan, end: JobEnd, status: InstanceStatu
         "index": status.index,
         "host": instance.host,
         "replicas": fold_numbers(instance.replicas),
+        **({"place": place} if (place := plan.parallelism.place_of(status.index)) else {}),
         "ipus": fold_numbers(instance.ipus),
         "devices": list(instance.devices),
         "exit_code": None if code is None else shell_code(code),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE
+from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.picture.blocks import (
     Block,
     cut,
@@ -72,7 +73,7 @@ def draw(scene: Scene, describe: Description) -> Block:
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
     picture = drawer.hosts()
-    legend = _legend(drawer.framed)
+    legend = _legend(drawer.framed, "/".join(scene.plan.parallelism.place_of(0)) or "replica")
     children = [*picture.children, legend.at(0, picture.height + _LEGEND)]
     return Block(max(picture.width, legend.width), picture.height + _LEGEND + legend.height, children)
 
@@ -83,15 +84,15 @@ class _Drawer:
     def __init__(self, scene: Scene, sizes: PartSizes, framed: Framing, describe: Description) -> None:
         self.scene, self.plan, self.sizes, self.framed = scene, scene.plan, sizes, framed
         self.describe = describe
-        num_chips, num_replicas = len(scene.first_instance.ipus), scene.plan.layout.num_local_replicas
+        num_chips = len(scene.first_instance.ipus)
         self.chip_columns = _chip_columns(num_chips)
         self.chips_size = size_of_grid(num_chips, self.chip_columns, sizes.chip, sizes.space)
-        self.num_bars = num_replicas if num_replicas <= sizes.max_bars else 1
         self.has_words = sizes.is_wordy or self._widest_label(has_words=True) <= self.chips_size[0]
-        num_parts, num_texts = self.num_bars + 3 + sizes.is_wordy, 1 + sizes.is_wordy
+        num_bars = len(self._bar_labels(scene.first_instance.plan, has_words=self.has_words))
+        num_parts, num_texts = num_bars + 3 + sizes.is_wordy, 1 + sizes.is_wordy
         self.box_size = (
             max(self.chips_size[0], self._widest_label(has_words=self.has_words)) + 2 * sizes.space,
-            num_texts * sizes.text + self.chips_size[1] + self.num_bars * sizes.bar + num_parts * sizes.space,
+            num_texts * sizes.text + self.chips_size[1] + num_bars * sizes.bar + num_parts * sizes.space,
         )
 
     def hosts(self) -> Block:
@@ -180,12 +181,12 @@ class _Drawer:
             chip_x, chip_y = place_in_grid(index, self.chip_columns, sizes.chip, sizes.space)
             children.append(self.chip(ipu, (left + chip_x, y + chip_y), "ipu odd" if is_odd else "ipu"))
         y += self.chips_size[1] + sizes.space
-        children += self.bars(instance.replicas, y)
+        children += self.bars(instance, y)
         if sizes.is_wordy:
             words = cut(stands_for(instance), width - sizes.space, sizes.text - 1)
             place = (width // 2, height - sizes.space - sizes.text // 8)
             children.append(text(words, place, sizes.text - 1, "note"))
-        hue = f"instance h{instance.index % NUM_HUES}"
+        hue = f"instance h{hue_of(self.plan, instance)}"
         return self.described(hue, describe_instance(self.plan, instance), self.box_size, children)
 
     def bands(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
@@ -207,16 +208,13 @@ class _Drawer:
         rect = element("rect", class_=class_, x=place[0], y=place[1], width=width, height=height, rx=size // 4)
         return rect + text(word, (place[0] + width // 2, middle(place[1], height, size)), size)
 
-    def bars(self, replicas: range, y: int) -> Iterator[str]:
-        """A bar for each replica, or one for all of them."""
+    def bars(self, instance: InstancePlan, y: int) -> Iterator[str]:
+        """A bar for each replica, or for the place in a shared one, or one for all of that."""
         sizes, width = self.sizes, self.box_size[0] - 2 * self.sizes.space
-        has_one = self.num_bars < len(replicas)
-        for index in range(self.num_bars):
+        for index, words in enumerate(self._bar_labels(instance, has_words=self.has_words)):
             top = y + index * (sizes.bar + sizes.space)
             place = {"x": sizes.space, "y": top, "width": width, "height": sizes.bar, "rx": sizes.text // 4}
             yield element("rect", class_="bar", **place)
-            numbers = replicas if has_one else replicas[index : index + 1]
-            words = _label("replica", numbers, has_words=self.has_words)
             yield text(words, (sizes.space + width // 2, middle(top, sizes.bar, sizes.text)), sizes.text)
 
     def gap(self, words: str, size: tuple[int, int]) -> Block:
@@ -241,14 +239,30 @@ class _Drawer:
         """Width of what stands in a host: frames and cards around it take the rest."""
         return MAX_WIDTH - 16 * self.sizes.space
 
+    def _bar_labels(self, instance: InstancePlan, *, has_words: bool) -> list[str]:
+        """The texts of an instance's bars: a replica or a number of its place on each, or all on one."""
+        replicas, place = instance.replicas, self.plan.parallelism.place_of(instance.index)
+        if place and has_words and len(place) <= self.sizes.max_bars:
+            return [f"{name} {number}" for name, number in place.items()]
+        if place:
+            return ["/".join(map(str, place.values()))]
+        if len(replicas) > self.sizes.max_bars:
+            return [_label("replica", replicas, has_words=has_words)]
+        return [_label("replica", [replica], has_words=has_words) for replica in replicas]
+
     def _widest_label(self, *, has_words: bool) -> int:
         """Width of the widest label of an instance: those with the highest numbers."""
         sizes, last = self.sizes, self.plan.instance(self.plan.num_instances - 1)
-        replicas = last.replicas[-1:] if len(last.replicas) <= sizes.max_bars else last.replicas
         labels = [_label("instance", [last.index], has_words=has_words)]
-        labels += [_label("replica", replicas, has_words=has_words)]
+        labels += self._bar_labels(last, has_words=has_words)
         labels += [stands_for(last)[:24]] if sizes.is_wordy else []
         return max(text_width(words, sizes.text) for words in labels) + sizes.space
+
+
+def hue_of(plan: LaunchPlan, instance: InstancePlan) -> int:
+    """The colour of an instance: each has its own, or those of a shared replica have one."""
+    number = instance.part.replica if plan.parallelism.is_shared else instance.index
+    return number % NUM_HUES
 
 
 def _label(noun: str, numbers: Sequence[int], *, has_words: bool) -> str:
@@ -263,10 +277,10 @@ def _chip_columns(num_chips: int) -> int:
     return 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16  # noqa: PLR2004 - see above
 
 
-def _legend(framed: Framing) -> Block:
-    """A line that says what each shape is; its origin is at the left of its base line."""
+def _legend(framed: Framing, bar: str) -> Block:
+    """A line that says what each shape is, such as a ``bar``; its origin is at the left of its base line."""
     x, children = 0, []
-    shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", "replica")]
+    shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", bar)]
     if framed.is_shaded:
         shapes.insert(3, ("ipu odd", "one of an odd IPU-Link domain (ILD)"))
     if framed.has_machines or framed.instances_per_machine > 1:
