@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from hashlib import sha256
 from types import MappingProxyType, UnionType
@@ -13,7 +13,7 @@ from popsize.errors import ModelError, shown
 from popsize.model import Layer, Model, Split, Transformer, transformer
 
 _MOST_DIGITS: Final = 12
-_LARGEST: Final = 10**_MOST_DIGITS - 1
+_LARGEST: Final = 10**24
 
 _GPT: Final = Transformer(
     layers=1, hidden=1, heads=1, sequence=1, vocab=50257, tied=True, dropout=False, fused_attention=True
@@ -27,16 +27,8 @@ def _gpt(layers: int, hidden: int, heads: int, sequence: int) -> Transformer:
 
 def _llama(version: int, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Transformer:
     vocab, sequence = {2: (32000, 4096), 3: (128256, 8192)}[version]
-    return replace(
-        _LLAMA,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=vocab,
-        sequence=sequence,
-    )
+    sizes = replace(_LLAMA, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    return replace(sizes, vocab=vocab, sequence=sequence)
 
 
 MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
@@ -73,11 +65,7 @@ FIELD_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "heads": ("num_attention_heads", "n_head", "n_heads"),
         "vocab": ("vocab_size", "padded_vocab_size"),
         "sequence": (
-            "max_position_embeddings",
-            "n_positions",
-            "max_seq_len",
-            "n_ctx",
-            "seq_length",
+            *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
             "max_sequence_length",
         ),
         "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
@@ -85,17 +73,14 @@ FIELD_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "head_width": ("head_dim", "kv_channels"),
     }
 )
-"""For each number the names that configurations of Hugging Face have for it; the first five have no default."""
+"""For each number the names that configurations of Hugging Face have for it."""
 
-_REQUIRED: Final = ("layers", "hidden", "heads", "vocab", "sequence")
+_USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "sequence": 2048}
+"""The numbers that have no default, with a value that an error shows."""
 
 
 def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
-    """The model that ``name`` says, with ``numbers`` such as ``layers=96`` in place of its own.
-
-    Raises:
-        ModelError: No model is called so, or a number is missing or not one.
-    """
+    """The model that ``name`` says, with ``numbers`` such as ``layers=96`` in place of its own."""
     given = model_numbers(numbers)
     if name in FAMILIES:
         missing = [key for key in ("layers", "hidden", "heads", "sequence") if key not in given]
@@ -115,11 +100,7 @@ def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
 
 
 def model_numbers(words: Iterable[str]) -> dict[str, Any]:
-    """The fields of a `Transformer` that words such as ``layers=96`` give.
-
-    Raises:
-        ModelError: A word names no field, gives it no value, or gives it a second time.
-    """
+    """The values of a `Transformer` that words such as ``layers=96`` give."""
     given: dict[str, Any] = {}
     for word in words:
         name, value = _number(word)
@@ -171,7 +152,7 @@ _GATED: Final = (
         "stablelm",
         "internlm",
     ),
-    *("baichuan", "minicpm", "exaone", "smollm", "chatglm", "glm4"),
+    *("internlm", "baichuan", "minicpm", "exaone", "smollm", "chatglm", "glm4"),
 )
 _GATES: Final = ("silu", "swish", "swiglu")
 _UNTIED: Final = (
@@ -191,16 +172,7 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 
 
 def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Model:
-    """The model that a Hugging Face ``config.json`` describes.
-
-    Args:
-        table: What the file holds.
-        origin: What errors call it.
-        numbers: Words such as ``sequence=1024`` that stand in place of the file's numbers.
-
-    Raises:
-        ModelError: A field lacks, or has no number; or it is a model that is not planned.
-    """
+    """The model that a Hugging Face ``config.json`` describes; ``numbers`` stand in place of the file's."""
     if not isinstance(table, dict):
         raise ModelError(f"{origin} is no configuration: it holds no object")
     if isinstance(table.get("text_config"), dict):
@@ -210,8 +182,8 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
     given = model_numbers(numbers)
     found = {
         name: number
-        for name, names in FIELD_NAMES.items()
-        if name not in given and (number := _field(table, names, origin, required=name in _REQUIRED))
+        for name in FIELD_NAMES
+        if name not in given and (number := _config_number(table, name, origin)) is not None
     }
     if table.get("multi_query") is True and not table.get("new_decoder_architecture"):
         found["kv_heads"] = 1
@@ -246,24 +218,21 @@ def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
         )
 
 
-def _field(table: Mapping[str, Any], names: tuple[str, ...], origin: str, *, required: bool) -> int:
-    """The number that stands below the first of ``names`` that there is; 0: there is none, and need not be."""
+def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | None:
+    """The value that a configuration has for ``number``, one of `FIELD_NAMES`; None: it has none, and need not."""
+    names = FIELD_NAMES[number]
     name = next((name for name in names if table.get(name) is not None), None)
-    if name is None:
-        if not required:
-            return 0
-        number = next(key for key, known in FIELD_NAMES.items() if known is names)
+    if name is None and number in _USUAL:
         raise ModelError(
             f"{origin} has no {names[0]} ({', or '.join(names[1:])}): give {number}=… behind it, such as "
             f"{number}={_USUAL[number]}"
         )
-    value = table[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not required <= value <= _LARGEST:
+    value = None if name is None else table[name]
+    if value is None or (value == 0 and number not in _USUAL):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**_MOST_DIGITS:
         raise ModelError(f"{origin}: {name} is {shown(value)}, and should be a positive number")
     return value
-
-
-_USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "sequence": 2048}
 
 
 def _printable(name: str) -> str:
@@ -272,8 +241,6 @@ def _printable(name: str) -> str:
 
 
 _LONGEST_NAME: Final = 80
-
-
 _MODEL_FILE: Final = 1
 """Version of the file that `model_text` writes."""
 
@@ -289,86 +256,78 @@ def model_digest(model: Model) -> str:
 
 
 def model_of(table: Mapping[str, Any], origin: str) -> Model:
-    """The model in what `model_text` wrote.
-
-    Raises:
-        ModelError: Something lacks, or is of another kind.
-    """
-    version = table.get("popsize_model")
-    if version is True or version != _MODEL_FILE:
-        raise ModelError(f"{origin} has version {shown(version)}; this one reads {_MODEL_FILE}: describe it again")
+    """The model in what `model_text` wrote; ModelError where something lacks, or is of another kind."""
+    if table.get("popsize_model") != _MODEL_FILE or table["popsize_model"] is True:
+        version = shown(table.get("popsize_model"))
+        raise ModelError(f"{origin} has version {version}; this one reads {_MODEL_FILE}: describe it again")
     try:
-        model = Model(
-            name=_printable(_value(table, "name", str)) or origin,
-            sequence=_value(table, "sequence", int),
-            layers=tuple(map(_layer, _value(table, "layers", list))),
-            divisors=tuple(map(_divisor, _value(table, "divisors", list, least=0))) or _UNDIVIDED,
-            tied_parameters=_value(table, "tied_parameters", float),
-        )
+        found: dict[str, Any] = _checked(table, _LEAST_MODEL, "it")
     except (TypeError, ValueError) as error:
         raise ModelError(f"{origin} is no model that describe(...).save() wrote: {error}") from None
+    model = Model(
+        name=_printable(found["name"]) or origin,
+        sequence=found["sequence"],
+        layers=tuple(map(_layer, found["layers"])),
+        divisors=tuple((_printable(name), number) for name, number in found["divisors"]) or _UNDIVIDED,
+        tied_parameters=found["tied_parameters"],
+    )
     if model.num_parameters <= 0:
         raise ModelError(f"{origin} is a model of {model.num_parameters:g} parameters")
     return model
 
 
+def _layer(table: dict[str, Any]) -> Layer:
+    """A layer from JSON that was checked."""
+    splits = {key: Split(**value) for key, value in table.items() if isinstance(value, dict)}
+    return Layer(**table | splits | {"name": _printable(table["name"]) or "layer", "parts": tuple(table["parts"])})
+
+
 _UNDIVIDED: Final = (("largest_tensor_group", 1),)
 """The divisors of a model of which is not known what divides it."""
 
-_LEAST: Final = {"count": 1, "sequence": 1, "number": 1}
-"""The least value of numbers that may not be 0."""
+_LEAST_LAYER: Final = asdict(Layer(name="", parameters=Split(), can_recompute=False)) | {"parts": [0.0]}
+_LEAST_MODEL: Final = {
+    "popsize_model": _MODEL_FILE,
+    "name": "",
+    "sequence": 1,
+    "layers": [_LEAST_LAYER],
+    "divisors": [("", 1)],
+    "tied_parameters": 0.0,
+}
+"""A file of a model with the least numbers that it may have; a list may have more of what it has here."""
 
-_KINDS: Final[Mapping[object, tuple[type | UnionType, str]]] = MappingProxyType(
-    {
-        str: (str, "a text"),
-        int: (int, "a whole number"),
-        float: (int | float, "a number"),
-        bool: (bool, "true or false"),
-        list: (list, "a list"),
-        Split: (dict, "an object"),
-        tuple[float, ...]: (list, "a list of numbers"),
-    }
+_KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
+    (bool, bool, "true or false"),
+    (int, int, "a whole number"),
+    (float, int | float, "a number"),
+    (str, str, "a text"),
+    (dict, dict, "an object"),
+    (tuple, list, "a name and a number"),
+    (list, list, "a list"),
 )
-"""For each kind of value what JSON has for it, and what errors call it."""
+"""For each kind of value in `_LEAST_MODEL` what JSON has for it, and what errors call it."""
 
 
-def _value(table: Mapping[str, Any], name: str, kind: object, least: int = 1) -> Any:  # noqa: ANN401 - of any kind
-    """The field ``name`` of a table from JSON, which must be of ``kind``; a list has ``least`` values or more."""
-    if name not in table:
-        raise ValueError(f"it has no {name}")
-    value: Any = table[name]
-    type_, word = _KINDS[kind]
-    is_of_kind = isinstance(value, type_) and (kind is bool or not isinstance(value, bool))
+def _checked(value: Any, least: Any, name: str) -> Any:  # noqa: ANN401 - any value that JSON has
+    """``value`` called ``name``, which must be of the kind of ``least`` and have all that this has."""
+    kind, word = next((kind, word) for own, kind, word in _KINDS if isinstance(least, own))
+    is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not is_of_kind:
         raise TypeError(f"{name} is {shown(value)}, and should be {word}")
-    if kind in (int, float) and not _LEAST.get(name, 0) <= value <= (_LARGEST if kind is int else _LARGEST**2):
+    if isinstance(least, dict):
+        if unknown := value.keys() - least.keys():
+            raise ValueError(f"{name} has {shown(min(unknown))}")
+        if lacking := least.keys() - value.keys():
+            raise ValueError(f"{name} has no {min(lacking)}")
+        return {key: _checked(value[key], one, key) for key, one in least.items()}
+    if isinstance(least, tuple):
+        if len(value) != len(least):
+            raise TypeError(f"{name} is {shown(value)}, and should be {word}")
+        return [_checked(part, one, name) for part, one in zip(value, least, strict=True)]
+    if isinstance(least, list):
+        if not value and name != "divisors":
+            raise ValueError(f"{name} is empty")
+        return [_checked(one, least[0], f"one of {name}") for one in value]
+    if isinstance(value, int | float) and not least <= value <= _LARGEST:
         raise ValueError(f"{name} is {shown(value)}, which no model has")
-    if isinstance(value, list) and len(value) < least:
-        raise ValueError(f"{name} is empty")
-    if kind is Split:
-        return Split(**_fields(value, Split, name))
-    if kind == tuple[float, ...]:
-        return tuple(_value({name: one}, name, float) for one in value)
     return value
-
-
-def _fields(table: object, kind: type[Layer | Split], name: str) -> dict[str, Any]:
-    """The values of a table from JSON that stands for a dataclass; what has a default may lack."""
-    known = {f.name: f for f in fields(kind)}
-    if not isinstance(table, dict) or (unknown := table.keys() - known.keys()):
-        raise ValueError(f"{name} has {shown(table if not isinstance(table, dict) else min(unknown))}")
-    needed = {key for key, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
-    return {key: _value(table, key, f.type) for key, f in known.items() if key in table or key in needed}
-
-
-def _layer(table: object) -> Layer:
-    """A layer from JSON."""
-    layer = Layer(**_fields(table, Layer, "a layer"))
-    return replace(layer, name=_printable(layer.name) or "layer")
-
-
-def _divisor(pair: object) -> tuple[str, int]:
-    """A divisor from JSON: its name and its number."""
-    if not isinstance(pair, list) or [type(one) for one in pair] != [str, int]:
-        raise TypeError(f"a divisor is {shown(pair)}, and should be a name and a number")
-    return _printable(pair[0]), _value({"number": pair[1]}, "number", int)
