@@ -49,21 +49,13 @@ _DELIMITERS: Final = (";", "\t", "|")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row of the file.
+    """A row of the file."""
 
-    Attributes:
-        line: Its line in the file; the first has number 1.
-        row: Its columns as they were read, also those that say nothing about a case.
-        workload: Its model, machine and training; None: the row has an error.
-        predicted: What is predicted; None likewise.
-        error: What is wrong with it.
-    """
-
-    line: int
-    row: Table[str, str]
-    workload: Workload | None = None
-    predicted: Candidate | None = None
-    error: str = ""
+    line: int  # its line in the file; the first has number 1
+    row: Table[str, str]  # its columns as they were read, also those that say nothing about a case
+    workload: Workload | None = None  # its model, machine and training; None: the row has an error
+    predicted: Candidate | None = None  # what is predicted; None likewise
+    error: str = ""  # what is wrong with it
 
 
 def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:

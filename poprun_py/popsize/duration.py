@@ -13,27 +13,16 @@ from popsize.stages import Stage, shown_stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """Seconds of a step, by what they are spent on, on the device that the step waits for.
+    """Seconds of a step, by what they are spent on, on the device that the step waits for."""
 
-    Attributes:
-        layers: Forward and backward passes, with what is recomputed.
-        tensor: Sums over the tensor group.
-        bubble: Waiting for the pipeline to fill and to drain.
-        stages: Sending activations between stages.
-        replicas: Sums of gradients over replicas.
-        gathering: Gathering sharded weights.
-        optimizer: The update.
-        streaming: Reading and writing the slower memory, as far as nothing else runs meanwhile.
-    """
-
-    layers: float
-    tensor: float
-    bubble: float
-    stages: float
-    replicas: float
-    gathering: float
-    optimizer: float
-    streaming: float
+    layers: float  # forward and backward passes, with what is recomputed
+    tensor: float  # sums over the tensor group
+    bubble: float  # waiting for the pipeline to fill and to drain
+    stages: float  # sending activations between stages
+    replicas: float  # sums of gradients over replicas
+    gathering: float  # gathering sharded weights
+    optimizer: float  # the update
+    streaming: float  # waiting for the slower memory, as far as nothing is computed meanwhile
 
     @property
     def total(self) -> float:
@@ -104,24 +93,23 @@ def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
     last = workload.model.layers[-1]
     if mapping.pipeline == 1 or not last.loss_bytes.divided:
         return 0.0
-    passes = _layer_passes(last, workload.machine, workload.training, _way(workload, mapping), workload.constants)
+    passes = _layer_passes(last, workload, _way(workload, mapping))
     return (mapping.pipeline - 1) * workload.constants.drained_logits * passes.total
 
 
 def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes:
     """The passes of a micro batch through ``stage``."""
-    machine, training = workload.machine, workload.training
     way = _way(workload, mapping)
-    passes = [(n, _layer_passes(layer, machine, training, way, workload.constants)) for layer, n in stage.layers]
+    passes = [(n, _layer_passes(layer, workload, way)) for layer, n in stage.layers]
     return _Passes(sum(n * one.layers for n, one in passes), sum(n * one.tensor for n, one in passes))
 
 
 @lru_cache(maxsize=8192)
-def _layer_passes(layer: Layer, machine: Machine, training: Training, way: _Way, constants: Constants) -> _Passes:
+def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
     """The forward and backward pass of a micro batch through one layer, on each device of a tensor group."""
     tensor, micro_batch, recompute, sequence_parallel, is_near = way
-    device = machine.device
-    width = 1 if training.half else 2
+    training, constants, width = workload.training, workload.constants, workload.width
+    device = workload.machine.device
     speed = device.flops_at(training.precision) * constants.matmul_efficiency
     moved = device.memory_bytes_per_second * constants.memory_efficiency / width
     again = recompute if layer.can_recompute else "none"
@@ -142,15 +130,9 @@ def _layer_passes(layer: Layer, machine: Machine, training: Training, way: _Way,
         started += constants.unfused_kernels
     sums = 0.0
     if tensor > 1:
-        ring = Exchange(
-            layer.name,
-            tensor_rounds(layer, recompute),
-            micro_batch * layer.output_bytes * width,
-            tensor,
-            1,
-            is_near,
-        )
-        sums = ring.seconds(machine, constants)
+        size = micro_batch * layer.output_bytes * width
+        ring = Exchange("tensor", tensor_rounds(layer, recompute), size, tensor, stride=1, is_near=is_near)
+        sums = ring.seconds(workload.machine, constants)
     if device.launches_ahead:
         busy = max(busy, started * constants.launch_seconds - sums)
         busy += constants.outside_seconds if layer.loss_bytes.divided else 0.0
@@ -169,23 +151,14 @@ def _parameter_bytes(parameters: float, passes: int, training: Training) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What each device of a group sends in a step.
+    """What each device of a group sends in a step."""
 
-    Attributes:
-        name: The term of `Duration` that it belongs to.
-        rounds: How often the bytes go round: a sum takes 2, scattering or gathering 1.
-        size: Bytes of a device's whole buffer.
-        devices: Devices of a group.
-        stride: Devices from one of them to the next; as many groups share the network of a host.
-        is_near: Whether each group is inside a host.
-    """
-
-    name: str
-    rounds: float
-    size: float
-    devices: int
-    stride: int
-    is_near: bool
+    name: str  # the term of `Duration` that it belongs to
+    rounds: float  # how often the bytes go round: a sum takes 2, scattering or gathering 1
+    size: float  # bytes of a device's whole buffer
+    devices: int  # devices of a group
+    stride: int  # devices from one of them to the next; as many groups share the network of a host
+    is_near: bool  # whether each group is inside a host
 
     @property
     def sent(self) -> float:
@@ -265,12 +238,8 @@ def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) 
     """Seconds of the update: it reads gradients, reads and writes its state, and writes the weights."""
     training, device = workload.training, workload.machine.device
     moved = 2 * training.optimizer_bytes + training.gradient_bytes + training.weight_bytes
-    return (
-        parameters
-        / mapping.optimizer_shards
-        * moved
-        / (device.memory_bytes_per_second * workload.constants.memory_efficiency)
-    )
+    speed = device.memory_bytes_per_second * workload.constants.memory_efficiency
+    return parameters / mapping.optimizer_shards * moved / speed
 
 
 def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:

@@ -16,23 +16,15 @@ _HALVINGS: Final = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one device, by kind.
+    """Bytes on one device, by kind."""
 
-    Attributes:
-        weights: The model's weights.
-        gradients: Their gradients.
-        optimizer: The optimizer's state, with the 32-bit copy of 16-bit weights.
-        activations: What forward passes leave for backward passes.
-        workspace: What is needed for a moment: gathered weights, a recomputed layer, the loss; and the driver's.
-        streaming: What waits in the slower memory beside the device.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
+    weights: float  # the model's weights
+    gradients: float  # their gradients
+    optimizer: float  # the optimizer's state, with the 32-bit copy of 16-bit weights
+    activations: float  # what forward passes leave for backward passes
+    # what is needed for a moment: gathered weights, a recomputed layer, the loss; and the driver's
     workspace: float
-    streaming: float = 0.0
+    streaming: float = 0.0  # what waits in the slower memory beside the device
 
     @property
     def total(self) -> float:

@@ -27,27 +27,16 @@ def gib(size: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Device:
-    """One accelerator, or the share of a CPU that one instance has.
+    """One accelerator, or the share of a CPU that one instance has."""
 
-    Attributes:
-        name: Such as ``A100-80GB``.
-        memory_bytes: Its own memory, as much as a program can use.
-        flops: Operations a second of its matrix units, for each precision.
-        memory_bytes_per_second: How fast its memory is read.
-        launches_ahead: Whether a CPU starts its kernels one by one, ahead of it, as those of a GPU.
-        operator_seconds: What an operation costs beside its work, where nothing runs ahead: on a CPU.
-        streaming_bytes: Slower memory beside it, which a program can use for what waits.
-        streaming_bytes_per_second: How fast that is read.
-    """
-
-    name: str
-    memory_bytes: float
-    flops: Mapping[str, float]
-    memory_bytes_per_second: float
-    launches_ahead: bool = False
-    operator_seconds: float = 0.0
-    streaming_bytes: float = 0.0
-    streaming_bytes_per_second: float = 0.0
+    name: str  # such as ``A100-80GB``
+    memory_bytes: float  # its own memory, as much as a program can use
+    flops: Mapping[str, float]  # operations a second of its matrix units, for each precision
+    memory_bytes_per_second: float  # how fast its memory is read
+    launches_ahead: bool = False  # whether a CPU starts its kernels one by one, ahead of it, as those of a GPU
+    operator_seconds: float = 0.0  # what an operation costs beside its work, where nothing runs ahead: on a CPU
+    streaming_bytes: float = 0.0  # slower memory beside it, which a program can use for what waits
+    streaming_bytes_per_second: float = 0.0  # how fast that is read
 
     def precision(self, asked: str | None) -> Precision:
         """``asked`` if the device has units for it; with None its usual one, of 16 bits if it has those."""
@@ -66,25 +55,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """Devices in hosts, and the links between them.
+    """Devices in hosts, and the links between them."""
 
-    Attributes:
-        name: Such as ``64xA100-80GB`` or ``POD64``.
-        device: What each device is.
-        num_devices: How many there are in all.
-        devices_per_host: How many share the fast links.
-        link_bytes_per_second: What one device sends to its neighbours in the host, one way.
-        network_bytes_per_second: What one host sends to others, all its network cards together, one way.
-        collective_seconds: What a collective of two devices waits for beside its bytes; 0: as on GPUs.
-    """
-
-    name: str
-    device: Device
-    num_devices: int
-    devices_per_host: int
-    link_bytes_per_second: float
-    network_bytes_per_second: float
-    collective_seconds: float = 0.0
+    name: str  # such as ``64xA100-80GB`` or ``POD64``
+    device: Device  # what each device is
+    num_devices: int  # how many there are in all
+    devices_per_host: int  # how many share the fast links
+    link_bytes_per_second: float  # what one device sends to its neighbours in the host, one way
+    network_bytes_per_second: float  # what one host sends to others, all its network cards together, one way
+    collective_seconds: float = 0.0  # what a collective of two devices waits for beside its bytes; 0: as on GPUs
 
 
 _LARGEST: Final = 10**12

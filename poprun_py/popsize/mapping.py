@@ -42,21 +42,14 @@ _LARGEST_ROOT: Final = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How the model is trained, whatever the mapping.
+    """How the model is trained, whatever the mapping."""
 
-    Attributes:
-        global_batch: Samples of a step, over all replicas.
-        precision: What is computed in.
-        optimizer: One of `OPTIMIZER_BYTES`.
-        gradient_bytes: Bytes of a gradient; 4 where it is added in 32 bits.
-        full_weights: Whether weights are kept in 32 bits and cast when they are used (autocast, FSDP), in place of
-            16-bit weights with a 32-bit copy in the optimizer.
-    """
-
-    global_batch: int
-    precision: Precision = "bf16"
-    optimizer: str = "adamw"
-    gradient_bytes: int = 4
+    global_batch: int  # samples of a step, over all replicas
+    precision: Precision = "bf16"  # what is computed in
+    optimizer: str = "adamw"  # one of `OPTIMIZER_BYTES`
+    gradient_bytes: int = 4  # bytes of a gradient; 4 where it is added in 32 bits
+    # whether weights are kept in 32 bits and cast when they are used (autocast, FSDP), in place of 16-bit weights
+    # with a 32-bit copy in the optimizer
     full_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -86,21 +79,13 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """What is mapped: a model, the machine that it is for, and how it is trained.
+    """What is mapped: a model, the machine that it is for, and how it is trained."""
 
-    Attributes:
-        model: The model.
-        machine: The machine; all its devices are used.
-        training: Batch, precision and optimizer.
-        memory_limit_bytes: How much of a device's memory may be used; None: all.
-        constants: What programs reach of the machine's figures.
-    """
-
-    model: Model
-    machine: Machine
-    training: Training
-    memory_limit_bytes: float | None = None
-    constants: Constants = CONSTANTS
+    model: Model  # the model
+    machine: Machine  # the machine; all its devices are used
+    training: Training  # batch, precision and optimizer
+    memory_limit_bytes: float | None = None  # how much of a device's memory may be used; None: all
+    constants: Constants = CONSTANTS  # what programs reach of the machine's figures
 
     def __post_init__(self) -> None:
         """Refuse what is too large to plan, and limits that are none."""
@@ -128,39 +113,22 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """How devices share the model; `tensor` times `pipeline` times `replicas` devices.
+    """How devices share the model; `tensor` times `pipeline` times `replicas` devices."""
 
-    Attributes:
-        tensor: Devices that share each layer.
-        pipeline: Stages that the layers are cut into.
-        replicas: Copies of the model that train on other samples.
-        micro_batch: Samples that a replica computes at once.
-        schedule: In which order a stage computes forward and backward passes.
-        interleave: Pieces of the model that a stage has, with ``interleaved``; 1 with the others.
-        recompute: What is computed again in the backward pass in place of being kept.
-        sequence_parallel: Whether a tensor group divides norms and dropout, too, along the sequence.
-        sharding: What is sharded over replicas.
-        weight_shards: Over how many replicas weights are sharded.
-        optimizer_shards: Over how many replicas the optimizer's state is sharded.
-        offload_activations: Whether activations wait in the slower memory beside the device.
-        offload_optimizer: Whether the optimizer's state is there.
-        phases: Parts of a stage's layers that are in memory one after the other; 1: all are.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    replicas: int = 1
-    micro_batch: int = 1
-    schedule: Schedule = "1f1b"
-    interleave: int = 1
-    recompute: Recompute = "none"
-    sequence_parallel: bool = False
-    sharding: Sharding = "none"
-    weight_shards: int = 1
-    optimizer_shards: int = 1
-    offload_activations: bool = False
-    offload_optimizer: bool = False
-    phases: int = 1
+    tensor: int = 1  # devices that share each layer
+    pipeline: int = 1  # stages that the layers are cut into
+    replicas: int = 1  # copies of the model that train on other samples
+    micro_batch: int = 1  # samples that a replica computes at once
+    schedule: Schedule = "1f1b"  # in which order a stage computes forward and backward passes
+    interleave: int = 1  # pieces of the model that a stage has, with ``interleaved``; 1 with the others
+    recompute: Recompute = "none"  # what is computed again in the backward pass in place of being kept
+    sequence_parallel: bool = False  # whether a tensor group divides norms and dropout, too, along the sequence
+    sharding: Sharding = "none"  # what is sharded over replicas
+    weight_shards: int = 1  # over how many replicas weights are sharded
+    optimizer_shards: int = 1  # over how many replicas the optimizer's state is sharded
+    offload_activations: bool = False  # whether activations wait in the slower memory beside the device
+    offload_optimizer: bool = False  # whether the optimizer's state is there
+    phases: int = 1  # parts of a stage's layers that are in memory one after the other; 1: all are
 
     @property
     def num_devices(self) -> int:

@@ -4,7 +4,7 @@ The equations of a transformer layer are those of Korthikanti et al., "Reducing 
 Transformer Models" (arXiv 2205.05198), widened to grouped-query heads, gated MLPs and fused attention.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
@@ -19,15 +19,10 @@ HALF_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """An amount of which tensor parallelism divides one part and repeats the other.
+    """An amount of which tensor parallelism divides one part and repeats the other."""
 
-    Attributes:
-        divided: The part that is divided over the devices of a tensor group.
-        whole: The part that each of these devices has in full, unless sequence parallelism divides it.
-    """
-
-    divided: float = 0.0
-    whole: float = 0.0
+    divided: float = 0.0  # the part that is divided over the devices of a tensor group
+    whole: float = 0.0  # the part that each of these devices has in full, unless sequence parallelism divides it
 
     def on_device(self, tensor: int, *, sequence_parallel: bool = False) -> float:
         """The amount on one device of a group of ``tensor`` devices."""
@@ -38,57 +33,42 @@ class Split:
         return Split(divided=self.divided + other.divided, whole=self.whole + other.whole)
 
 
+_NOTHING: Final = Split()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """A layer, or several equal ones that follow each other. All amounts are those of one layer.
+    """A layer, or several equal ones that follow each other. All amounts are those of one layer."""
 
-    Attributes:
-        name: Such as ``block`` or ``embedding``.
-        count: How many such layers follow each other.
-        parameters: Number of parameters.
-        kept: Bytes of 16-bit activations that a sample leaves for the backward pass.
-        cheap: The part of ``kept`` that selective recomputation saves (``recompute=attention``): what the core of
-            the attention leaves; with fused attention what torch's selective checkpointing computes again.
-        output_bytes: Bytes of the output of one sample, which the next layer reads: all that stays where the layer
-            is recomputed, and what is sent where the model is cut behind it.
-        cheap_flops: Operations of the matrix products that selective recomputation computes again.
-        matmul_flops: Operations of its matrix products in the forward pass of one sample; the backward pass has
-            twice as many.
-        attention_flops: Operations of the attention's products of activations, likewise.
-        score_bytes: Bytes that the attention's scores move in the forward pass of one sample.
-        memory_bytes: Bytes that its elementwise operations move in the forward pass of one sample.
-        num_kernels: Kernels of its forward pass; the backward pass counts as two.
-        num_reductions: All-reduces of ``output_bytes`` that tensor parallelism adds to its forward pass, and to
-            its backward pass.
-        loss_bytes: Bytes that a loss at its output needs for a sample, and not longer.
-        backward_bytes: Bytes of gradients of activations that its backward pass has at once for a sample, beside
-            what the forward pass kept and the gradient of its output.
-        largest_matrix: Parameters of its largest matrix: its gradient is computed apart, and then added.
-        mask_heads: Heads whose scores are masked and scaled in a kernel of their own; 0: attention is fused, or
-            there is none.
-        can_recompute: Whether recomputation applies to it: not to an embedding or to logits.
-        parts: Shares of its parameters between the places where a phase may end.
-    """
-
-    name: str
-    count: int = 1
-    parameters: Split
-    kept: Split = field(default_factory=Split)
-    cheap: Split = field(default_factory=Split)
-    cheap_flops: Split = field(default_factory=Split)
+    name: str  # such as ``block`` or ``embedding``
+    count: int = 1  # how many such layers follow each other
+    parameters: Split  # number of parameters
+    kept: Split = _NOTHING  # bytes of 16-bit activations that a sample leaves for the backward pass
+    # the part of ``kept`` that selective recomputation saves (``recompute=attention``): what the core of the
+    # attention leaves; with fused attention what torch's selective checkpointing computes again
+    cheap: Split = _NOTHING
+    cheap_flops: Split = _NOTHING  # operations of the matrix products that selective recomputation computes again
+    # bytes of the output of one sample, which the next layer reads: all that stays where the layer is recomputed,
+    # and what is sent where the model is cut behind it
     output_bytes: float = 0.0
-    matmul_flops: Split = field(default_factory=Split)
-    attention_flops: Split = field(default_factory=Split)
-    score_bytes: Split = field(default_factory=Split)
-    memory_bytes: Split = field(default_factory=Split)
-    num_kernels: float = 0.0
+    # operations of its matrix products in the forward pass of one sample; the backward pass has twice as many
+    matmul_flops: Split = _NOTHING
+    attention_flops: Split = _NOTHING  # operations of the attention's products of activations, likewise
+    score_bytes: Split = _NOTHING  # bytes that the attention's scores move in the forward pass of one sample
+    memory_bytes: Split = _NOTHING  # bytes that its elementwise operations move in the forward pass of one sample
+    num_kernels: float = 0.0  # kernels of its forward pass; the backward pass counts as two
+    # all-reduces of ``output_bytes`` that tensor parallelism adds to its forward pass, and to its backward pass
     num_reductions: int = 0
-    loss_bytes: Split = field(default_factory=Split)
-    backward_bytes: Split = field(default_factory=Split)
-    largest_matrix: Split = field(default_factory=Split)
+    loss_bytes: Split = _NOTHING  # bytes that a loss at its output needs for a sample, and not longer
+    # bytes of gradients of activations that its backward pass has at once for a sample, beside what the forward
+    # pass kept and the gradient of its output
+    backward_bytes: Split = _NOTHING
+    # parameters of its largest matrix: its gradient is computed apart, and then added
+    largest_matrix: Split = _NOTHING
+    # heads whose scores are masked and scaled in a kernel of their own; 0: attention is fused, or there is none
     mask_heads: int = 0
-    can_recompute: bool = True
-    parts: tuple[float, ...] = (1.0,)
+    can_recompute: bool = True  # whether recomputation applies to it: not to an embedding or to logits
+    parts: tuple[float, ...] = (1.0,)  # shares of its parameters between the places where a phase may end
 
     def stored(self, recompute: Recompute) -> Split:
         """Bytes that one sample leaves for the backward pass, with ``recompute``."""
@@ -101,22 +81,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A model: its layers in order, and what it may be divided by.
+    """A model: its layers in order, and what it may be divided by."""
 
-    Attributes:
-        name: What people call it.
-        sequence: Tokens of a sample; 1 for models without sequences.
-        layers: The layers, first to last.
-        divisors: What a tensor group has to divide: names and numbers, such as
-            ``(("heads", 96), ("hidden", 12288))``.
-        tied_parameters: Parameters of the last layer that are those of the first one; where these stand on two
-            stages, both have them.
-    """
-
-    name: str
-    sequence: int
-    layers: tuple[Layer, ...]
+    name: str  # what people call it
+    sequence: int  # tokens of a sample; 1 for models without sequences
+    layers: tuple[Layer, ...]  # the layers, first to last
+    # what a tensor group has to divide: names and numbers, such as ``(("heads", 96), ("hidden", 12288))``
     divisors: tuple[tuple[str, int], ...] = ()
+    # parameters of the last layer that are those of the first one; where these stand on two stages, both have them
     tied_parameters: float = 0.0
 
     @cached_property
@@ -138,77 +110,39 @@ class Model:
     @cached_property
     def flops_per_sample(self) -> float:
         """Operations of a forward and a backward pass of one sample, without recomputation."""
-        return 3 * sum(
-            layer.count
-            * (
-                layer.matmul_flops.divided
-                + layer.matmul_flops.whole
-                + layer.attention_flops.divided
-                + layer.attention_flops.whole
-            )
-            for layer in self.layers
-        )
-
-
-_LARGEST: Final = (10**9, 10**5)
-"""The largest number of a transformer, and of its layers."""
+        return 3 * sum(it.count * (it.matmul_flops + it.attention_flops).on_device(1) for it in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The numbers of a transformer, as papers give them.
+    """The numbers of a transformer, as papers give them."""
 
-    Attributes:
-        layers: Number of blocks.
-        hidden: Width of the residual stream.
-        heads: Attention heads.
-        head_width: Width of a head; 0: ``hidden`` divided by ``heads``.
-        sequence: Tokens of a sample.
-        vocab: Words; 0: neither embedding nor logits are counted.
-        kv_heads: Heads of keys and values (grouped queries); 0: as many as ``heads``.
-        ffn: Width inside the MLP; 0: four times ``hidden``.
-        gated: Whether the MLP has a gate (SwiGLU): three matrices in place of two.
-        tied: Whether the logits are computed with the embedding's matrix.
-        positions: Learned position embeddings; 0: none.
-        biases: Whether matrices have biases, and norms a shift.
-        dropout: Whether dropout masks are kept.
-        fused_attention: Whether attention runs in one kernel that keeps no scores (FlashAttention).
-        causal: Whether a token attends to earlier ones only; a fused kernel then computes half of the scores.
-        full_loss: Whether the loss works on a 32-bit copy of the logits (14 bytes a logit in place of 6).
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocab: int = 0
-    head_width: int = 0
-    kv_heads: int = 0
-    ffn: int = 0
-    gated: bool = False
-    tied: bool = False
-    positions: int = 0
-    biases: bool = True
-    dropout: bool = True
-    fused_attention: bool = False
+    layers: int  # number of blocks
+    hidden: int  # width of the residual stream
+    heads: int  # attention heads
+    sequence: int  # tokens of a sample
+    vocab: int = 0  # words; 0: neither embedding nor logits are counted
+    head_width: int = 0  # width of a head; 0: ``hidden`` divided by ``heads``
+    kv_heads: int = 0  # heads of keys and values (grouped queries); 0: as many as ``heads``
+    ffn: int = 0  # width inside the MLP; 0: four times ``hidden``
+    gated: bool = False  # whether the MLP has a gate (SwiGLU): three matrices in place of two
+    tied: bool = False  # whether the logits are computed with the embedding's matrix
+    positions: int = 0  # learned position embeddings; 0: none
+    biases: bool = True  # whether matrices have biases, and norms a shift
+    dropout: bool = True  # whether dropout masks are kept
+    fused_attention: bool = False  # whether attention runs in one kernel that keeps no scores (FlashAttention)
+    # whether a token attends to earlier ones only; a fused kernel then computes half of the scores
     causal: bool = True
+    # whether the loss works on a 32-bit copy of the logits (14 bytes a logit in place of 6)
     full_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no transformer has.
-
-        Raises:
-            ModelError: A number is not positive, or heads do not divide.
-        """
-        for name in ("layers", "hidden", "heads", "sequence"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name} is {getattr(self, name)}: give a positive number")
-        for name in ("layers", "hidden", "heads", "sequence", "vocab", "kv_heads", "ffn", "positions"):
-            if getattr(self, name) > _LARGEST[name == "layers"]:
-                raise ModelError(f"{name} is larger than {_LARGEST[name == 'layers']:,}: give a smaller number")
-        for name in ("vocab", "head_width", "kv_heads", "ffn", "positions"):
-            if getattr(self, name) < 0:
-                raise ModelError(f"{name} is {getattr(self, name)}: give 0 or more")
+        """Refuse numbers that no transformer has."""
+        needed = ("layers", "hidden", "heads", "sequence")
+        for name in (*needed, "vocab", "head_width", "kv_heads", "ffn", "positions"):
+            least, most = int(name in needed), 10**5 if name == "layers" else 10**9
+            if not least <= getattr(self, name) <= most:
+                raise ModelError(f"{name} is {getattr(self, name)}: give a number from {least} to {most:,}")
         if self.hidden % self.heads and not self.head_width:
             raise ModelError(f"{self.heads} heads do not divide a hidden size of {self.hidden}")
         if self.kv_heads and self.heads % self.kv_heads:
@@ -235,19 +169,16 @@ def transformer(numbers: Transformer, name: str = "transformer") -> Model:
     layers: tuple[Layer, ...] = (replace(_block(numbers), count=numbers.layers),)
     if numbers.vocab:
         layers = (_embedding(numbers), *layers, _head(numbers))
-    divisors = (
-        ("hidden", numbers.hidden),
-        ("heads", numbers.heads),
-        ("kv_heads", numbers.kv_heads or numbers.heads),
-        ("ffn", numbers.ffn_width),
-    )
-    tied = float(numbers.vocab * numbers.hidden) if numbers.tied else 0.0
+    kv_heads = numbers.kv_heads or numbers.heads
     return Model(
         name=name,
         sequence=numbers.sequence,
         layers=layers,
-        divisors=tuple(dict.fromkeys(divisors)),
-        tied_parameters=tied,
+        divisors=(
+            *(("hidden", numbers.hidden), ("heads", numbers.heads)),
+            *(("kv_heads", kv_heads), ("ffn", numbers.ffn_width)),
+        ),
+        tied_parameters=float(numbers.vocab * numbers.hidden) if numbers.tied else 0.0,
     )
 
 

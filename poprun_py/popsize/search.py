@@ -83,19 +83,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        fitting: The mappings that fit, fastest first: of those that differ only in how they keep their state the
-            fastest, and at least the 500 fastest.
-        faster: The next better one: of those tried that do not fit and are faster the slowest; None: there is
-            none.
-        num_mappings: How many were tried.
-    """
-
+    # the mappings that fit, fastest first: of those that differ only in how they keep their state the fastest, and
+    # at least the 500 fastest
     fitting: tuple[Candidate, ...]
+    # the next better one: of those tried that do not fit and are faster the slowest; None: there is none
     faster: Candidate | None
-    num_mappings: int
+    num_mappings: int  # how many were tried
 
 
 def predict(workload: Workload, mapping: Mapping) -> Candidate:

@@ -8,17 +8,11 @@ from popsize.model import Layer, Model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The layers of a stage: each with how often the stage has it.
+    """The layers of a stage: each with how often the stage has it."""
 
-    Attributes:
-        index: Place in the pipeline, from 0.
-        layers: Layers and how many of each.
-        tied_parameters: Parameters that two of its layers share.
-    """
-
-    index: int
-    layers: tuple[tuple[Layer, int], ...]
-    tied_parameters: float = 0.0
+    index: int  # place in the pipeline, from 0
+    layers: tuple[tuple[Layer, int], ...]  # layers and how many of each
+    tied_parameters: float = 0.0  # parameters that two of its layers share
 
     def parameters_on_device(self, tensor: int) -> float:
         """Parameters of each device of a tensor group of ``tensor``."""

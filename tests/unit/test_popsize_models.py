@@ -98,10 +98,10 @@ def test_numbers_are_enough_for_a_model() -> None:
         ("gpt2", ["layers=two"], "'layers=two' gives no number: write layers=16"),
         ("gpt2", ["layers=1" + "0" * 30], "gives no number"),
         ("gpt2", ["gated=maybe"], "say gated=yes or gated=no"),
-        ("gpt2", ["layers=0"], "layers is 0: give a positive number"),
+        ("gpt2", ["layers=0"], "layers is 0: give a number from 1 to 100,000"),
         ("gpt2", ["heads=7"], "7 heads do not divide a hidden size of 768"),
-        ("gpt2", ["layers=100001"], "layers is larger than 100,000"),
-        ("gpt2", ["hidden=1000000001"], "hidden is larger than 1,000,000,000"),
+        ("gpt2", ["layers=100001"], "layers is 100001: give a number from 1 to 100,000"),
+        ("gpt2", ["hidden=1000000001"], "hidden is 1000000001: give a number from 1 to 1,000,000,000"),
         ("llama3-8b", ["kv_heads=5"], "5 heads of keys do not divide 32 heads"),
     ],
 )
