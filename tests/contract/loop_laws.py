@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import popdist
 from popdist.data.batch import MicroBatch
 from popdist.data.randomness import ReplicaRandomness
+from popdist.parallel import recompute
 from tests.contract import batch_norm_laws, check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import (
@@ -88,6 +89,38 @@ def law_random_numbers_belong_to_the_replica() -> None:
     random.seed(1)
     torch.manual_seed(1)
     assert outside == [value for _ in range(2) for value in (random.random(), float(torch.rand(())))]  # noqa: S311 - as above
+
+
+class Drawing(nn.Module):
+    """A layer that draws from all generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Random numbers, in training."""
+        result: Tensor = self.layers(x) * (sum(draw()) if self.training else 1)
+        return result
+
+
+def law_recomputed_layers_have_the_same_bits() -> None:
+    """Each replica's layer is computed again with the numbers that it drew first, in every split."""
+
+    def trained(change: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        module = nn.Sequential(Drawing(), Drawing(), nn.Linear(4, 4))
+        change(module)
+        model = popdist.ReplicatedModel(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for x, y in model.micro_batches(share(samples(6 * popdist.num_replicas())), accumulation=2):
+                cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return module.state_dict()
+
+    plain, again = trained(nn.Module.train), trained(recompute)
+    assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
 
 
 def law_random_states_can_be_dealt_anew() -> None:

@@ -58,11 +58,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """As GPT-2; the logits are computed with the embedding's matrix."""
 
-    def __init__(self, *, fused: bool, dropout: float = 0.0) -> None:
+    def __init__(self, *, fused: bool, dropout: float = 0.0, num_layers: int = LAYERS) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Embedding(TOKENS, HIDDEN)
-        self.blocks = nn.ModuleList(Block(fused=fused, dropout=dropout) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(fused=fused, dropout=dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.head.weight = self.words.weight

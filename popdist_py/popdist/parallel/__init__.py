@@ -5,5 +5,6 @@
 
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
+from popdist.parallel.recompute import recompute
 
-__all__ = ["Description", "describe", "sharded_randomness"]
+__all__ = ["Description", "describe", "recompute", "sharded_randomness"]

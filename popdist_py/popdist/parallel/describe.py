@@ -77,7 +77,7 @@ def describe(
             f"device='cuda' needs a torch that is built for CUDA, though no GPU; this one is {torch.__version__}: "
             "measure with device='cpu'"
         )
-    blocks = _blocks(module)
+    blocks = repeated_layers(module)
     meter = _measure(module, sample, device, blocks)
     layers = _layers(meter)
     divisors = dict.fromkeys(pair for it in meter.stretches if it.name or not blocks for pair in it.divisors)
@@ -90,7 +90,7 @@ def describe(
     )
 
 
-def _blocks(module: nn.Module) -> set[nn.Module]:
+def repeated_layers(module: nn.Module) -> set[nn.Module]:
     """The repeated layers: of the type of the longest run in a list, wherever such a run is."""
     runs: list[list[nn.Module]] = []
 

@@ -1,0 +1,191 @@
+"""Activations that the backward pass computes again, in place of keeping them: torch's checkpointing of layers.
+
+A layer that is computed again draws the numbers that it drew first, from every generator that a replica has, and
+reads its buffers as they were: so the gradients have the same bits, and no buffer is written twice.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from difflib import get_close_matches
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from popdist.errors import WeightsError, name_first
+from popdist.gradients.buffers import LARGE
+from popdist.parallel.describe import repeated_layers
+from popdist.torch_private import num_writes
+from popdist.training.batch_norm import GroupedNorm
+from popdist.training.norm_sync import NormTurn
+
+_PRODUCTS = ("mm", "addmm")
+_ATTENTION = "scaled_dot_product"
+
+
+def recompute(
+    model: nn.Module,
+    layers: Iterable[nn.Module | str] | None = None,
+    *,
+    what: Literal["layer", "attention"] = "layer",
+) -> nn.Module:
+    """Have the backward pass compute ``layers`` again, in place of keeping what their forward pass makes.
+
+    The gradients have the same bits as without it. A layer is computed again with the random numbers and buffers
+    of its forward pass; what else it changes, such as a counter in Python, it changes twice. Without gradients, as
+    in an evaluation, nothing is different.
+
+    Args:
+        model: The model; parameters, buffers and their names stay as they are.
+        layers: Modules of it, or their names; for None those that the model repeats most often, which are the
+            layers of `popdist.parallel.describe`.
+        what: ``"layer"`` keeps the inputs of a layer only. ``"attention"`` keeps the outputs of fused attention
+            and of every second matrix product, too, and computes the rest again: less time, more memory.
+
+    Returns:
+        The model.
+
+    Raises:
+        WeightsError: If a layer is not in the model or is recomputed already; in its forward pass, if replicas
+            share its BatchNorm statistics.
+    """
+    if what not in ("layer", "attention"):
+        raise WeightsError(f"what={what!r} must be 'layer' or 'attention'")
+    for layer in _chosen(model, layers):
+        layer.forward = _Recomputed(layer, is_selective=what == "attention")
+    return model
+
+
+def _chosen(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> list[nn.Module]:
+    """The modules that are meant, each once."""
+    if not isinstance(model, nn.Module):
+        raise WeightsError(f"recompute() is for an nn.Module, and was given {type(model).__name__}")
+    names = {module: name for name, module in model.named_modules()}
+    modules = {name: module for module, name in names.items()}
+    if layers is None:
+        found = list(repeated_layers(model))
+        if not found:
+            raise WeightsError(f"{type(model).__name__} repeats no layer in a list: name them, layers=[...]")
+        layers = found
+    chosen: dict[nn.Module, None] = {}
+    for layer in layers:
+        module: Any = modules.get(layer) if isinstance(layer, str) else layer
+        if module not in names:
+            near = get_close_matches(str(layer), modules, 3, 0.4) or [name for name in modules if name]
+            raise WeightsError(
+                f"layers has {layer if isinstance(layer, str) else type(layer).__name__!r}, which is no module of "
+                f"{type(model).__name__}: it has {name_first(near)}"
+            )
+        if isinstance(module.forward, _Recomputed):
+            raise WeightsError(f"{names[module] or type(model).__name__} is recomputed already")
+        chosen[module] = None
+    return list(chosen)
+
+
+class _Recomputed:
+    """Takes the place of a layer's ``forward``."""
+
+    def __init__(self, layer: nn.Module, *, is_selective: bool) -> None:
+        self._layer = layer
+        self._forward: Callable[..., Any] = layer.forward
+        self._is_selective = is_selective
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+        """Run the layer's forward pass under a checkpoint."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if NormTurn.current is not None and any(
+            isinstance(it.forward, GroupedNorm) for it in self._layer.modules()
+        ):
+            raise WeightsError(
+                f"{type(self._layer).__name__} is recomputed, and has a BatchNorm layer that shares statistics "
+                "with replicas that go on meanwhile: leave out batch_norm_group_size, or recompute other "
+                "layers"
+            )
+        if kwargs.get("past_key_values") is not None:  # a cache of transformers would get the keys a second time
+            kwargs["past_key_values"] = None
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What surrounds a forward pass, and what surrounds it each time that it is computed again."""
+        state = _LayerState(self._layer)
+        if not self._is_selective:
+            return _Contexts(state.watched), _Contexts(state.restored)
+        first, again = create_selective_checkpoint_contexts(_Policy())
+        return _Contexts(state.watched, lambda: first), _Contexts(state.restored, lambda: again)
+
+
+class _Contexts(ExitStack):
+    """Within what ``makers`` make, anew each time that it is entered: a graph may be passed twice."""
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._makers = makers
+
+    def __enter__(self) -> Self:
+        for make in self._makers:
+            self.enter_context(make())
+        return self
+
+
+class _LayerState:
+    """What a layer's forward pass reads beside its inputs, and torch's checkpoint does not put back."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._places = [(owner, key) for owner in layer.modules() for key, _ in owner.named_buffers(recurse=False)]
+        self._starts: list[tuple[nn.Module, str, Tensor]] = []
+        self._python: Any = None
+        self._numpy: Any = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Keep the states of generators, and the buffers that the forward pass within writes."""
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - of programs
+        before = [
+            (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
+            for owner, key in self._places
+        ]
+        yield
+        self._starts = [
+            (owner, key, start)
+            for owner, key, tensor, start, number in before
+            # batch norm writes its buffers, which are small, and torch does not count that
+            if start.numel() <= LARGE or getattr(owner, key) is not tensor or num_writes(tensor) != number
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back what was kept, and afterwards what was there."""
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]
+        for owner, key, start in self._starts:
+            setattr(owner, key, start.clone())  # which is written, and the next pass over the graph begins anew
+        try:
+            yield
+        finally:
+            for owner, key, tensor in now:
+                setattr(owner, key, tensor)
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002 - as above
+
+
+class _Policy:
+    """What selective recomputation keeps: what fused attention puts out, and every second matrix product."""
+
+    def __init__(self) -> None:
+        self._num_products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:  # noqa: ANN401 - torch's
+        """Whether the output of ``operator`` is kept."""
+        name = operator.overloadpacket.__name__.lstrip("_")
+        if name in _PRODUCTS:
+            self._num_products[context.is_recompute] += 1
+            is_kept = self._num_products[context.is_recompute] % 2 == 1
+        else:
+            is_kept = name.startswith(_ATTENTION)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
