@@ -70,7 +70,7 @@ class Goal:
         side = "≥" if self.at_least else "≤"
         aim = f"{side}{self.form.format(self.limit)}"
         reached = self.form.format(self.value)
-        return self.table, self.what, aim, reached if good else f"**{reached}**"
+        return f"{self.table}, {self.what}", aim, reached if good else f"**{reached}**"
 
 
 def goals(one: Score, many: Score) -> list[Goal]:
@@ -124,7 +124,7 @@ def _memory_goals() -> list[Goal]:
 
 def goals_table(one: Score, many: Score) -> str:
     """What is to be reached, and what is; in bold where that is not enough."""
-    head = ("table", "figure", "to reach", "reached")
+    head = ("figure", "to reach", "reached")
     return table(head, [goal.cells for goal in goals(one, many)])
 
 
@@ -181,14 +181,14 @@ def fits_table() -> str:
 
 def pods_table() -> str:
     """How models were dealt to IPU-PODs, and how the planner would do it with what was published fixed."""
-    head = ("model on pod", "t, p, r, b", "samples/s", "beside layers", "MB a device", "and")
+    head = ("model on pod", "t,p,r,b", "samples/s", "beside layers", "and")
     return table(head, [*map(_pod_cells, pod_rows())])
 
 
 def _pod_cells(one: PodRow) -> tuple[str, ...]:
     name = f"{one.row['model'].split(' (')[0]}, {one.workload.model.sequence}, {one.row['machine']}"
     if not one.answer.fitting:
-        return name, ", ".join(one.row[size] for size in SIZES), "", "", "", "does not fit"
+        return name, ", ".join(one.row[size] for size in SIZES), "", "", "does not fit"
     first = one.answer.fitting[0]
     rate = one.workload.training.global_batch / first.duration.total
     terms = {field.name: getattr(first.duration, field.name) for field in fields(first.duration)}
@@ -198,9 +198,9 @@ def _pod_cells(one: PodRow) -> tuple[str, ...]:
         for word in first.mapping.text.split(",")
         if word.partition("=")[0] not in (*SIZES, "weight_shards", "optimizer_shards")
     ]
-    sizes = ", ".join(str(getattr(first.mapping, size)) for size in SIZES)
+    sizes = ",".join(str(getattr(first.mapping, size)) for size in SIZES)
     beside = f"{most} {terms[most] / first.duration.total:.0%}"
-    return name, sizes, f"{rate:,.0f}", beside, f"{first.memory.total / 1e6:.0f}", " ".join(chosen)
+    return name, sizes, f"{rate:,.0f}", beside, " ".join(chosen)
 
 
 def fits_of(one: Sequence[Timed], many: Sequence[Timed]) -> str:
@@ -217,7 +217,7 @@ def fits_of(one: Sequence[Timed], many: Sequence[Timed]) -> str:
     names = [field.name for field in fields(CONSTANTS) if field.name != "context_bytes"]
     ends = [(min(values), max(values)) for name in names for values in [[getattr(one, name) for one in constants]]]
     values = [f"`{name}` {least:.3g} to {most:.3g}" for name, (least, most) in zip(names, ends, strict=True)]
-    return "\n\n".join([table(head, scores), f"Ranges of the constants: {', '.join(values)}."])
+    return "\n\n".join([table(head, scores), f"Ranges: {', '.join(values)}."])
 
 
 def plot(path: Path, series: Sequence[tuple[str, Sequence[Pair]]]) -> None:

@@ -210,29 +210,71 @@ def measure(count: int, rounds: int, steps: int) -> tuple[Machine, list[Measured
     return machine_of(figures), found
 
 
-def described(jobs: Sequence[tuple[Machine, list[Measured]]]) -> tuple[str, bool]:
-    """The table with its summary, and whether both limits hold."""
-    rows, errors, times = [], [], []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A mapping as it was measured and predicted: bytes of the fullest instance, and seconds of a step."""
+
+    mapping: Mapping
+    measured: tuple[float, float]
+    predicted: tuple[float, float]
+
+    @property
+    def has_cores(self) -> bool:
+        """Whether each process has a core of its own: only such seconds count."""
+        return self.mapping.num_devices <= NUM_CORES
+
+    @property
+    def memory_error(self) -> float:
+        """How far the predicted memory is off, as a share of what was measured."""
+        return self.predicted[0] / self.measured[0] - 1
+
+
+def pairs_of(jobs: Sequence[tuple[Machine, list[Measured]]]) -> list[Pair]:
+    """All mappings of all jobs."""
+    found = []
     for machine, measured in jobs:
         workload = workload_on(machine)
         for one in measured:
-            memory = memory_of(workload, one.mapping)[0].total
-            predicted, seconds = duration_of(workload, one.mapping).total, statistics.median(one.seconds)
-            errors.append(memory / one.peak - 1)
-            if machine.num_devices <= NUM_CORES:
-                times.append((predicted, seconds))
-            bytes_of = [f"{one.peak / MIB:.1f}", f"{memory / MIB:.1f}", f"{errors[-1]:+.1%}"]
-            rows.append([one.mapping.text, *bytes_of, f"{seconds:.3f}", f"{predicted:.3f}"])
-    worst = max(errors, key=abs)
-    correlation = float(spearmanr(*zip(*times, strict=True)).statistic)
-    holds = abs(worst) <= MOST_MEMORY_ERROR and correlation >= LEAST_CORRELATION
+            memory, seconds = memory_of(workload, one.mapping)[0].total, duration_of(workload, one.mapping).total
+            figures = (float(one.peak), statistics.median(one.seconds))
+            found.append(Pair(mapping=one.mapping, measured=figures, predicted=(memory, seconds)))
+    return found
+
+
+def correlation(pairs: Sequence[Pair]) -> float:
+    """The rank correlation of measured and predicted seconds."""
+    return float(spearmanr([one.measured[1] for one in pairs], [one.predicted[1] for one in pairs]).statistic)
+
+
+def every_row(pairs: Sequence[Pair]) -> str:
+    """A table of all mappings."""
     head = ["mapping", "MiB", "predicted", "error", "seconds", "predicted"]
-    summary = (
-        f"Of {len(rows)} mappings the worst error of memory is {worst:+.1%} (limit {MOST_MEMORY_ERROR:.0%}). Of "
-        f"the {len(times)} whose processes have a core each, the rank correlation of seconds is {correlation:.3f} "
-        f"(limit {LEAST_CORRELATION}). The limits {'hold' if holds else 'DO NOT HOLD'}."
+    rows = []
+    for one in pairs:
+        sizes = [f"{one.measured[0] / MIB:.1f}", f"{one.predicted[0] / MIB:.1f}", f"{one.memory_error:+.1%}"]
+        rows.append([one.mapping.text, *sizes, f"{one.measured[1]:.3f}", f"{one.predicted[1]:.3f}"])
+    return table(head, rows)
+
+
+def summary(pairs: Sequence[Pair]) -> tuple[str, bool]:
+    """A row for each number of instances, both figures with their limits, and whether these hold."""
+    rows = []
+    for count in sorted({one.mapping.num_devices for one in pairs}):
+        job = [one for one in pairs if one.mapping.num_devices == count]
+        worst = max((one.memory_error for one in job), key=abs)
+        ratio = statistics.median(one.predicted[1] / one.measured[1] for one in job)
+        rank = f"{correlation(job):.3f}" + ("" if job[0].has_cores else " (cores are shared)")
+        rows.append([f"{count}", f"{len(job)}", f"{worst:+.1%}", f"{ratio:.2f}", rank])
+    worst = max((one.memory_error for one in pairs), key=abs)
+    counted = [one for one in pairs if one.has_cores]
+    holds = abs(worst) <= MOST_MEMORY_ERROR and correlation(counted) >= LEAST_CORRELATION
+    head = ["instances", "mappings", "worst memory", "seconds predicted/measured", "rank correlation"]
+    text = (
+        f"Worst error of memory {worst:+.1%} (limit {MOST_MEMORY_ERROR:.0%}); rank correlation of seconds, of the "
+        f"{len(counted)} mappings with a core for each process, {correlation(counted):.3f} "
+        f"(limit {LEAST_CORRELATION})."
     )
-    return f"{table(head, rows)}\n\n{summary}", holds
+    return f"{table(head, rows)}\n\n{text}", holds
 
 
 def main() -> None:
@@ -242,17 +284,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each job runs (3)")
     parser.add_argument("--steps", type=int, default=3, help="that are timed of each mapping in a round (3)")
     parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--document", type=Path, help="a Markdown file whose part `sizing_cpu` gets the table")
+    parser.add_argument("--document", type=Path, help="a Markdown file whose part `sizing_cpu` gets the summary")
     parser.add_argument("--instance", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.instance:
         instance(*options.instance)
         return
     jobs = [measure(count, options.rounds, options.steps) for count in options.instances]
-    text, holds = described(jobs)
+    pairs = pairs_of(jobs)
+    text, holds = summary(pairs)
     command = shlex.join(["python", *sys.argv])
     text = f"{NUM_CORES} cores, {options.rounds} rounds: `{command}`\n\n{text}"
-    print(text)
+    print(f"{every_row(pairs)}\n\n{text}")
     if options.json:
         found = [
             {"machine": figures_of(machine), "measured": [asdict(one) for one in measured]}
