@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import popdist
 from popdist import context
-from popdist.errors import BatchError, MicroBatchError, PopdistError
+from popdist.errors import BatchError, GradientError, MicroBatchError, PopdistError
 
 WIDTH = 16
 NUM_MICRO_BATCHES = 8
@@ -298,6 +298,21 @@ def law_sums_are_not_divided() -> None:
     torch.testing.assert_close(first, [it * NUM_MICRO_BATCHES * popdist.num_replicas() for it in wanted])
     model.pipeline_step(schedule, batch, reduction="sum", add=True)
     check_gradients(model, [it * 2 for it in first], "add")
+
+
+def law_what_is_not_finite_on_one_stage_is_raised_on_all() -> None:
+    """Also on stages whose gradients are finite; the next step works."""
+    schedule, modules = make_schedule(GPIPE)
+    model, is_first = popdist.ReplicatedModel(modules, check_finite=True), popdist.instance_index() == 0
+    batch = samples(popdist.replica_index())
+    weight = next(modules.parameters())
+    hook = weight.register_hook(lambda gradient: gradient * torch.inf if is_first else gradient)
+    with pytest.raises(GradientError, match=r"0\.0\.weight on replica 0 holds NaN .*found on instance 0\)"):
+        model.pipeline_step(schedule, batch)
+    hook.remove()
+    model.pipeline_step(schedule, batch)
+    size = dist.get_world_size(group_of_stages())
+    check_gradients(model, mean_gradients(size, [dist.get_rank(group_of_stages())]), "finite again")
 
 
 def law_stages_elsewhere_are_refused() -> None:

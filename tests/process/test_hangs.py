@@ -217,6 +217,53 @@ def test_a_hang_of_torch_distributed_is_found_from_outside(poprun: Poprun, tmp_p
     assert re.search(rf'  instance 1:\n    \| File "{program}", line [67], in <module>', finished.told)
 
 
+STAGE = """
+import os, signal, sys, time
+import popdist, torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+popdist.init(torch_distributed=True)
+place, spoiled = popdist.instance_index(), sys.argv[1]
+module = nn.Linear(4, 4)
+model = popdist.ReplicatedModel(module)
+stage = PipelineStage(module, place, 2, torch.device("cpu"))
+schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+for step in range(3):
+    if step == 2 and place == 1:
+        def spoil(*_):
+            time.sleep(600) if spoiled == "stands" else os.kill(os.getpid(), signal.SIGKILL)
+
+        module.register_forward_pre_hook(spoil)
+    model.pipeline_step(schedule, (torch.ones(8, 4), torch.ones(8, 4)))
+    model.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("ending", ["stands", "killed"])
+def test_a_stage_of_a_pipeline_is_lost(poprun: Poprun, tmp_path: Path, ending: str) -> None:
+    """Its neighbour waits in a receive; the job ends with the usual code, and says which stage it was."""
+    program = tmp_path / "train.py"
+    program.write_text(STAGE)
+    options = ("-n", "2", "--parallelism", "pipeline=2", "--hang-report", "2", "--hang-timeout", "3")
+    finished = poprun("--launcher", "local", *options, sys.executable, str(program), ending)
+
+    lost, waiting = (f"(replica 0, stage {stage}, shard 0)" for stage in (1, 0))
+    if ending == "killed":
+        assert finished.code == 137
+        assert (
+            "instance 1 failed first: SIGKILL, killed (host localhost, replica 0, stage 1, shard 0)"
+            in finished.err
+        )
+    else:
+        assert finished.code == 75
+        assert f"instance 0 {waiting} waits in _wait_batch_p2p() of torch.distributed\n" in finished.told
+        assert f"\n  instance 1 {lost} did not arrive\n" in finished.told
+        assert (
+            "time.sleep(600)" in finished.told.partition(f"  instance 1 {lost}:\n")[2].partition("  instance 0")[0]
+        )
+
+
 def test_programs_that_sleep_by_themselves_do_not_hang(poprun: Poprun) -> None:
     """They are asked, and nobody stands in a collective: nothing is said, and nothing ended."""
     nap = "import time; time.sleep(4)"

@@ -21,7 +21,7 @@ from popdist.gradients.optimizer_steps import mark_reduced, mark_used
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
-from popdist.training.step import LoneStep, Step, reduced_modules
+from popdist.training.step import LoneStep, Step, raise_not_finite_of_parts, reduced_modules
 
 LOOP: Final = """
     model = popdist.ReplicatedModel(module)
@@ -157,6 +157,8 @@ class AutomaticReduction:
         gradients, group = self._gradients.layout(), context.data_parallel_group()
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
+        if self._checks_finite:
+            raise_not_finite_of_parts(found, gradients)
         if self._layout.num_replicas > 1:
             memory = self._gradients.memory(group, self._layout)
             _reduce_all(memory, "mean", self._buffers, self._checks.begin_step(), found)

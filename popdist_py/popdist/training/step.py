@@ -11,9 +11,11 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from popdist.errors import BatchError
+from popdist import context
+from popdist.collectives import gather_bytes
+from popdist.errors import BatchError, GradientError, name_instances
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.flat_buffers import FlatGradient
+from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
 from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
 from popdist.gradients.optimizer_steps import make_missing_scales
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
@@ -106,6 +108,8 @@ class Step:
         if not self._has_run:
             make_missing_scales()
         self._skip_to(self._num_micro_batches)
+        if self._checks_finite:
+            raise_not_finite_of_parts(self._not_finite, self._gradients)
         fault = self._buffers.fault or self.checks.fault()
         self._sum.finish(reduction, self._not_finite, fault, add=add)
         self._buffers.end_step()
@@ -176,6 +180,16 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
     )
 
 
+def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout) -> None:
+    """Raise on all instances what one has found, where several share a replica: each sees its part only."""
+    if not context.environment().contract.parallelism.is_shared:
+        return
+    group, said = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
+    received = gather_bytes(group, "look for NaN and infinity in all parts of the model", said.encode())
+    if faults := {instance: it.decode() for instance, it in zip(group.instances, received, strict=True) if it}:
+        raise GradientError(f"{next(iter(faults.values()))} (found on {name_instances(faults)})")
+
+
 class LoneStep:
     """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays where it is."""
 
@@ -218,8 +232,10 @@ class LoneStep:
         if self._checks_finite and self._weight:
             layout = self._gradients.layout()
             parameter = layout.not_finite()
-            if parameter is not None:
-                raise not_finite_error(NotFinite(0, parameter), layout)
+            found = None if parameter is None else NotFinite(0, parameter)
+            raise_not_finite_of_parts(found, layout)
+            if found is not None:
+                raise not_finite_error(found, layout)
         if reduction == "sum" and self._weight != 1:
             layout = self._gradients.layout()
             used, room = layout.used(), layout.make_wide()
