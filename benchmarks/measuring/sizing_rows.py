@@ -97,9 +97,9 @@ def step_cases(name: str) -> list[Timed]:
 
 def seconds_of(case: Case, constants: Constants = CONSTANTS) -> float:
     """What is predicted of a case with these constants."""
-    if case.workload is None or case.predicted is None:
+    if case.predicted is None:
         raise SystemExit(f"line {case.line}: {case.error}")
-    return duration_of(replace(case.workload, constants=constants), case.predicted.mapping).total
+    return duration_of(replace(case.predicted.workload, constants=constants), case.predicted.mapping).total
 
 
 def pairs_of(cases: Iterable[Timed], constants: Constants = CONSTANTS) -> list[Pair]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from popdist.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
@@ -166,7 +167,7 @@ def size(**words: Any) -> None:  # noqa: ANN401 - click hands over each option b
     try:
         machines = {} if asked.machines is None else _described_machines(asked.machines)
         if asked.cases is not None:
-            asked.refuse_beside_cases()
+            _refuse_beside_cases(click.get_current_context())
             _print_cases(asked.cases, machines)
         else:
             _print_mappings(asked, _workload(asked, machines))
@@ -204,20 +205,17 @@ class _Asked:
         given = [f"{name}={number}" for name, number in sizes.items() if number is not None]
         return parse_mapping(",".join([*self.fix, *given, words]))
 
-    def refuse_beside_cases(self) -> None:
-        """Refuse what rows of a file have columns for, and what does nothing with rows."""
-        plain = {
-            "form": ("table", "csv"),
-            "optimizer": ("adamw",),
-            "gradient_bytes": ("4",),
-        }
-        taken = ("cases", "machines", "top")
-        names = [f.name for f in fields(self) if f.name not in taken]
-        given = [name for name in names if getattr(self, name) not in plain.get(name, (None, ()))]
-        words = {"numbers": "the numbers", "form": f"--format {self.form}"}
-        if given:
-            shown = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in given)
-            raise UsageError(f"--cases takes all from the rows of its file and prints CSV: leave out {shown}")
+
+def _refuse_beside_cases(context: click.Context) -> None:
+    """Refuse what rows of a file have columns for, and what does nothing with rows."""
+    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    words = {"numbers": "the numbers", "form": f"--format {context.params['form']}"}
+    taken = ("cases", "machines", "top", *(["form"] if context.params["form"] in ("table", "csv") else []))
+    shown = [words.get(name, f"--{name.replace('_', '-')}") for name in given if name not in taken]
+    if shown:
+        raise UsageError(
+            f"--cases takes all from the rows of its file and prints CSV: leave out {', '.join(shown)}"
+        )
 
 
 def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:

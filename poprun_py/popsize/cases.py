@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Table
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -53,8 +53,7 @@ class Case:
 
     line: int  # its line in the file; the first has number 1
     row: Table[str, str]  # its columns as they were read, also those that say nothing about a case
-    workload: Workload | None = None  # its model, machine and training; None: the row has an error
-    predicted: Candidate | None = None  # what is predicted; None likewise
+    predicted: Candidate | None = None  # what is predicted; None: the row has an error
     error: str = ""  # what is wrong with it
 
 
@@ -65,27 +64,20 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
     """
     names = header_of(text)
     columns = [_column(name) for name in names]
-
-    @cache
-    def machine_of(name: str) -> Machine:
-        """One object for each name, so that what is known of it is kept."""
-        return named_machine(name, machines)
-
     cases = []
-    for line, cells, error in _lines(text):
+    for line, cells, wrong in _lines(text):
         row = dict(zip(names, cells, strict=False))
         given = {column: cell for column, cell in zip(columns, cells, strict=False) if cell and column in COLUMNS}
         many = f"it has {len(cells)} cells, and the file {len(names)} columns" if any(cells[len(names) :]) else ""
-        if error or many:
-            cases.append(Case(line=line, row=row, error=error or many))
-            continue
+        found, error = None, wrong or many
         try:
-            workload, mapping = _read(given, machine_of)
-            _check_others(row, mapping, workload.training.global_batch)
-            found = predict(workload, mapping)
-            cases.append(Case(line=line, row=row, workload=workload, predicted=found))
-        except SizingError as wrong:
-            cases.append(Case(line=line, row=row, error=str(wrong)))
+            if not error:
+                workload, mapping = _read(given, machines)
+                _check_others(row, mapping, workload.training.global_batch)
+                found = predict(workload, mapping)
+        except SizingError as broken:
+            error = str(broken)
+        cases.append(Case(line=line, row=row, predicted=found, error=error))
     return tuple(cases)
 
 
@@ -137,12 +129,7 @@ def _column(name: str) -> str:
 
 
 def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
-    """The rows as CSV, with what is predicted; rows with an error have none of it.
-
-    Args:
-        cases: The rows.
-        names: The columns of the file, for one without rows.
-    """
+    """The rows as CSV, with what is predicted where a row has no error; ``names`` are the file's columns."""
     names = [name for name in names or (cases[0].row if cases else ()) if _column(name) not in PREDICTED]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -165,9 +152,9 @@ def _figures(candidate: Candidate | None) -> list[str]:
     ]
 
 
-def _read(given: Table[str, str], machine_of: Callable[[str], Machine]) -> tuple[Workload, Mapping]:
+def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Workload, Mapping]:
     """What a row says."""
-    machine = machine_of(given.get("machine", "A100-80GB"))
+    machine = named_machine(given.get("machine", "A100-80GB"), machines)
     words = {mapping_name(column): given[column] for column in _MAPPING if column in given}
     values = {"recompute": "layer", **{name: parse_value(name, word) for name, word in words.items()}}
     devices = parse_count("devices", given["devices"]) if "devices" in given else None

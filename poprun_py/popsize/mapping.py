@@ -281,13 +281,13 @@ def check(mapping: Mapping, workload: Workload) -> None:
 
 def _check_tensor(mapping: Mapping, model: Model) -> None:
     """Refuse a tensor group that does not divide the model."""
-    for name, number in model.divisors:
-        if number % mapping.tensor and not (name == "kv_heads" and mapping.tensor % number == 0):
-            near = [t for t in divisors(number) if all(n % t == 0 for _, n in model.divisors)]
-            raise MappingError(
-                f"tensor={mapping.tensor} does not divide {name}={number} of {model.name}: "
-                f"nearest are {_nearest(mapping.tensor, near)}"
-            )
+    if undivided := model.undivided(mapping.tensor):
+        name, number = undivided[0]
+        near = [t for t in divisors(number) if not model.undivided(t)]
+        raise MappingError(
+            f"tensor={mapping.tensor} does not divide {name}={number} of {model.name}: "
+            f"nearest are {_nearest(mapping.tensor, near)}"
+        )
     if not mapping.sequence_parallel:
         return
     if mapping.tensor == 1:

@@ -91,6 +91,11 @@ class Model:
     # parameters of the last layer that are those of the first one; where these stand on two stages, both have them
     tied_parameters: float = 0.0
 
+    def undivided(self, tensor: int) -> list[tuple[str, int]]:
+        """The `divisors` that ``tensor`` devices do not divide; they may repeat heads of keys."""
+        pairs = [(name, number) for name, number in self.divisors if number % tensor]
+        return [(name, number) for name, number in pairs if name != "kv_heads" or tensor % number]
+
     @cached_property
     def num_parameters(self) -> float:
         """Parameters of the whole model; tied ones count once."""

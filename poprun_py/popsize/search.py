@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Mapping as Table
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,32 +222,27 @@ def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mappi
 
 def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
     """Every legal tensor, pipeline, replicas, micro batch, schedule and recomputation, on all devices."""
-    num_devices, batch = workload.machine.num_devices, workload.training.global_batch
-    for tensor in _tensor_sizes(workload, fixed):
-        for pipeline in _divisors(num_devices // tensor, workload.model.num_layers, fixed.get("pipeline")):
+    model, num_devices, batch = workload.model, workload.machine.num_devices, workload.training.global_batch
+    largest = max(_LARGEST_MICRO_BATCH, fixed.get("micro_batch", 1))
+    for tensor in _divisors(num_devices, num_devices if model.divisors else 1, fixed.get("tensor")):
+        is_divided = tensor > 1 and model.sequence % tensor == 0
+        if model.undivided(tensor) or fixed.get("sequence_parallel", is_divided) > is_divided:
+            continue
+        for pipeline in _divisors(num_devices // tensor, model.num_layers, fixed.get("pipeline")):
             replicas = num_devices // (tensor * pipeline)
             if fixed.get("replicas", replicas) != replicas or batch % replicas:
                 continue
-            largest = max(_LARGEST_MICRO_BATCH, fixed.get("micro_batch", 1))
             for micro_batch in _divisors(batch // replicas, largest, fixed.get("micro_batch")):
-                shape = Mapping(tensor=tensor, pipeline=pipeline, replicas=replicas, micro_batch=micro_batch)
-                yield from _variants(shape, workload, fixed)
-
-
-def _variants(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
-    """``shape`` with every schedule, recomputation, and division along the sequence."""
-    divided = shape.tensor > 1 and workload.model.sequence % shape.tensor == 0
-    for schedule, interleave in _schedules(shape, workload, fixed):
-        for recompute in _choices(fixed, "recompute", RECOMPUTE):
-            for sequence_parallel in _choices(fixed, "sequence_parallel", (divided,)):
-                if divided or not sequence_parallel:
-                    yield replace(
-                        shape,
-                        schedule=schedule,
-                        interleave=interleave,
-                        recompute=recompute,
-                        sequence_parallel=sequence_parallel,
-                    )
+                shape = Mapping(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    replicas=replicas,
+                    micro_batch=micro_batch,
+                    sequence_parallel=fixed.get("sequence_parallel", is_divided),
+                )
+                for schedule, interleave in _schedules(shape, workload, fixed):
+                    for recompute in [fixed["recompute"]] if "recompute" in fixed else RECOMPUTE:
+                        yield replace(shape, schedule=schedule, interleave=interleave, recompute=recompute)
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
@@ -303,17 +298,6 @@ def _keeping(shape: Mapping, way: Mapping) -> Mapping:
     )
 
 
-def _tensor_sizes(workload: Workload, fixed: Table[str, Any]) -> Iterable[int]:
-    """Sizes of tensor groups that divide the devices, and all that the model wants divided."""
-    number = workload.machine.num_devices
-    sizes = _divisors(number, number if workload.model.divisors else 1, fixed.get("tensor"))
-    return [size for size in sizes if all(_divides(size, *divisor) for divisor in workload.model.divisors)]
-
-
-def _divides(size: int, name: str, number: int) -> bool:
-    return number % size == 0 or (name == "kv_heads" and size % number == 0)
-
-
 def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
     """The divisors of ``number`` up to ``most``; of these only ``fixed``, where something is."""
     return [d for d in divisors(number) if d <= most and fixed in (None, d)]
@@ -330,11 +314,6 @@ def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
         for schedule, v in found
         if fixed.get("schedule", schedule) == schedule and fixed.get("interleave", v) == v
     ]
-
-
-def _choices(fixed: Table[str, Any], name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What is fixed for ``name``, or all ``values``."""
-    return (fixed[name],) if name in fixed else values
 
 
 def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:

@@ -225,6 +225,6 @@ def test_what_contradicts_is_refused(tmp_path: Path) -> None:
 
     assert "tensor is given twice: 5 and 1" in refused(*ASKED, "--fix", "tensor=5", "--tensor-parallel-size", "1")
     assert "interleave is 2 or more with" in refused(*ASKED, "--explain", "schedule=gpipe,interleave=2")
-    assert "leave out --model, --format json, --save" in refused(
+    assert "leave out --format json, --save, --model" in refused(
         "--cases", "rows.csv", "--format", "json", "--save", "x", "--model", "foo", cwd=tmp_path
     )

@@ -265,7 +265,6 @@ def test_machines_of_a_file_come_in_any_number() -> None:
     good, bad = predict_cases("layers,hidden,machine,precision\n8,64,64xbox,\n8,64,64xbox,bf16\n", machines)
 
     assert good.predicted is not None
-    assert good.workload is not None
     assert good.predicted.mapping.replicas == 64
-    assert good.workload.training.precision == "fp16"
+    assert good.predicted.workload.training.precision == "fp16"
     assert bad.error == "precision=bf16: it is one of fp16 on box"
