@@ -84,14 +84,15 @@ def test_a_hang_is_a_failure_that_is_started_again(poprun: Poprun) -> None:
 
 
 def test_a_report_alone_leaves_the_job_running(poprun: Poprun) -> None:
-    """It says so, once."""
-    with poprun.started("--hang-report", "1", "-n2", "-v", sys.executable, "-c", PAUSE) as process:
+    """It says so, once, and names the places of instances that share a replica."""
+    words = ("--hang-report", "1", "-n2", "--parallelism", "pp=2", "-v")
+    with poprun.started(*words, sys.executable, "-c", PAUSE) as process:
         said = read_until(process, "the job goes on")
         interrupt(process, signal.SIGTERM)
         _, rest = process.communicate(timeout=DEADLINE_SECONDS)
 
-    assert re.search(r"no progress for \d+ s: instance 0 waits in barrier\(\)", said)
-    assert "instance 1 did not arrive: it has not called popdist.init() yet" in said
+    assert re.search(r"no progress for \d+ s: instance 0 \(replica 0, stage 0, shard 0\) waits in barrier", said)
+    assert "instance 1 (replica 0, stage 1, shard 0) did not arrive: it has not called popdist.init() yet" in said
     assert (process.returncode, "did not arrive" in rest) == (143, False)
 
 

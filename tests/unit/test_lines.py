@@ -147,3 +147,11 @@ def test_every_field_of_a_template(instances: tuple[int, ...], expected: bytes) 
     assert tag(*instances, output=output) == expected
     coloured = tag(2, is_coloured=True, output=OutputSettings(tag_format="\udcff\t{instance}>  "))
     assert coloured == b"\x1b[32m\xff\t2>\x1b[0m  "
+
+
+def test_a_replica_that_instances_share_is_in_a_tag_once() -> None:
+    """A line that several of its instances print alike names it once."""
+    output = OutputSettings(tag_format="{instance} {replicas}")
+    plan = planned(num_instances=4, instances_per_replica=2, output=output)
+
+    assert Tags(plan, "stdout", is_terminal=False, is_coloured=False).of((0, 1, 2)) == b"0-2 0-1"

@@ -29,7 +29,7 @@ def test_the_later_wins(file: Path) -> None:
     )
     request = line.request((), "/")
 
-    assert (request.num_instances, request.num_replicas, request.ipus_per_replica) == (4, 16, 1)
+    assert (request.num_instances, request.num_replicas, request.ipus_per_replica) == (4, 16, None)
     assert request.mpi_local_args == ("-x", "C")
     assert request.vipu.partition == "p"
     assert origins(line.given, with_defaults=False) == (

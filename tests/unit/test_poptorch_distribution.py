@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 import popdist
 import poptorch
 from popdist.contract import Contract
+from poptorch.executor.compiled_model import reduction_of
 
 OTHER_LAUNCHERS: list[dict[str, str]] = [
     {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -97,6 +98,17 @@ def test_the_job_gives_a_replica_its_ipus(monkeypatch: pytest.MonkeyPatch) -> No
         assert (options.replication_factor, options.Distributed.numProcesses) == (2, 1)
     with pytest.raises(popdist.ContractError, match=r"ipus_per_replica=2.*each replica 4.*--ipus-per-replica 2"):
         popdist.poptorch.Options(2)
+
+
+def test_a_model_that_is_whole_trains_in_no_shared_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PopTorch's own pipelines are inside of a process: instances that share a replica would all hold it whole."""
+    pose(monkeypatch, 0, 1, 1, ipus=2)
+    monkeypatch.setenv("POPDIST_NUM_INSTANCES_PER_REPLICA", "2")
+    monkeypatch.setenv("POPDIST_INSTANCE_INDEX_IN_REPLICA", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(poptorch.Error, match=r"2 instances share 1 replicas .* start it without --parallelism"):
+        reduction_of(popdist.poptorch.Options())
 
 
 @pytest.mark.parametrize("env", OTHER_LAUNCHERS)

@@ -277,6 +277,12 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
             f"accumulationAndReplicationReductionType is {kind}: choose ReductionType.Mean or ReductionType.Sum, "
             "without which replicas would have different weights"
         )
+    if popdist.num_instances() > popdist.num_replicas():
+        raise Error(
+            f"a model of PopTorch is whole in each instance, and {popdist.num_instances()} instances share "
+            f"{popdist.num_replicas()} replicas in this job: start it without --parallelism and "
+            "--instances-per-replica"
+        )
     if options.Distributed.numProcesses != popdist.num_instances():
         raise Error(
             f"the options are those of process {options.Distributed.processId} of "

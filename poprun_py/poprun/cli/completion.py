@@ -13,7 +13,7 @@ from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
 from poprun.cli.command_line import begins_with_option, long_names, take_options
-from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, Option
+from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, SIZES, Option
 from poprun.errors import PoprunError, UsageError
 
 Names = Mapping[str, Callable[[], Sequence[str]]]
@@ -105,8 +105,8 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
     """The completions of a value of ``option``; in a list of hosts the last host is completed."""
-    if option.kind in (FILE, FOLDER):
-        return [CompletionItem(begun, type="file" if option.kind is FILE else "dir")]
+    if option.kind in (FILE, FOLDER, SIZES):
+        return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)
     found = names[option.name]() if option.name in names else option.kind.choices
     return [CompletionItem(f"{before}{comma}{value}") for value in found if value.startswith(last)]

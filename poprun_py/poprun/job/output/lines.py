@@ -86,6 +86,6 @@ class Tags:
             "instance": fold_numbers(instances),
             "local_instance": fold_numbers(sorted({plan.local_index for plan in plans})),
             "host": fold_hosts(dict.fromkeys(plan.host for plan in plans)),
-            "replicas": fold_numbers(replica for plan in plans for replica in plan.replicas),
+            "replicas": fold_numbers(sorted({replica for plan in plans for replica in plan.replicas})),
             "stream": self._stream,
         }
