@@ -3,6 +3,7 @@
 A law is a function ``law_...``. What it expects it computes alone, from the samples of all replicas.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import TensorDataset
 
 import popdist
 from popdist import context
 from popdist.errors import BatchError, GradientError, MicroBatchError, PopdistError
+from tests.tree_sums import tree_sum
 
 WIDTH = 16
 NUM_MICRO_BATCHES = 8
@@ -71,16 +75,63 @@ def all_laws() -> list[Callable[[], None]]:
     return [law for name, law in globals().items() if name.startswith("law_")]
 
 
-def digest_of_training() -> str:
-    """The checksum of this instance's stage after some steps with dropout: of bits."""
+def digests_of_training() -> list[str]:
+    """The checksums of this instance's stage after steps with dropout, of a plain optimizer and a sharded one."""
     popdist.init(torch_distributed=True)
-    schedule, modules = make_schedule(GPIPE, layers=lambda number: nn.Sequential(layer(number), nn.Dropout(0.25)))
-    model = popdist.ReplicatedModel(modules)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(3):
+    digests = []
+    for is_sharded in (False, True):
+        schedule, modules = make_schedule(
+            GPIPE, layers=lambda number: nn.Sequential(layer(number), nn.Dropout(0.25))
+        )
+        model = popdist.ReplicatedModel(modules)
+        optimizer: torch.optim.Optimizer
+        if is_sharded:
+            optimizer = popdist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.pipeline_step(schedule, samples(popdist.replica_index()))
+            optimizer.step()
+        digests.append(popdist.checksum(model))
+    return digests
+
+
+def gradients_of_shards() -> None:
+    """Stages that are cut into shards, one by columns and one by rows, have the gradients of one process."""
+    popdist.init(torch_distributed=True)
+    mesh = init_device_mesh(
+        "cpu", (popdist.num_replicas(), 2, 2), mesh_dim_names=("replica", "pipeline", "tensor")
+    )
+
+    def cut(number: int) -> nn.Module:
+        inner = nn.Sequential(layer(2 * number), layer(2 * number + 1))
+        plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
+        return parallelize_module(inner, mesh["tensor"], plan)
+
+    for kind in (KINDS[1], KINDS[4]):
+        schedule, modules = make_schedule(kind, mesh["pipeline"].get_group(), cut)
+        model = popdist.ReplicatedModel(modules)
         model.pipeline_step(schedule, samples(popdist.replica_index()))
-        optimizer.step()
-    return popdist.checksum(model)
+        numbers = kind.stages_of(mesh["pipeline"].get_local_rank(), 2)
+        layers = [2 * number + i for number in numbers for i in range(2)]
+        wanted = mean_gradients(4 * kind.num_local_stages, layers)
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            assert isinstance(parameter.grad, DTensor)
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+
+
+def whole_replicas() -> None:
+    """A pipeline of one stage, and one with all stages on this instance, which has several replicas."""
+    popdist.init(torch_distributed=True)
+    group, _ = dist.new_subgroups(1)
+    batch = [torch.cat(parts) for parts in zip(*map(samples, popdist.local_replicas()), strict=True)]
+    for kind in (GPIPE, KINDS[3]):
+        schedule, modules = make_schedule(kind, group)
+        model = popdist.ReplicatedModel(modules)
+        losses = model.pipeline_step(schedule, batch)
+        check_gradients(model, mean_gradients(kind.num_local_stages, range(kind.num_local_stages)), kind)
+        assert losses is not None
+        assert len(losses) == NUM_MICRO_BATCHES * popdist.num_local_replicas()
 
 
 @cache
@@ -147,7 +198,7 @@ def one_process(num_layers: int, replica: int, order: int) -> tuple[list[Tensor]
 def mean_gradients(num_layers: int, numbers: Sequence[int], order: int = 1) -> list[Tensor]:
     """The mean over the replicas of what one process gives, for the weights and biases of some layers."""
     found = [one_process(num_layers, replica, order)[0] for replica in range(popdist.num_replicas())]
-    means = [sum(parts[1:], parts[0]) / len(found) for parts in zip(*found, strict=True)]
+    means = [tree_sum(parts, operator.add) / len(found) for parts in zip(*found, strict=True)]
     return [it for number in numbers for it in means[2 * number : 2 * number + 2]]
 
 
@@ -324,6 +375,41 @@ def law_stages_elsewhere_are_refused() -> None:
         refused(stage, module, r"stages lie on instances .*group=popdist.device_mesh\(\)\['pipeline'\]", batch)
     stage = PipelineStage(module, dist.get_rank(group_of_stages()), size + 1, CPU, group=group_of_stages())
     refused(stage, module, rf"num_stages={size + 1}.*make them with num_stages={size}", batch)
+
+
+def law_weights_of_other_stages_and_models_are_refused() -> None:
+    """Those tied over stages that one instance sees, none at all, and those that the model does not have."""
+    group = group_of_stages()
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    module, batch = layer(0), samples(popdist.replica_index())
+
+    def stage(module: nn.Module, number: int = place, num_stages: int = size) -> PipelineStage:
+        return PipelineStage(module, number, num_stages, CPU, group=group)
+
+    head = layer(1)
+    next(iter(head.children())).weight = next(iter(module.children())).weight
+    whole = nn.ModuleDict({"embedding": module, "head": head})
+    refused(
+        stage(module), whole, r"embedding\.0\.weight of stage .* is also the weight of a Linear outside", batch
+    )
+    refused(stage(nn.Tanh()), module, rf"stage {place} of {size} has no parameters: .* take fewer stages", batch)
+    refused(stage(layer(1)), module, r"parameters that the model does not have: .*ReplicatedModel\(stage", batch)
+    model = popdist.ReplicatedModel(module)
+    for wrong in (7, schedules.ScheduleGPipe(stage(module), NUM_MICRO_BATCHES)):
+        with pytest.raises(BatchError, match="made with a loss_fn"):
+            model.pipeline_step(wrong, batch)
+
+
+def law_a_norm_is_that_of_the_whole_model() -> None:
+    """On all instances, where the stage is the wrapped model itself."""
+    group = group_of_stages()
+    size = dist.get_world_size(group)
+    model = popdist.ReplicatedModel(layer(dist.get_rank(group)))
+    stage = PipelineStage(model, dist.get_rank(group), size, CPU, group=group)
+    schedule = schedules.Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=loss_fn)
+    model.pipeline_step(schedule, samples(popdist.replica_index()))
+    wanted = nn.utils.get_total_norm(mean_gradients(size, range(size)))
+    torch.testing.assert_close(model.clip_grad_norm_(1e-3), wanted)
 
 
 def refused(stage: PipelineStage, module: nn.Module, match: str, batch: object) -> None:

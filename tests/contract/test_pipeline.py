@@ -20,10 +20,10 @@ def test_laws(forked_world: ForkedWorlds, pipeline: int) -> None:
 
 
 def test_the_bits_do_not_depend_on_where_replicas_lie(forked_world: ForkedWorlds) -> None:
-    """Two replicas of two stages with dropout, on one host and on two."""
+    """Two replicas of two stages with dropout, on one host and on two; nor on a sharded optimizer."""
     digests = [
         forked_world(
-            pipeline_laws.digest_of_training,
+            pipeline_laws.digests_of_training,
             num_instances=4,
             pipeline=2,
             num_hosts=num_hosts,
@@ -34,3 +34,20 @@ def test_the_bits_do_not_depend_on_where_replicas_lie(forked_world: ForkedWorlds
     assert digests[0] == digests[1]
     assert digests[0][:2] == digests[0][2:]  # the replicas have the same stages
     assert digests[0][0] != digests[0][1]
+    assert all(plain == sharded for plain, sharded in digests[0])
+
+
+def test_stages_are_cut_into_shards(forked_world: ForkedWorlds) -> None:
+    """One replica of two stages with two shards each."""
+    forked_world(
+        pipeline_laws.gradients_of_shards,
+        num_instances=4,
+        tensor=2,
+        pipeline=2,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+
+
+def test_instances_with_several_whole_replicas(forked_world: ForkedWorlds) -> None:
+    """The same call where a replica is not shared."""
+    forked_world(pipeline_laws.whole_replicas, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS)
