@@ -18,7 +18,7 @@ from popdist.environments import Launcher, detect
 from poprun.emit import Surroundings, emit_job, job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.request import EndingSettings
+from poprun.plan.request import AskedMapping, EndingSettings
 from poprun.text.screen import EmitKind
 from tests.planning import LAPTOP, MPICH, planned, with_gpus
 
@@ -86,9 +86,12 @@ def test_the_batch_script() -> None:
 
 def test_the_batch_script_asks_for_gpus() -> None:
     """As many as its instances use, whose replicas take turns on them: fewer than there are virtual IPUs."""
+    shared = planned(with_gpus("f" * 8), num_instances=4, instances_per_replica=2, ipus_per_replica=4)
     text = emit_job(GPU_PLAN, EmitKind.SBATCH, Surroundings())
 
     assert "#SBATCH --gpus-per-node=4\n" in text
+    assert "#SBATCH --gpus-per-node=8\n" in emit_job(shared, EmitKind.SBATCH, Surroundings())
+    assert "nvidia.com/gpu: 2\n" in emit_job(shared, EmitKind.JOBSET, Surroundings(image=IMAGE))
 
 
 def test_a_line_break_fits_no_line_of_sbatch() -> None:
@@ -104,13 +107,17 @@ def some_plans(draw: st.DrawFn) -> LaunchPlan:
         st.characters(exclude_characters="\0", exclude_categories=["Cs"], max_codepoint=0x2FF), max_size=8
     )
     num_hosts, num_local = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    size = draw(st.sampled_from([1, num_local, num_hosts * num_local]))
+    tensor = draw(st.sampled_from([1, size]))
+    num_replicas = num_hosts * num_local // size * draw(st.integers(1, 4 if size == 1 else 1))
     return planned(
         draw(st.sampled_from([LAPTOP, with_gpus("f" * 8)])),
         program=(draw(word.filter(bool)), *draw(st.lists(word | st.just("$(RANK) $$ yes"), max_size=3))),
         hosts=tuple(f"n{index}" for index in range(num_hosts)),
         num_instances=num_hosts * num_local,
-        num_replicas=num_hosts * num_local * draw(st.integers(1, 4)),
-        ipus_per_replica=draw(st.integers(1, 2)),
+        num_replicas=num_replicas,
+        mapping=AskedMapping(text="", tensor=tensor, pipeline=size // tensor),
+        ipus_per_replica=draw(st.integers(1, 2)) * size,
         ending=EndingSettings(
             timeout_seconds=draw(st.none() | st.floats(0.001, 1e6)), max_restarts=draw(st.integers(0, 9))
         ),
@@ -143,6 +150,8 @@ def test_popdist_finds_its_place_in_a_pod(plan: LaunchPlan, data: st.DataObject)
     assert found.launcher is Launcher.KUBERNETES
     for contract in (found.contract, under_mpi.contract):
         assert contract.layout == plan.layout
+        assert contract.replica_part == plan.instance(index).part
+        assert contract.parallelism == plan.parallelism
         assert (contract.instance_index, contract.ipus_per_replica) == (index, plan.ipus_per_replica)
         assert contract.num_threads == plan.threads_per_replica
     assert found.contract.num_local_instances == 1

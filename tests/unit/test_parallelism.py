@@ -130,6 +130,8 @@ def test_a_plan_of_shared_replicas_is_written_and_read() -> None:
         broken = values | {"parallelism": {"instances_per_replica": 4, "tensor": 2, "pipeline": 2} | sizes}
         with pytest.raises(PlanError, match=re.escape(told)):
             plan_from_dict(broken, "plan.json")
+    with pytest.raises(PlanError, match=r"plan\.json: mapping_path '' is not possible: it is a path"):
+        plan_from_dict(values | {"mapping_path": ""}, "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from poprun.errors import PlanError
 from poprun.plan.mpi_options import check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.planner import check_settings
-from poprun.plan.request import check_counts, check_ipus_per_replica
+from poprun.plan.request import check_counts, check_ipus_per_replica, check_path
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import YamlError, parse_json, parse_yaml
@@ -32,6 +32,7 @@ _KEYS: Final = {
     "host_subnet": "remote.subnet",
     "instance_mpi_local_args": "instance_variables",
     "only_output_from_instance": "output.shown_instances",
+    "parallelism": "mapping_path",
     "report": "ending.report_file",
 }
 """What an option of the command line, which messages name, is called in a plan."""
@@ -78,6 +79,7 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
             instances_per_replica=plan.parallelism.instances_per_replica,
         )
         check_ipus_per_replica(plan.ipus_per_replica, plan.parallelism.instances_per_replica)
+        check_path("--parallelism", plan.mapping_path)
         check_settings(plan, plan.num_instances)
         check_instance_variables(plan.instance_variables, plan.num_instances)
     except PlanError as error:
