@@ -118,35 +118,26 @@ def memory_lines(candidate: Candidate) -> list[str]:
 
 def explanation(candidate: Candidate, workload: Workload) -> str:
     """One mapping: each term of its time, and its memory by kind."""
-    total = candidate.duration.total
-    rows = [
-        (
-            f"  {name}",
-            seconds(getattr(candidate.duration, name)),
-            f"{getattr(candidate.duration, name) / total:.1%}",
-            TERM_WORDS[name],
-        )
-        for name in _TERMS
+    terms, total = asdict(candidate.duration), candidate.duration.total
+    share = peak_share(candidate, workload)
+    peak = workload.machine.device.flops_at(workload.training.precision) / TERA
+    times = [
+        (f"  {name}", seconds(value), f"{value / total:.1%}", TERM_WORDS[name]) for name, value in terms.items()
+    ]
+    sent = [
+        (f"  {name}", f"{size / GIB:.3f} GiB", link) for name, size, link in traffic(candidate.mapping, workload)
     ]
     lines = [
         heading(workload),
         candidate.mapping.text,
         "",
-        (
-            f"A step takes {seconds(total)}, {peak_share(candidate, workload):.1%} of the peak of "
-            f"{workload.machine.device.flops_at(workload.training.precision) / TERA:.0f} TFLOP/s a device:"
-        ),
-        *columns(rows),
+        f"A step takes {seconds(total)}, {share:.1%} of the peak of {peak:.0f} TFLOP/s a device:",
+        *columns(times),
         "",
         f"Memory of {where(candidate)}: it {'fits' if candidate.fits else 'does not fit'}.",
         *memory_lines(candidate),
-        *columns(
-            [
-                (f"  {name}", f"{size / GIB:.3f} GiB", link)
-                for name, size, link in traffic(candidate.mapping, workload)
-            ],
-            "Sent by a device in a step:",
-        ),
+        "Sent by a device in a step:",
+        *columns(sent),
     ]
     return "\n".join(lines) + "\n"
 
@@ -219,22 +210,19 @@ def candidate_table(one: Candidate, workload: Workload) -> dict[str, Any]:
 
 def answer_csv(answer: Answer, workload: Workload, num_rows: int) -> str:
     """The fastest mappings as CSV: a row for each."""
-    names = [f.name for f in fields(Mapping)]
+    rows = [
+        asdict(one.mapping)
+        | {"accumulation": one.mapping.num_micro_batches(workload.training.global_batch)}
+        | {"seconds": f"{one.duration.total:.6g}"}
+        | {f"{term}_seconds": f"{getattr(one.duration, term):.6g}" for term in _TERMS}
+        | {f"{kind}_gib": f"{getattr(one.memory, kind) / GIB:.6f}" for kind in _KINDS}
+        | {"fits": "yes" if one.fits else "no"}
+        for one in answer.fitting[:num_rows]
+    ]
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    terms = [f"{term}_seconds" for term in _TERMS]
-    writer.writerow([*names, "accumulation", "seconds", *terms, *(f"{kind}_gib" for kind in _KINDS), "fits"])
-    for one in answer.fitting[:num_rows]:
-        writer.writerow(
-            [
-                *(getattr(one.mapping, name) for name in names),
-                one.mapping.num_micro_batches(workload.training.global_batch),
-                f"{one.duration.total:.6g}",
-                *(f"{getattr(one.duration, term):.6g}" for term in _TERMS),
-                *(f"{getattr(one.memory, kind) / GIB:.6f}" for kind in _KINDS),
-                "yes" if one.fits else "no",
-            ]
-        )
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
@@ -269,11 +257,11 @@ def _parts(line: str, width: int) -> list[str]:
     return [part.rstrip() for part in parts]
 
 
-def columns(rows: Iterable[Sequence[str]], title: str = "") -> list[str]:
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
     """Rows with their columns below each other; numbers stand to the right."""
     table = list(rows)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))] if table else []
-    lines = [
+    return [
         "  ".join(
             cell.rjust(width)
             if cell[:1].isdigit() or (column and cell in table[0] and table[-1][column][:1].isdigit())
@@ -282,4 +270,3 @@ def columns(rows: Iterable[Sequence[str]], title: str = "") -> list[str]:
         ).rstrip()
         for row in table
     ]
-    return ([title] if title else []) + lines

@@ -122,12 +122,12 @@ def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]
             weights = {id(it): memo[id(it)] for it in module.parameters()}
             constants = [it for key, it in memo.items() if key not in weights]
             copy = deepcopy(module, memo)
-            batch = _without_memory(sample, device)
+            batch = _without_memory((sample,) if isinstance(sample, Tensor) else sample, device)
             inputs = list(tensors_in(batch))
             meter = OperationMeter([*weights.values()], constants, inputs, has_layers=bool(blocks))
             _watch(copy, meter, names, entered)
             with saved_tensors_hooks(meter.keep, lambda it: it), seen_operations(meter.see):
-                result = _call(copy, batch)
+                result = copy(**batch) if isinstance(batch, dict) else copy(*batch)
             meter.exit(result)
     except DescriptionError:
         raise
@@ -173,13 +173,6 @@ def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: lis
                 lambda _, args, kwargs, kind=kind: meter.enter(kind, (args, kwargs)), with_kwargs=True
             )
             member.register_forward_hook(lambda *args: meter.exit(args[-1]))
-
-
-def _call(module: nn.Module, batch: Any) -> object:  # noqa: ANN401 - as above
-    """Call it as a program would."""
-    if isinstance(batch, dict):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, tuple) else module(batch)
 
 
 def _place(stretch: int, meter: OperationMeter) -> int:
@@ -238,16 +231,13 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
     amounts: dict[str, Any] = {what: _share(amount, meter) for what, amount in stretch.amounts.items()}
     stored, scores = amounts.pop("stored", Split()), amounts.pop("scores", Split())
     kept = amounts.get("kept", Split())
-    cheap = scores
-    if stretch.fused:
-        left = (max(0.0, kept.divided - stored.divided), max(0.0, kept.whole - stored.whole))
-        cheap = Split(divided=left[0], whole=left[1])
+    saved = Split(divided=max(0.0, kept.divided - stored.divided), whole=max(0.0, kept.whole - stored.whole))
     total = sum(stretch.parts)
     parts = tuple(part / total for part in stretch.parts if part)
     return Layer(
         name=stretch.name or "module",
         parameters=amounts.pop("parameters", Split()),
-        cheap=cheap,
+        cheap=saved if stretch.fused else scores,
         output_bytes=meter.bytes_of(stretch.output) / meter.num_samples,
         num_kernels=stretch.num_kernels,
         num_reductions=stretch.num_reductions if meter.can_divide else 0,
@@ -270,13 +260,11 @@ def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes
     if tensor is None or not tensor.dim():
         return layer
     divided = meter.can_divide and meter.known(tensor).divided
-    size = layer.output_bytes
-    logits = Split(divided=size) if divided else Split(whole=size)
+    size, part = layer.output_bytes, "divided" if divided else "whole"
     return replace(
         layer,
-        loss_bytes=Split(divided=_LOGIT_COPIES * logits.divided, whole=_LOGIT_COPIES * logits.whole),
-        memory_bytes=layer.memory_bytes
-        + Split(divided=_LOGIT_MOVES * logits.divided, whole=_LOGIT_MOVES * logits.whole),
+        loss_bytes=Split(**{part: _LOGIT_COPIES * size}),
+        memory_bytes=layer.memory_bytes + Split(**{part: _LOGIT_MOVES * size}),
         output_bytes=read_bytes if divided else size,
         num_reductions=layer.num_reductions + divided,
     )
