@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from hashlib import sha256
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Any, Final
 
 from popsize.errors import ModelError, shown
@@ -31,48 +31,46 @@ def _llama(version: int, layers: int, hidden: int, heads: int, kv_heads: int, ff
     return replace(sizes, vocab=vocab, sequence=sequence)
 
 
-MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
-    {
-        "bert-base": replace(_gpt(12, 768, 12, 512), vocab=30522, causal=False),
-        "bert-large": replace(_gpt(24, 1024, 16, 512), vocab=30522, causal=False),
-        "gpt2": _gpt(12, 768, 12, 1024),
-        "gpt2-medium": _gpt(24, 1024, 16, 1024),
-        "gpt2-large": _gpt(36, 1280, 20, 1024),
-        "gpt2-xl": _gpt(48, 1600, 25, 1024),
-        "gpt3-2.7b": _gpt(32, 2560, 32, 2048),
-        "gpt3-175b": _gpt(96, 12288, 96, 2048),
-        "llama2-7b": _llama(2, 32, 4096, 32, 32, 11008),
-        "llama2-13b": _llama(2, 40, 5120, 40, 40, 13824),
-        "llama2-70b": _llama(2, 80, 8192, 64, 8, 28672),
-        "llama3-8b": _llama(3, 32, 4096, 32, 8, 14336),
-        "llama3-70b": _llama(3, 80, 8192, 64, 8, 28672),
-        "llama3-405b": _llama(3, 126, 16384, 128, 8, 53248),
-    }
-)
+MODELS: Final[Mapping[str, Transformer]] = {
+    "bert-base": replace(_gpt(12, 768, 12, 512), vocab=30522, causal=False),
+    "bert-large": replace(_gpt(24, 1024, 16, 512), vocab=30522, causal=False),
+    "gpt2": _gpt(12, 768, 12, 1024),
+    "gpt2-medium": _gpt(24, 1024, 16, 1024),
+    "gpt2-large": _gpt(36, 1280, 20, 1024),
+    "gpt2-xl": _gpt(48, 1600, 25, 1024),
+    "gpt3-2.7b": _gpt(32, 2560, 32, 2048),
+    "gpt3-175b": _gpt(96, 12288, 96, 2048),
+    "llama2-7b": _llama(2, 32, 4096, 32, 32, 11008),
+    "llama2-13b": _llama(2, 40, 5120, 40, 40, 13824),
+    "llama2-70b": _llama(2, 80, 8192, 64, 8, 28672),
+    "llama3-8b": _llama(3, 32, 4096, 32, 8, 14336),
+    "llama3-70b": _llama(3, 80, 8192, 64, 8, 28672),
+    "llama3-405b": _llama(3, 126, 16384, 128, 8, 53248),
+}
 """Models by name: of Devlin et al. (arXiv 1810.04805), Radford et al. (GPT-2), Brown et al. (arXiv 2005.14165,
 table 2.1), Touvron et al. (arXiv 2307.09288) and Grattafiori et al. (arXiv 2407.21783, table 3)."""
 
-FAMILIES: Final[Mapping[str, Transformer]] = MappingProxyType(
-    {"gpt": _GPT, "bert": replace(_GPT, causal=False), "llama": _LLAMA}
-)
+FAMILIES: Final[Mapping[str, Transformer]] = {
+    "gpt": _GPT,
+    "bert": replace(_GPT, causal=False),
+    "llama": _LLAMA,
+}
 """What ``--model gpt layers=96 …`` starts from."""
 
 
-FIELD_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-        "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
-        "heads": ("num_attention_heads", "n_head", "n_heads"),
-        "vocab": ("vocab_size", "padded_vocab_size"),
-        "sequence": (
-            *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
-            "max_sequence_length",
-        ),
-        "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
-        "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-        "head_width": ("head_dim", "kv_channels"),
-    }
-)
+FIELD_NAMES: Final[Mapping[str, list[str]]] = {
+    "layers": ["num_hidden_layers", "n_layer", "n_layers", "num_layers"],
+    "hidden": ["hidden_size", "n_embd", "n_embed", "d_model"],
+    "heads": ["num_attention_heads", "n_head", "n_heads"],
+    "vocab": ["vocab_size", "padded_vocab_size"],
+    "sequence": [
+        *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
+        "max_sequence_length",
+    ],
+    "kv_heads": ["num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"],
+    "ffn": ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"],
+    "head_width": ["head_dim", "kv_channels"],
+}
 """For each number the names that configurations of Hugging Face have for it."""
 
 _USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "sequence": 2048}
@@ -81,22 +79,22 @@ _USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "seq
 
 def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
     """The model that ``name`` says, with ``numbers`` such as ``layers=96`` in place of its own."""
-    given = model_numbers(numbers)
-    if name in FAMILIES:
-        missing = [key for key in ("layers", "hidden", "heads", "sequence") if key not in given]
-        if missing:
-            raise ModelError(f"--model {name} needs {', '.join(f'{key}=…' for key in missing)}")
-        return transformer(_with(FAMILIES[name], given), name)
-    known = {key.lower(): key for key in MODELS}
-    key = known.get(name.lower())
-    if key is None:
-        near = get_close_matches(name.lower(), [*known, *FAMILIES], 3, 0.3) or list(MODELS)
+    given, key = model_numbers(numbers), name.lower()
+    known = {**MODELS, **FAMILIES}
+    if key not in known:
+        near = get_close_matches(key, known, 3, 0.3) or list(MODELS)
         raise ModelError(
             f"no model is called {name!r}: nearest are {', '.join(near)}; or give numbers (--model gpt "
             "layers=… hidden=… heads=… sequence=…), a config.json, or a file that "
             "popdist.parallel.describe(...).save() wrote"
         )
-    return transformer(_with(MODELS[key], given), key)
+    missing = [number for number in ("layers", "hidden", "heads", "sequence") if number not in given]
+    if key in FAMILIES and missing:
+        raise ModelError(f"--model {name} needs {', '.join(f'{number}=…' for number in missing)}")
+    changed = replace(known[key], **given)
+    if changed.positions and "positions" not in given:  # they grow with the sequence
+        changed = replace(changed, positions=max(changed.sequence, changed.positions))
+    return transformer(changed, key)
 
 
 def model_numbers(words: Iterable[str]) -> dict[str, Any]:
@@ -130,28 +128,8 @@ def _number(word: str) -> tuple[str, int | bool]:
 _TRUTHS: Final = {"yes": True, "true": True, "no": False, "false": False}
 
 
-def _with(base: Transformer, given: Mapping[str, Any]) -> Transformer:
-    """``base`` with ``given`` numbers; positions grow with the sequence."""
-    changed = replace(base, **given)
-    if base.positions and "positions" not in given:
-        changed = replace(changed, positions=max(changed.sequence, base.positions))
-    return changed
-
-
 _GATED: Final = (
-    *(
-        "llama",
-        "mistral",
-        "qwen",
-        "gemma",
-        "phi3",
-        "olmo",
-        "granite",
-        "cohere",
-        "deepseek",
-        "stablelm",
-        "internlm",
-    ),
+    *("llama", "mistral", "qwen", "gemma", "phi3", "olmo", "granite", "cohere", "deepseek", "stablelm"),
     *("internlm", "baichuan", "minicpm", "exaone", "smollm", "chatglm", "glm4"),
 )
 _GATES: Final = ("silu", "swish", "swiglu")
