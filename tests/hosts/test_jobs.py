@@ -24,9 +24,13 @@ from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun, run
 if TYPE_CHECKING:
     import subprocess
 
-WHERE = (
-    "import os, socket; print(socket.gethostname(), os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])"
+WHERE_NAMES = (
+    "MASTER_ADDR",
+    "GLOO_SOCKET_IFNAME",
+    "POPDIST_REPLICA_INDEX_OFFSET",
+    "POPDIST_INSTANCE_INDEX_IN_REPLICA",
 )
+WHERE = f"import os, socket; print(socket.gethostname(), *map(os.environ.get, {WHERE_NAMES}))"
 NAMES = "'TORCH_A', 'HF_TOKEN', 'OTHER', 'TMPDIR', 'NAMED', 'GIVEN'"
 VARIABLES = f"import os; print(*map(os.environ.get, ({NAMES})))"
 KEY = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
@@ -38,11 +42,12 @@ def poprun_itself(process: "subprocess.Popen[str]") -> psutil.Process:
 
 
 def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) -> None:
-    """Neighbours share a host, the output comes here, and an address, not a name, goes to the programs."""
-    finished = hosts_poprun(network, "--host", "n[1-3]", "-n", "6", sys.executable, "-c", WHERE).succeeded()
+    """Shards of a replica share a host, the output comes here, and programs get an address, not a name."""
+    words = ("--host", "n[1-3]", "-n", "6", "--parallelism", "tensor=2")
+    finished = hosts_poprun(network, *words, sys.executable, "-c", WHERE).succeeded()
 
     address = network.hosts["n1"].address
-    assert finished.lines == [f"[1,{n}]<stdout>:n{1 + n // 2} {address} eth0" for n in range(6)]
+    assert finished.lines == [f"[1,{n}]<stdout>:n{1 + n // 2} {address} eth0 {n // 2} {n % 2}" for n in range(6)]
     assert f"eth0 {address} (n1)" in finished.err
 
 
@@ -73,10 +78,11 @@ def test_a_failure_on_one_host_ends_the_job_on_all(
 ) -> None:
     """The first failure gives poprun's exit code, and the report names its host."""
     words = write_program(tmp_path, "ready()\nsys.exit(7) if rank == 3 else hang()")
-    finished = hosts_poprun(network, "--host", "n1,n2", "-n", "4", sys.executable, *words)
+    sharing = ("--parallelism", "pipeline=2")
+    finished = hosts_poprun(network, "--host", "n1,n2", "-n", "4", *sharing, sys.executable, *words)
 
     assert finished.code == 7
-    assert "instance 3 failed first: exit code 7 (host n2, replica 3)" in finished.err
+    assert "instance 3 failed first: exit code 7 (host n2, replica 1, stage 1, shard 0)" in finished.err
 
 
 def test_no_key_stands_where_others_look_and_a_killed_poprun_leaves_nothing(
