@@ -395,7 +395,7 @@ def loaded(text: str, origin: str, model: Model | None = None) -> tuple[Mapping,
                 f"this {model.name} of {model.num_parameters:,.0f}: plan again, or give the same model"
             )
         return from_table(table["mapping"]), Training(**table["training"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MappingError(f"{origin} is no mapping that poprun-size --save wrote: {error}") from None
 
 

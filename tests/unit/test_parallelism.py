@@ -150,6 +150,7 @@ def test_a_plan_of_shared_replicas_is_written_and_read() -> None:
             "is for 4 GPUs, and found are 2; nearest: ",
         ),
         ("tp=2,b=4", {}, "micro_batch is for the program: leave it out, or give the file"),
+        ("tp=2", {"num_replicas": -1}, "--num-replicas -1 is not possible"),
         ("tensr=2", {}, "a mapping has no 'tensr': nearest are tensor"),
         ("tp=65536x65536", {}, "asks for 4294967296 instances a replica: at most"),
     ],
@@ -165,8 +166,15 @@ def test_a_mapping_for_more_gpus_runs_on_the_cpu_if_asked() -> None:
     plan = shared("tp=2,dp=2", num_instances=4, machine=with_gpus("ff"), vipu=VipuSettings(is_offline=True))
 
     assert plan.devices == ()
-    with pytest.raises(PlanError, match="is no mapping that poprun-size --save wrote"):
-        mapping_in_file("{}", "mapping.json", "/mapping.json")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[" * 100_000, '{"schema": 1, "mapping": [], "training": {}}'])
+def test_files_that_hold_no_mapping(content: str) -> None:
+    """Whatever the file holds, an error names it."""
+    with pytest.raises(PlanError, match=r"--parallelism m\.json is no mapping that poprun-size --save wrote"):
+        mapping_in_file(content, "m.json", "/m.json")
+    with pytest.raises(PlanError, match=r"--parallelism m\.json: tensor=-2: give a whole number"):
+        mapping_in_file('{"schema": 1, "mapping": {"tensor": -2}}', "m.json", "/m.json")
 
 
 def on_pod(pod: str, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a request

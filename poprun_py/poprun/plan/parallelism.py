@@ -1,5 +1,6 @@
 """Replicas that several instances share: what was asked and the counts that follow from it. Pure."""
 
+import math
 from dataclasses import replace
 
 from popdist.layout import Parallelism
@@ -35,7 +36,8 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
     try:
         mapping, _ = loaded(content, name)
     except MappingError as error:
-        raise PlanError(f"--parallelism {error}") from None
+        where = "" if str(error).startswith(name) else f"{name}: "
+        raise PlanError(f"--parallelism {where}{error}") from None
     return AskedMapping(
         text=name, tensor=mapping.tensor, pipeline=mapping.pipeline, replicas=mapping.replicas, path=path
     )
@@ -65,6 +67,8 @@ def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple
     ``size`` is the number of instances of a replica.
     """
     asked, num_replicas = request.mapping, request.num_replicas
+    if num_replicas is not None:
+        check_count("--num-replicas", num_replicas)
     if asked is not None and asked.replicas is not None:
         number = asked.replicas * size
         is_other = size > 1 and is_counted and request.num_instances not in (None, number)
@@ -96,11 +100,12 @@ def check_found(plan: LaunchPlan, asked: AskedMapping | None, num_gpus: int) -> 
     if asked is None or asked.replicas is None or plan.devices or not num_gpus:
         return
     there = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
-    fitting = num_gpus // plan.num_devices_per_instance * len(plan.hosts)
-    num_replicas = fitting // plan.parallelism.instances_per_replica
+    size = plan.parallelism.instances_per_replica
+    fitting, step = num_gpus // plan.num_devices_per_instance * len(plan.hosts), math.lcm(size, len(plan.hosts))
+    num_replicas = fitting // step * step // size
     sizes = f"tensor={asked.tensor},pipeline={asked.pipeline}"
     nearest = f"{sizes},replicas={num_replicas}" if num_replicas else "fewer instances a replica"
     raise PlanError(
-        f"--parallelism {asked.text} is for {plan.num_replicas * plan.ipus_per_replica} GPUs, and found are "
+        f"--parallelism {asked.text} is for {plan.num_gpus_per_host * len(plan.hosts)} GPUs, and found are "
         f"{there}; nearest: {nearest}, or --offline-mode to compute on the CPU"
     )
