@@ -246,7 +246,7 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """``shape`` with each legal way to keep its state; the first is the fastest."""
+    """``shape`` with each legal way to keep its state, the simplest first."""
     shardings = _shardings(shape, workload, fixed)
     offloads: list[_Values] = [{}]
     phases: list[_Values] = []
@@ -266,7 +266,7 @@ def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Ma
 
 
 def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
-    """What may be sharded, and over how many replicas; the fastest first.
+    """What may be sharded, and over how many replicas, the simplest first.
 
     Sharded optimizer state takes less time and memory than whole copies: these are tried only where they are asked
     for, or there is one replica. Programs that cut a model into stages do not shard gradients alone.
