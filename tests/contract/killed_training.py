@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict_saver
 from torch import nn
 from torch.utils.data import Dataset
 
 import popdist
+import popdist.checkpoint.tensor_files
 from popdist.checkpoint import load_latest, save
 from popdist.contract import Contract, Endpoint
 

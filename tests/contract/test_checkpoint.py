@@ -1,13 +1,19 @@
-"""All instances save, load and fail together, and a run that was killed loses nothing but time."""
+"""All instances save, load and fail together, and a run that was killed loses nothing but time.
+
+Holds popdist.checkpoint.saving, popdist.checkpoint.loading and popdist.checkpoint.together.
+"""
 
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
-from tests.contract import checkpoint_laws
+from tests.contract import checkpoint_laws, mesh_checkpoints
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS, run
 
@@ -42,3 +48,43 @@ def test_a_killed_run_ends_with_the_bits_of_one_never_killed(tmp_path: Path) -> 
     assert found["num_torn"] > 0
     assert set(found["resumed"]) == set(found["whole"])
     assert len(found["whole"][0]) == 32
+
+
+def whole(instances: Sequence[dict[str, Any]], what: str) -> dict[str, str]:
+    """What the instances have together; what several have must be the same."""
+    joined: dict[str, str] = {}
+    for found in instances:
+        assert joined.items() | found[what].items() == (joined | found[what]).items()
+        joined |= found[what]
+    return joined
+
+
+@pytest.mark.filterwarnings("ignore::popdist.PopdistWarning")
+def test_a_checkpoint_loads_at_another_mapping(forked_world: ForkedWorlds, tmp_path: Path) -> None:
+    """Saved by 2 replicas of 2: weights, the optimizer's state, learning rate, samples and random numbers."""
+
+    def world(fn: Callable[[Path], object], num_instances: int, tensor: int = 1, pipeline: int = 1) -> list[Any]:
+        return forked_world(
+            fn,
+            tmp_path,
+            num_instances=num_instances,
+            tensor=tensor,
+            pipeline=pipeline,
+            timeout_seconds=DEADLINE_SECONDS,
+        )
+
+    def losses(instances: Sequence[dict[str, Any]]) -> list[float]:
+        return [fmean(step) for step in zip(*(it["losses"] for it in instances), strict=True)]
+
+    saved = world(mesh_checkpoints.train_and_save, 4, tensor=2)
+    assert saved[0]["files"] == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    for sizes in [(4, 2), (4,), (1,), (4, 2, 2), (1,)]:  # each saves, too
+        loaded = world(mesh_checkpoints.load, *sizes)
+        for found in zip(*loaded, strict=True):
+            assert whole(found, "then") == whole(saved, "then")
+            assert found[0]["rate"] == saved[0]["rate"]
+            assert found[0]["sample"] == saved[0]["sample"]
+            assert losses(found) == pytest.approx(losses(saved), abs=1e-6)
+        if sizes == (4, 2):
+            for key in ("end", "draw", "losses"):
+                assert [it[key] for (it,) in loaded] == [it[key] for it in saved]

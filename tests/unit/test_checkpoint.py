@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 import popdist
 from popdist.checkpoint import load_latest, manifest, save
-from popdist.checkpoint.tensor_files import write_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +211,9 @@ def test_nothing_is_unpickled_but_tensors(tmp_path: Path, where: str) -> None:
         (tensors / "__0_0.distcp").write_bytes(file.getvalue())
     else:
         shutil.rmtree(tensors)
-        write_tensors(tensors, {"model.weight": Trap(sprung)})  # type: ignore[dict-item] # what DCP would take
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+            save_by_torch({"model.weight": Trap(sprung)}, checkpoint_id=tensors, planner=planner, no_dist=True)
     forge(directory)
     with (
         pytest.warns(popdist.PopdistWarning, match="tensors cannot be read"),
@@ -223,9 +226,9 @@ def test_nothing_is_unpickled_but_tensors(tmp_path: Path, where: str) -> None:
 def forge(directory: Path) -> None:
     """Make the digests those of the files as they are now."""
     whole = json.loads((directory / "manifest.json").read_text())
-    files = whole["content"]["files"]
-    files.update({name: manifest._digest_of_file(directory / "tensors" / name) for name in files})
-    whole["digest"] = manifest._digest_of(whole["content"])
+    files = whole["manifest"]["files"]
+    files.update({name: manifest.digest_of_file(directory / "tensors" / name) for name in files})
+    whole["digest"] = manifest._digest_of(whole["manifest"])
     (directory / "manifest.json").write_text(json.dumps(whole))
 
 
@@ -325,8 +328,8 @@ def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], fa
 def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
     """What a later popdist wrote is not skipped in favour of something older."""
     file = save(tmp_path, epoch=1) / "manifest.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(popdist.CheckpointError, match=r"in format 2, and this is popdist .* which reads format 1"):
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(popdist.CheckpointError, match=r"in format 3, and this is popdist .* which reads format 2"):
         load_latest(tmp_path)
 
 

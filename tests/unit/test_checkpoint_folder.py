@@ -4,6 +4,7 @@ Holds popdist.checkpoint.manifest.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from popdist.checkpoint import checkpoint_folder
 from popdist.checkpoint.manifest import current_conditions, differences
+from popdist.errors import CheckpointError
 
 
 def fill(directory: Path) -> None:
@@ -26,6 +28,18 @@ def fail(directory: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
+def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Make a checkpoint, or nothing if ``write`` fails."""
+    checkpoint_folder.begin(folder, step)
+    try:
+        write(checkpoint_folder.partial_of(folder, step))
+    except OSError:
+        checkpoint_folder.abandon(folder, step)
+        raise
+    checkpoint_folder.complete(folder, step)
+    return checkpoint_folder.directory_of(folder, step)
+
+
 @given(st.sets(st.integers(0, checkpoint_folder.LAST_STEP), min_size=1))
 def test_names_are_in_the_order_of_steps(steps: set[int]) -> None:
     """Any listing shows checkpoints in their order."""
@@ -36,7 +50,7 @@ def test_names_are_in_the_order_of_steps(steps: set[int]) -> None:
 def test_a_checkpoint_is_made_and_found(tmp_path: Path) -> None:
     """With all it holds, in a folder that is made for it; other things in the folder are no checkpoints."""
     place = tmp_path / "new" / "folder"
-    directory = checkpoint_folder.create(place, 12, fill)
+    directory = create(place, 12, fill)
     (place / "step-7").mkdir()
     (place / "notes.txt").touch()
 
@@ -49,15 +63,15 @@ def test_no_folder_is_an_empty_one(tmp_path: Path) -> None:
     """Nothing was saved yet; but a file is no folder."""
     assert checkpoint_folder.steps_in(tmp_path / "none") == []
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(CheckpointError, match="is no folder of checkpoints"):
         checkpoint_folder.steps_in(tmp_path / "file")
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     """A disk that is full has its room back, and what was there is there."""
-    checkpoint_folder.create(tmp_path, 1, fill)
+    create(tmp_path, 1, fill)
     with pytest.raises(OSError, match="No space"):
-        checkpoint_folder.create(tmp_path, 2, fail)
+        create(tmp_path, 2, fail)
     assert os.listdir(tmp_path) == ["step-000000000001"]  # noqa: PTH208 - hidden ones too
 
 
@@ -68,7 +82,7 @@ def test_what_a_killed_program_left_goes(tmp_path: Path) -> None:
         fill(tmp_path / name)
 
     assert checkpoint_folder.steps_in(tmp_path) == []
-    checkpoint_folder.create(tmp_path, 3, fill)
+    create(tmp_path, 3, fill)
     assert os.listdir(tmp_path) == ["step-000000000003"]  # noqa: PTH208 - hidden ones too
 
 
@@ -76,7 +90,7 @@ def test_what_a_killed_program_left_goes(tmp_path: Path) -> None:
 def test_the_last_ones_stay(tmp_path: Path, count: int, left: list[int]) -> None:
     """The greatest steps, in whatever order they were made."""
     for step in (5, 9, 2):
-        checkpoint_folder.create(tmp_path, step, fill)
+        create(tmp_path, step, fill)
     checkpoint_folder.keep_last(tmp_path, count)
     assert checkpoint_folder.steps_in(tmp_path) == left
 
@@ -87,11 +101,12 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
     )
-    checkpoint_folder.create(tmp_path / "folder", 1, fill)
+    create(tmp_path / "folder", 1, fill)
 
     partial = str(tmp_path / "folder" / ".step-000000000001.partial")
-    assert {*done[:3]} == {f"{partial}/inner/file", f"{partial}/inner", partial}
-    assert done[3:] == [str(tmp_path / "folder"), str(tmp_path)]
+    assert done[0] == str(tmp_path)
+    assert {*done[1:4]} == {f"{partial}/inner/file", f"{partial}/inner", partial}
+    assert done[4:] == [str(tmp_path / "folder")]
 
 
 def test_differences_of_conditions_are_told_in_words() -> None:
@@ -113,10 +128,10 @@ def test_only_folders_that_were_made_need_a_parent_that_can_be_read(
         os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
     )
     place = tmp_path / "a" / "b"
-    checkpoint_folder.create(place, 1, fill)
+    create(place, 1, fill)
     assert {str(place), str(tmp_path / "a"), str(tmp_path)} <= set(done)
 
     done.clear()
-    checkpoint_folder.create(place, 2, fill)
+    create(place, 2, fill)
     assert str(place) in done
     assert str(tmp_path / "a") not in done

@@ -3,6 +3,7 @@
 >>> from popdist.checkpoint import save, load_latest
 """
 
-from popdist.checkpoint.checkpoint import Loaded, load_latest, save
+from popdist.checkpoint.loading import Loaded, load_latest
+from popdist.checkpoint.saving import save
 
 __all__ = ["Loaded", "load_latest", "save"]

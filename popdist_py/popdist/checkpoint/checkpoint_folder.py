@@ -8,7 +8,6 @@ whole.
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -38,28 +37,40 @@ def steps_in(folder: Path) -> list[int]:
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} is no folder of checkpoints: {error}") from error
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Make the checkpoint of ``step``, whole or not at all; only one job may do so in ``folder`` at a time."""
+def begin(folder: Path, step: int) -> Path:
+    """Make an empty directory for the checkpoint of ``step``; only one job may do so in ``folder`` at a time."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    for parent in (path.parent for path in missing):
+        _sync(parent)
     for unfinished in folder.glob(".step-*"):  # left by a program that was killed
         shutil.rmtree(unfinished)
-    directory = directory_of(folder, step)
-    partial = folder / f".{directory.name}.partial"
+    partial = partial_of(folder, step)
     partial.mkdir()
-    try:
-        write(partial)
-        _sync_tree(partial)
-        partial.rename(directory)
-    except Exception:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for parent in (folder, *(path.parent for path in missing)):
-        _sync(parent)
-    return directory
+    return partial
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is while it is written."""
+    return folder / f".{directory_of(folder, step).name}.partial"
+
+
+def complete(folder: Path, step: int) -> None:
+    """Give the checkpoint of ``step`` its name, when every byte of it is on the disk."""
+    partial = partial_of(folder, step)
+    _sync_tree(partial)
+    partial.rename(directory_of(folder, step))
+    _sync(folder)
+
+
+def abandon(folder: Path, step: int) -> None:
+    """Remove what was written of the checkpoint of ``step``, if it was begun."""
+    shutil.rmtree(partial_of(folder, step), ignore_errors=True)
 
 
 def remove(folder: Path, step: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import CheckpointError
+from popdist.local_tensors import is_distributed
 
 Json = Any
 
@@ -25,7 +26,7 @@ _ATTRIBUTES: Final = "attributes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The dtype, shape and memory order of a tensor."""
+    """The dtype, shape and memory order of a whole tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,8 +34,11 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """The form of ``tensor``; one whose elements overlap or have gaps comes back contiguous."""
-        dense = torch.empty_like(tensor, device="meta", requires_grad=False)
+        """The form of ``tensor``; a DTensor comes back contiguous, and so does one whose elements have gaps."""
+        if is_distributed(tensor):
+            dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        else:
+            dense = torch.empty_like(tensor, device="meta", requires_grad=False)
         return cls(
             dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), stride=dense.stride()
         )
@@ -84,8 +88,8 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
     )
 
 
-def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 - whatever was encoded
-    """The inverse of :func:`encode`."""
+def decode(value: Json, tensors: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever was encoded
+    """The inverse of :func:`encode`; ``tensors`` may also have the forms of tensors in their place."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -111,6 +115,33 @@ def tensors_of(value: Json) -> set[str]:
     return set().union(*map(tensors_of, items))
 
 
+def entries_of(value: Json) -> list[list[Json]] | None:
+    """Keys and values of an encoded mapping; None for another value."""
+    if not isinstance(value, dict):
+        return None
+    tag, content = next(iter(value.items()))
+    return content if tag in _MAPPINGS else None
+
+
+def with_entries(mapping: Json, entries: list[list[Json]]) -> Json:
+    """An encoded mapping of the same type as ``mapping``, with other entries."""
+    return {**mapping, next(iter(mapping)): entries}
+
+
+def union(first: Json, other: Json) -> Json:
+    """The entries of two encoded mappings, mappings in them joined as well; else what ``first`` has stays."""
+    mine, theirs = entries_of(first), entries_of(other)
+    if mine is None or theirs is None:
+        return first
+    both = dict(mine)
+    for key, value in theirs:
+        both[key] = union(both[key], value) if key in both else value
+    joined = with_entries(first, [[key, value] for key, value in both.items()])
+    if _ATTRIBUTES in first and _ATTRIBUTES in other:
+        joined[_ATTRIBUTES] = union(first[_ATTRIBUTES], other[_ATTRIBUTES])
+    return joined
+
+
 def _key(key: object, place: str) -> object:
     if key is None or isinstance(key, str | int):
         return key
@@ -124,5 +155,5 @@ def _store(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
         )
     while place in tensors:
         place += "'"
-    tensors[place] = tensor.detach().resolve_conj().resolve_neg()
+    tensors[place] = tensor.detach() if is_distributed(tensor) else tensor.detach().resolve_conj().resolve_neg()
     return place

@@ -6,19 +6,19 @@ A bit that has changed anywhere is found before anything is read: a checkpoint i
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import torch
-from torch import Tensor
 
 from popdist import context, contract
 from popdist.checkpoint.encoding import Json, TensorForm
 from popdist.errors import CheckpointError
+from popdist.layout import Parallelism
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 TENSORS: Final = "tensors"
 """Directory of the tensors' files."""
@@ -27,6 +27,9 @@ _CPU_NAMES: Final = ("model name", "cpu model", "CPU part")
 """Names under which ``/proc/cpuinfo`` has the kind of CPU, on different architectures."""
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
+
+PARTS: Final = "parts of a replica"
+"""Name of the condition that says how several instances share a replica."""
 
 Conditions = dict[str, str | int]
 """What the bits of a training depend on, by name, such as ``threads per replica``."""
@@ -44,6 +47,7 @@ def current_conditions() -> Conditions:
         "threads per replica": torch.get_num_threads(),
         "algorithms": "deterministic" if torch.are_deterministic_algorithms_enabled() else "any",
         "replicas": context.num_replicas(),
+        PARTS: _parts(context.environment().contract.parallelism),
     }
 
 
@@ -54,6 +58,12 @@ def differences(before: Conditions, now: Conditions) -> list[str]:
         for name in now
         if name in before and before[name] != now[name]
     ]
+
+
+def _parts(shared: Parallelism) -> str:
+    if not shared.has_mesh:
+        return f"{shared.instances_per_replica}"
+    return f"{shared.instances_per_replica} (tensor={shared.tensor}, pipeline={shared.pipeline})"
 
 
 def _cpu_kind() -> str:
@@ -79,66 +89,62 @@ class Manifest:
     states: dict[str, Json]
     values: dict[str, Json]
     forms: dict[str, TensorForm]
+    files: dict[str, str]
+    """The digests of the files in ``TENSORS``, by name."""
 
     @classmethod
     def from_json(cls, found: Json) -> Self:
         """Make the manifest from what :meth:`to_json` gave."""
         forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
-        return cls(**{name: found[name] for name in ("step", "conditions", "states", "values")}, forms=forms)
+        return cls(**{name: found[name] for name in _PLAIN}, forms=forms)
 
     def to_json(self) -> Json:
         """The manifest as JSON."""
-        found = {name: getattr(self, name) for name in ("step", "conditions", "states", "values")}
+        found = {name: getattr(self, name) for name in _PLAIN}
         return found | {"forms": {name: form.to_json() for name, form in self.forms.items()}}
 
 
-def write(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the empty ``directory`` with a checkpoint."""
-    from popdist.checkpoint.tensor_files import write_tensors  # noqa: PLC0415 - slow to import; one instance needs it
+_PLAIN: Final = ("step", "conditions", "states", "values", "files")
+"""The fields of a manifest that are JSON as they are."""
 
-    (directory / TENSORS).mkdir()
-    if tensors:
-        write_tensors(directory / TENSORS, tensors)
-    files = {path.name: _digest_of_file(path) for path in sorted((directory / TENSORS).iterdir())}
-    content = {"files": files, "manifest": manifest.to_json()}
-    whole = {"format": FORMAT, "popdist": contract.VERSION, "digest": _digest_of(content), "content": content}
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in ``directory``."""
+    content = manifest.to_json()
+    whole = {"format": FORMAT, "popdist": contract.VERSION, "digest": _digest_of(content), "manifest": content}
     (directory / MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
 
 
 def read(directory: Path) -> Manifest:
-    """Read the manifest of the checkpoint in ``directory``; an error if any of its files has changed."""
+    """Read the manifest of the checkpoint in ``directory``; an error if it has changed."""
     try:
         whole = json.loads((directory / MANIFEST).read_bytes())
         if whole["format"] != FORMAT:
             raise CheckpointError(
                 f"{directory} was written by popdist {whole['popdist']} in format {whole['format']}, and this is "
-                f"popdist {contract.VERSION}, which reads format {FORMAT}: use a later popdist, or another folder"
+                f"popdist {contract.VERSION}, which reads format {FORMAT}: use the popdist that wrote it, or "
+                "another folder"
             )
-        content = whole["content"]
-        if whole["digest"] != _digest_of(content):
+        if whole["digest"] != _digest_of(whole["manifest"]):
             raise DamagedError(f"{MANIFEST} has changed since it was written")
-        for name, digest in content["files"].items():
-            if _digest_of_file(directory / TENSORS / name) != digest:
-                raise DamagedError(f"{TENSORS}/{name} has changed since it was written")
-        return Manifest.from_json(content["manifest"])
+        return Manifest.from_json(whole["manifest"])
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"{MANIFEST} or a file that it names cannot be read ({error!r})") from error
+        raise DamagedError(f"{MANIFEST} cannot be read ({error!r})") from error
 
 
-def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors ``names`` of the checkpoint in ``directory``, on the CPU."""
-    from popdist.checkpoint import tensor_files  # noqa: PLC0415 - slow to import; one instance needs it
-
-    tensors = {name: manifest.forms[name].empty() for name in names}
-    if tensors:
+def check_files(directory: Path, digests: Mapping[str, str]) -> None:
+    """Check that these files of the checkpoint in ``directory`` are as they were written."""
+    for name, digest in digests.items():
         try:
-            tensor_files.read_tensors(directory / TENSORS, tensors)
-        except Exception as error:
-            raise DamagedError(f"its tensors cannot be read ({error!r})") from error
-    return tensors
+            found = digest_of_file(directory / TENSORS / name)
+        except OSError as error:
+            raise DamagedError(f"{TENSORS}/{name} cannot be read ({error!r})") from error
+        if found != digest:
+            raise DamagedError(f"{TENSORS}/{name} has changed since it was written")
 
 
-def _digest_of_file(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
+    """The digest of all bytes of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 

@@ -1,14 +1,31 @@
 """The objects whose states a checkpoint holds; either all of them are loaded, or none is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from functools import reduce
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from popdist.checkpoint.encoding import TensorForm
+from popdist.checkpoint.encoding import Json, TensorForm, entries_of, tensors_of, union
+from popdist.checkpoint.parts import (
+    are_named,
+    cut_module,
+    cut_optimizer,
+    cut_randomness,
+    join_optimizers,
+    keys_of,
+    name_parameters,
+    names_of,
+    parameter_names,
+    rename_keys,
+)
+from popdist.checkpoint.tensor_pieces import Wanted
+from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import CheckpointError, name_first
+from popdist.gradients.buffers import check_buffers
+from popdist.local_tensors import is_distributed
 from popdist.sharded.sharded_optimizer import ShardedOptimizer
 from popdist.training.replicated_model import ReplicatedModel
 
@@ -38,22 +55,106 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather the states of sharded optimizers from all instances; only those that ``keep`` get them."""
+    """Gather the states of sharded optimizers from the other replicas; those that ``keep`` get them."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
 
-def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where: str) -> None:
-    """Refuse states of other modules and optimizers than these, before anything is changed."""
+def states_of(
+    named: Mapping[str, object], gathered: Mapping[str, Any], *, must_have_names: bool
+) -> dict[str, Any]:
+    """The states of the objects among ``named``; an optimizer's by names of parameters if they are known."""
+    names = parameter_names(named)
+    states: dict[str, Any] = {}
+    for name, thing in stateful_of(named).items():
+        if isinstance(thing, nn.Module):
+            check_buffers(thing)
+            states[name] = rename_keys(thing.state_dict(), keys_of(thing))
+            continue
+        states[name] = gathered[name] if name in gathered else thing.state_dict()
+        known = names_of(thing, names) if isinstance(thing, Optimizer) else None
+        if known is not None:
+            states[name] = name_parameters(states[name], known)
+        elif must_have_names and isinstance(thing, Optimizer):
+            raise CheckpointError(
+                f"{name} has parameters of no module in this call, and the instances of a replica know each "
+                f"other's parameters by name: name the model as well, as in save(path, model=model, {name}={name})"
+            )
+    return states
+
+
+def join_states(named: Mapping[str, object], states: Mapping[int, Mapping[str, Json]]) -> dict[str, Json]:
+    """The encoded states of whole modules and optimizers, from those of instances, by their numbers."""
+    joined = {}
+    for name, thing in stateful_of(named).items():
+        if isinstance(thing, Optimizer):
+            joined[name] = join_optimizers(name, {instance: theirs[name] for instance, theirs in states.items()})
+        elif isinstance(thing, nn.Module):
+            joined[name] = reduce(union, [theirs[name] for theirs in states.values()])
+    return joined
+
+
+Owned: TypeAlias = dict[str, Any]
+"""Of each module and optimizer what this instance has: keys; names of parameters by group, or None."""
+
+
+def owned_of(named: Mapping[str, object]) -> Owned:
+    """What this instance has of the modules and optimizers among ``named``."""
+    names = parameter_names(named)
+    owned: Owned = {}
+    for name, thing in stateful_of(named).items():
+        if isinstance(thing, nn.Module):
+            owned[name] = [*keys_of(thing).values()]
+        elif isinstance(thing, Optimizer):
+            owned[name] = names_of(thing, names)
+    return owned
+
+
+def check_fits(
+    things: Mapping[str, Stateful], states: Mapping[str, Any], everybody: Sequence[Owned], where: str
+) -> None:
+    """Refuse states of other modules and optimizers than these, before anything is changed.
+
+    ``states`` have forms in place of tensors; ``everybody`` is what each instance has of modules and optimizers.
+    """
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
-            faults = _differing_keys(states[name], thing.state_dict(keep_vars=True))
+            everywhere = {key for owned in everybody for key in owned[name] or ()}
+            own = rename_keys(thing.state_dict(keep_vars=True), keys_of(thing))
+            faults = _differing_keys(states[name], own, everywhere)
         elif isinstance(thing, Optimizer):
-            faults = _differing_groups(states[name], thing)
+            faults = _differing_groups(states[name], thing, [owned[name] for owned in everybody])
         else:
             faults = []
         if faults:
             raise CheckpointError(f"{where} was saved with another {name}: {'; '.join(faults)}")
+
+
+def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> Json:
+    """What this instance, with this index in its replica, loads of the encoded state ``saved`` into ``thing``."""
+    if isinstance(thing, nn.Module):
+        return cut_module(saved, keys_of(thing))
+    if isinstance(thing, Optimizer):
+        return cut_optimizer(saved, names_of(thing, names))
+    return cut_randomness(saved, index) if isinstance(thing, ReplicaRandomness) else saved
+
+
+def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> dict[str, Wanted]:
+    """The tensors in ``part``, the state that ``thing`` loads; those that are distributed here, as they are."""
+    likes: list[tuple[Json, Any]] = [(part, None)]
+    if isinstance(thing, nn.Module):
+        own = thing.state_dict(keep_vars=True)
+        likes = [(value, own[key]) for key, value in entries_of(part) or ()]
+    elif isinstance(thing, Optimizer):
+        parameters = [it for group in thing.param_groups for it in group["params"]]
+        states = entries_of(dict(entries_of(part) or ())["state"]) or ()
+        likes += [(state, parameters[number]) for number, state in states if isinstance(number, int)]
+    wanted = {}
+    for state, like in likes:
+        for name in tensors_of(state):
+            is_placed = is_distributed(like) and forms[name].shape == tuple(like.shape)
+            wanted[name] = Wanted(form=forms[name], like=like if is_placed else None)
+    return wanted
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
@@ -85,26 +186,41 @@ def _remember(thing: Stateful) -> Callable[[], object]:
     return lambda: thing.load_state_dict(state)
 
 
-def _differing_keys(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
+def _differing_keys(saved: Mapping[str, object], own: Mapping[str, object], everywhere: set[str]) -> list[str]:
     both = [key for key in own if key in saved]
     forms = [(key, _form(saved[key]), _form(own[key])) for key in both]
+    different = [f"{key} ({then} there, {now} here)" for key, then, now in forms if then != now]
+    faults = _differing_names(saved, list(own), everywhere)
+    return faults + ([f"different are {name_first(different, 8)}"] if different else [])
+
+
+def _differing_names(saved: Iterable[str], own: Sequence[str], everywhere: set[str]) -> list[str]:
+    present = {*saved}
     faults = [
-        ("only the checkpoint has", [key for key in saved if key not in own]),
-        ("it does not have", [key for key in own if key not in saved]),
-        ("different are", [f"{key} ({then} there, {now} here)" for key, then, now in forms if then != now]),
+        ("only the checkpoint has", [name for name in saved if name not in everywhere]),
+        ("it does not have", [name for name in own if name not in present]),
     ]
     return [f"{fault} {name_first(names, 8)}" for fault, names in faults if names]
 
 
 def _form(value: object) -> str:
-    return str(TensorForm.of(value)) if isinstance(value, Tensor) else "no tensor"
+    if isinstance(value, Tensor):
+        value = TensorForm.of(value)
+    return str(value) if isinstance(value, TensorForm) else "no tensor"
 
 
-def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
-    then = [len(group["params"]) for group in saved["param_groups"]]
-    now = [len(group["params"]) for group in optimizer.param_groups]
-    if then != now:
-        return [f"its groups have {then} parameters there and {now} here"]
+def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer, everybody: Sequence[Any]) -> list[str]:
+    theirs = [group["params"] for group in saved.get("param_groups", ())]
+    own, *_ = everybody
+    if own is None or not are_named(theirs) or len(theirs) != len(own):
+        then, now = [len(group) for group in theirs], [len(group["params"]) for group in optimizer.param_groups]
+        if then != now:
+            return [f"its groups have {then} parameters there and {now} here"]
+    else:
+        for number, group in enumerate(theirs):
+            everywhere = {name for owned in everybody for name in owned[number]}
+            if faults := _differing_names(group, own[number], everywhere):
+                return [f"its group {number}: {fault}" for fault in faults]
     return [fault for group in saved["param_groups"] for fault in _differing_settings(group, optimizer)][:1]
 
 

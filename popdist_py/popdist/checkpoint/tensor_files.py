@@ -6,20 +6,43 @@ that writes or reads imports this module.
 """
 
 import pickle
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from popdist.checkpoint.encoding import TensorForm
+from popdist.checkpoint.manifest import digest_of_file
+from popdist.checkpoint.tensor_pieces import TensorPiece, piece_of
+from popdist.local_tensors import local_part
+
+INDEX: Final = ".metadata"
+"""The name of DCP's index."""
 
 _INDEX_TYPES: Final = frozenset(
     {
@@ -40,19 +63,82 @@ _INDEX_TYPES: Final = frozenset(
 """The types that the pickle of a DCP index may contain, beside dtypes."""
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors``, from any device, into ``directory``, which is made."""
-    writer = FileSystemWriter(directory, sync_files=False)
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    with _alone():
-        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
+def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[TensorForm, Tensor]]) -> bytes:
+    """Write what this instance has of ``tensors`` into a file of its own; gives what :func:`write_index` needs."""
+    items = [_item(name, form, tensor) for name, (form, tensor) in tensors.items()]
+    writer = FileSystemWriter(directory, sync_files=True)
+    plan = writer.prepare_global_plan([SavePlan([])] * instance + [SavePlan(items)])[instance]
+    with _system_errors():
+        results = writer.write_data(
+            plan, _PieceWriter({name: local_part(it) for name, (_, it) in tensors.items()})
+        ).wait()
+    files = {result.storage_data.relative_path for result in results}
+    return pickle.dumps((items, results, {name: digest_of_file(directory / name) for name in files}))
 
 
-def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite each of ``tensors`` with the one of its name in ``directory``."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    with _alone():
-        load(dict(tensors), storage_reader=_Reader(directory), planner=planner, no_dist=True)
+def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
+    """Write the index of what all instances have written; gives the digests of all files."""
+    items, results, digests = zip(*map(pickle.loads, written), strict=True)  # from this job's instances
+    _, metadata = create_default_global_save_plan([SavePlan(mine) for mine in items])
+    FileSystemWriter(directory, sync_files=False).finish(metadata, list(results))
+    return {name: digest for some in digests for name, digest in some.items()} | {
+        INDEX: digest_of_file(directory / INDEX)
+    }
+
+
+def read_pieces(directory: Path, pieces: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
+    """Overwrite each tensor with its piece of the tensor of its name in ``directory``."""
+    reader = _Reader(directory)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    items: list[ReadItem] = []
+    for name, (piece, _) in pieces.items():
+        found = metadata.state_dict_metadata[name]
+        if not isinstance(found, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is no tensor")
+        items += create_read_items_for_chunk_list(name, found, [_chunk(piece)])
+    reader.read_data(LoadPlan(items), _PieceReader({name: tensor for name, (_, tensor) in pieces.items()})).wait()
+
+
+def _item(name: str, form: TensorForm, tensor: Tensor) -> WriteItem:
+    chunk = _chunk(piece_of(tensor))
+    properties = TensorProperties.create_from_tensor(local_part(tensor))
+    return WriteItem(
+        index=MetadataIndex(name, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(form.shape)),
+    )
+
+
+def _chunk(piece: TensorPiece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+
+
+class _PieceWriter(DefaultSavePlanner):
+    """Gives DCP's writer the pieces of this instance."""
+
+    def __init__(self, pieces: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.state_dict = dict(pieces)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The piece that ``write_item`` names."""
+        piece: Tensor = self.state_dict[write_item.index.fqn]
+        return piece.resolve_conj().resolve_neg()
+
+
+class _PieceReader(DefaultLoadPlanner):
+    """Gives DCP's reader the tensors that it writes into."""
+
+    def __init__(self, pieces: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.state_dict = dict(pieces)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of a tensor here that one piece of the checkpoint fills."""
+        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        piece: Tensor = self.state_dict[read_item.dest_index.fqn]
+        return piece[tuple(slice(start, start + length) for start, length in where)]
 
 
 class _Reader(FileSystemReader):
@@ -60,7 +146,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
         """Read the index of the tensors."""
-        with Path(self.path, ".metadata").open("rb") as file:
+        with Path(self.path, INDEX).open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"the index is a {type(found).__name__}")
@@ -79,19 +165,12 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """A context that hides DCP's warning about a missing process group, and raises the causes of its errors."""
+def _system_errors() -> Iterator[None]:
+    """A context that raises the system's error behind torch's, which says only that a file is too short."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
-    except CheckpointException as error:
-        raise _cause(next(iter(error.failures.values()))[0]) from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The system's error behind torch's, which says only that a file is too short."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found or error
+        yield
+    except RuntimeError as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, OSError):
+            found = found.__cause__ or found.__context__
+        raise found or error from error

@@ -1,0 +1,256 @@
+"""Loading a checkpoint: all instances get the states of the last whole one, or none does.
+
+An instance reads its own pieces of the tensors; what other replicas have as well, the first replica reads for all.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from popdist import context
+from popdist.checkpoint import checkpoint_folder, manifest
+from popdist.checkpoint.encoding import Json, decode, tensors_of
+from popdist.checkpoint.manifest import PARTS, DamagedError, Manifest, current_conditions, differences
+from popdist.checkpoint.parts import parameter_names
+from popdist.checkpoint.states import (
+    Stateful,
+    check_fits,
+    cut,
+    load_states,
+    owned_of,
+    replica_states_of,
+    stateful_of,
+    wanted_of,
+)
+from popdist.checkpoint.tensor_pieces import Wanted
+from popdist.checkpoint.together import WRITER, broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
+from popdist.collectives import gather_bytes
+from popdist.errors import CheckpointError, PopdistWarning
+from popdist.groups import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The checkpoint that was loaded.
+
+    Attributes:
+        path: Its directory.
+        step: The number in its name.
+        values: All JSON values that were saved in it, by name.
+    """
+
+    path: Path
+    step: int
+    values: dict[str, Any]
+
+
+def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
+    """Load the last checkpoint in the folder ``path`` into everything that is named; all instances call it.
+
+    Instance 0 reads and the others receive, so only its host needs the folder; where several instances share a
+    replica, those of the first one read. The job may have another number of instances than the one that saved.
+    With another number of replicas or other parts of them, other threads, another kind of CPU or build of torch or
+    popdist it loads too, with one ``PopdistWarning`` that the bits may differ from there on. A damaged checkpoint
+    is skipped with a ``PopdistWarning``, and the one before it is loaded. Everything is compared before anything
+    is changed, and nothing of a checkpoint is ever run: it holds tensors and JSON.
+
+    Args:
+        path: The folder that was given to ``save``, the same on every instance.
+        **named: Objects to load into, under the names they were saved by; not necessarily all that were saved. A
+            JSON value here says only that the checkpoint must have one of that name: its value is in the result.
+
+    Returns:
+        What was loaded, with the JSON values; None, on every instance, when the folder holds no checkpoint.
+
+    Raises:
+        CheckpointError: If all checkpoints are damaged, a name was not saved, or a model or an optimizer is
+            another than the one that was saved; the message names the differing keys. On every instance.
+        CollectiveError: If the instances do not all make the same call.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or did not come in time.
+        Exception: What an object says to a state that does not fit it, such as ``DatasetError``.
+    """
+    call = f"checkpoint.load_latest({checkpoint_folder.name_of(path)!r}, {', '.join(named)})"
+    group, folder = whole_job(call), Path(path)
+    replica_states = replica_states_of(named)
+    for found in _whole_ones(group, call, folder):
+        where = checkpoint_folder.directory_of(folder, found.step)
+        things = {
+            **stateful_of(named),
+            **{name: thing for name, thing in replica_states.items() if name in found.states},
+        }
+        with together(group, f"{call}, names"):
+            _check_names(named, found, where)
+        parts = _parts(group, call, named, things, found, where)
+        wanted = {
+            name: Wanted(form=found.forms[name]) for value in found.values.values() for name in tensors_of(value)
+        }
+        for name, part in parts.items():
+            wanted |= wanted_of(things[name], part, found.forms)
+        tensors = _read(group, call, where, wanted)
+        if tensors is None:
+            continue
+        states = {name: decode(part, tensors) for name, part in parts.items()}
+        _load_everywhere(group, call, things, states)
+        if is_writer(group):
+            _warn_of_differences(found, where, [name for name in replica_states if name not in found.states])
+        values = {name: decode(value, tensors) for name, value in found.values.items()}
+        return Loaded(path=where, step=found.step, values=values)
+    return None
+
+
+def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
+    """Yield the checkpoints whose files are whole, the last one first, on all instances; an error after all."""
+    steps: list[int] = []
+    with together(group, call):
+        if is_writer(group):
+            steps = checkpoint_folder.steps_in(folder)
+    ((number,), *_) = group.start(f"{call}, checkpoints", [len(steps)]).wait()
+    for index in range(number):
+        found, damage = b"", ""
+        with together(group, f"{call}, its manifest"):
+            if is_writer(group):
+                directory = checkpoint_folder.directory_of(folder, steps[-1 - index])
+                try:
+                    found = json.dumps(manifest.read(directory).to_json()).encode()
+                except DamagedError as error:
+                    damage = f"{error}"
+        found = broadcast_bytes(group, f"{call}, what was found", found)
+        described = Manifest.from_json(json.loads(found)) if found else None
+        if described is not None:
+            directory = checkpoint_folder.directory_of(folder, described.step)
+            damage = _damage_of_files(group, call, directory, described)
+        if not _is_damaged(group, call, damage, directory) and described is not None:
+            yield described
+    if number:
+        raise CheckpointError(
+            f"none of the {number} checkpoints in {folder} can be read (a warning of instance {WRITER} says why "
+            "for each): restore one, or use another folder to start anew"
+        )
+
+
+def _damage_of_files(group: Group, call: str, directory: Path, found: Manifest) -> str:
+    """What has changed of this instance's share of the files, which those of the first replica divide."""
+    contract = context.environment().contract
+    damage = ""
+    with together(group, f"{call}, its files"):
+        if contract.data_parallel_index == 0:
+            _check_sees(directory)
+            part, number = contract.replica_part.index, contract.parallelism.instances_per_replica
+            try:
+                manifest.check_files(directory, dict(sorted(found.files.items())[part::number]))
+            except DamagedError as error:
+                damage = f"{error}"
+    return damage
+
+
+def _check_sees(directory: Path) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not on the host of instance {context.instance_index()}, which reads its part of the "
+            "tensors there: give all such hosts the folder"
+        )
+
+
+def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
+    """Whether an instance has found damage in the checkpoint in ``directory``; instance 0 warns of it."""
+    told = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
+    found = next(filter(None, told), None)
+    if found and is_writer(group):
+        text = f"{directory} is damaged and skipped: {found.decode()}"
+        warnings.warn(text, PopdistWarning, stacklevel=5)
+    return found is not None
+
+
+def _check_names(named: Mapping[str, object], found: Manifest, where: Path) -> None:
+    things = stateful_of(named)
+    lost = [name for name in named if name not in (found.states if name in things else found.values)]
+    if lost:
+        raise CheckpointError(
+            f"{where} holds no {' and no '.join(lost)}: it was saved with the states of "
+            f"{', '.join(found.states) or 'nothing'} and the values {', '.join(found.values) or 'of nothing'}"
+        )
+
+
+def _parts(
+    group: Group,
+    call: str,
+    named: Mapping[str, object],
+    things: Mapping[str, Stateful],
+    found: Manifest,
+    where: Path,
+) -> dict[str, Json]:
+    """What this instance loads of each state, encoded; an error if the states are those of other things."""
+    contract, owned = context.environment().contract, owned_of(named)
+    everybody = [owned]
+    if contract.parallelism.is_shared:
+        described = gather_bytes(group, f"{call}, keys and names", json.dumps(owned).encode())
+        everybody += [json.loads(data) for data in described]
+    with together(group, f"{call}, comparing"):
+        check_fits(
+            things, {name: decode(found.states[name], found.forms) for name in things}, everybody, str(where)
+        )
+    names = parameter_names(named)
+    is_same = not differences({PARTS: found.conditions[PARTS]}, current_conditions())
+    index = contract.replica_part.index if is_same else 0
+    return {name: cut(thing, found.states[name], names, index) for name, thing in things.items()}
+
+
+def _read(group: Group, call: str, where: Path, wanted: Mapping[str, Wanted]) -> dict[str, Tensor] | None:
+    """The tensors that this instance wants; None on all instances if they cannot be read.
+
+    What all instances want that hold the same part of their replicas, the first of them reads for the others.
+    """
+    replicas = context.data_parallel_group()
+    is_first = replicas.backend.instance_index == WRITER
+    pieces = {name: it.piece for name, it in sorted(wanted.items())}
+    told = json.dumps(
+        {name: [it.offsets, it.sizes] for name, it in pieces.items() if wanted[name].like is not None}
+    )
+    everybody = [json.loads(data) for data in gather_bytes(replicas, f"{call}, pieces", told.encode())]
+    apart = {name for mine in everybody for name in mine if any(it.get(name) != mine[name] for it in everybody)}
+    tensors = {name: it.empty(wanted[name].form) for name, it in pieces.items()}
+    reads = {name: (pieces[name], tensors[name]) for name in pieces if is_first or name in apart}
+    damage = ""
+    with together(group, f"{call}, reading"):
+        if reads:
+            _check_sees(where)
+            from popdist.checkpoint.tensor_files import read_pieces  # noqa: PLC0415 - slow; few instances read
+
+            try:
+                read_pieces(where / manifest.TENSORS, reads)
+            except Exception as error:  # noqa: BLE001 - whatever torch says of damaged files
+                damage = f"its tensors cannot be read ({error!r})"
+    if _is_damaged(group, call, damage, where):
+        return None
+    sent = [tensors[name] for name in tensors if name not in apart]
+    broadcast_tensors(replicas, f"{call}, {len(sent)} tensors", sent)
+    return {name: wanted[name].placed(tensor) for name, tensor in tensors.items()}
+
+
+def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Load the states on every instance or, but for what a module has already taken, on none."""
+    undo = None
+    try:
+        with together(group, f"{call}, loading"):
+            undo = load_states(things, states)
+    except Exception:
+        if undo is not None:
+            undo()
+        raise
+
+
+def _warn_of_differences(found: Manifest, where: Path, lost: list[str]) -> None:
+    changed = differences(found.conditions, current_conditions()) + [f"it holds no {name}" for name in lost]
+    if changed:
+        warnings.warn(
+            f"the bits may differ from those of the run that saved {where}: {'; '.join(changed)}",
+            PopdistWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,239 @@
+"""Saving a checkpoint: the first instance that holds a piece of a tensor writes it, instance 0 the rest."""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from popdist import context
+from popdist.checkpoint import checkpoint_folder, manifest
+from popdist.checkpoint.encoding import Json, TensorForm, encode
+from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
+from popdist.checkpoint.parts import place
+from popdist.checkpoint.states import Stateful, gather_sharded, join_states, replica_states_of, states_of
+from popdist.checkpoint.tensor_pieces import Held, WritePlan, held_of, plan_writes
+from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
+from popdist.collectives import gather_bytes
+from popdist.errors import CheckpointError, PopdistWarning, whole_number
+from popdist.groups import Group
+from popdist.local_tensors import is_distributed
+from popdist.weights import sums_of
+
+
+def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:
+    """Save everything that is named, as one checkpoint in the folder ``path``; all instances call it.
+
+    Instance 0 writes, and what it has is what is saved: weights are equal on all instances. Where several share a
+    replica, those of the first one write, each its part of modules and optimizers, whose parameters are known by
+    their names. The random states of a ``ReplicatedModel``'s replicas come from the instances that hold them. A
+    checkpoint is whole or not there, also when the job is killed or the power fails: it gets its name when every
+    byte of it is on the disk. It holds tensors and JSON only, and loads at any number of instances.
+
+    Not saved: the gradients, what a loader has prefetched, the random states of the processes outside of
+    ``micro_batches``, and whatever you do not name.
+
+    Args:
+        path: A folder, the same on every instance; made when it is not there. One job at a time may write there.
+        keep: How many checkpoints stay: the last ones. At least 1. Older ones that cannot be removed are a
+            ``PopdistWarning``.
+        step: The number in the checkpoint's name, which orders them: greater than that of every other one there,
+            up to 12 digits. None: one more than the greatest.
+        **named: Objects with ``state_dict()`` and ``load_state_dict()`` (``model=``, ``optimizer=``,
+            ``scheduler=``, ``scaler=``, ``loader=``, ``sampler=``), and JSON values (``epoch=``). The states hold
+            tensors and JSON values.
+
+    Returns:
+        The checkpoint's directory, on every instance.
+
+    Raises:
+        CheckpointError: If it could not be written, something holds more than tensors and JSON, a number is wrong,
+            or the parts of a model do not fit together; on every instance.
+        CollectiveError: If the instances do not all make the same call.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or did not come in time.
+    """
+    call = f"checkpoint.save({checkpoint_folder.name_of(path)!r}, keep={keep}, step={step}, {', '.join(named)})"
+    group, folder = whole_job(call), Path(path)
+    gathered = gather_sharded(named, keep=context.environment().contract.data_parallel_index == 0)
+    with together(group, call):
+        _check(keep, step, named)
+        states, values, tensors = _encode(named, gathered)
+    for name, thing in replica_states_of(named).items():
+        random_states = _gather_replica_states(group, name, thing)
+        if is_writer(group):
+            states[name] = encode(random_states, name, tensors)
+    plan, states = _join(group, call, named, states, tensors)
+    with together(group, f"{call}, writing"):
+        if is_writer(group):
+            step = _choose_step(folder, step)
+            with _explained(folder, step):
+                (checkpoint_folder.begin(folder, step) / manifest.TENSORS).mkdir()
+    ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
+    own = {name: (plan.forms[name], tensors[name]) for name in plan.writes[group.backend.instance_index]}
+    described = Manifest(
+        step=step, conditions=current_conditions(), states=states, values=values, forms=plan.forms, files={}
+    )
+    _write(group, call, folder, described, own)
+    if is_writer(group):
+        _remove_older(folder, keep, step)
+    return checkpoint_folder.directory_of(folder, step)
+
+
+def _encode(
+    named: Mapping[str, object], gathered: Mapping[str, Any]
+) -> tuple[dict[str, Json], dict[str, Json], dict[str, Tensor]]:
+    """This instance's states and values as JSON, and their tensors."""
+    tensors: dict[str, Tensor] = {}
+    must_have_names = context.environment().contract.parallelism.is_shared
+    found = states_of(named, gathered, must_have_names=must_have_names)
+    states = {name: encode(state, name, tensors) for name, state in found.items()}
+    values = {name: encode(value, name, tensors) for name, value in named.items() if name not in found}
+    return states, values, tensors
+
+
+def _join(
+    group: Group, call: str, named: Mapping[str, object], states: dict[str, Json], tensors: Mapping[str, Tensor]
+) -> tuple[WritePlan, dict[str, Json]]:
+    """Who writes which tensor, the same on all instances, and, on the one that writes the manifest, all states.
+
+    Modules and optimizers are joined from the instances of the first replica; other things are instance 0's.
+    """
+    with together(group, f"{call}, parts"):
+        described = _describe_parts(group, named, states, tensors)
+    everybody = [json.loads(data) for data in gather_bytes(group, f"{call}, parts of all", described)]
+    with together(group, f"{call}, joining"):
+        plan = plan_writes({name: Held.from_json(it) for name, it in held.items()} for _, held in everybody)
+        if is_writer(group):
+            others = {instance: theirs for instance, (theirs, _) in enumerate(everybody) if theirs}
+            states |= join_states(named, {WRITER: states} | others)
+    return plan, states
+
+
+def _describe_parts(
+    group: Group, named: Mapping[str, object], states: Mapping[str, Json], tensors: Mapping[str, Tensor]
+) -> bytes:
+    """What this instance adds to the states of the one that writes, and the tensors that it can write."""
+    contract = context.environment().contract
+    shared = {name for name, thing in named.items() if isinstance(thing, nn.Module | Optimizer)}
+    adds = contract.data_parallel_index == 0 and not is_writer(group)
+    mine = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if is_distributed(tensor) or is_writer(group) or (adds and name.partition(".")[0] in shared)
+    }
+    copies = [name for name in mine if contract.parallelism.is_shared and not is_distributed(mine[name])]
+    totals = dict(zip(copies, sums_of(mine[name] for name in copies), strict=True))
+    held = {name: it.to_json() for name, it in held_of(mine, totals).items()}
+    return json.dumps([{name: states[name] for name in shared} if adds else {}, held]).encode()
+
+
+def _write(
+    group: Group,
+    call: str,
+    folder: Path,
+    described: Manifest,
+    own: Mapping[str, tuple[TensorForm, Tensor]],
+) -> None:
+    """Write the checkpoint, of which this instance writes its ``own`` tensors; all of it or nothing."""
+    directory, written = checkpoint_folder.partial_of(folder, described.step), b""
+    try:
+        with together(group, f"{call}, tensors"), _explained(folder, described.step):
+            if own:
+                from popdist.checkpoint.tensor_files import write_pieces  # noqa: PLC0415 - slow; few write
+
+                written = write_pieces(directory / manifest.TENSORS, group.backend.instance_index, own)
+        everybody = [data for data in gather_bytes(group, f"{call}, what was written", written) if data]
+        with together(group, f"{call}, completing"), _explained(folder, described.step):
+            if is_writer(group):
+                files = {}
+                if everybody:
+                    from popdist.checkpoint.tensor_files import write_index  # noqa: PLC0415 - as above
+
+                    files = write_index(directory / manifest.TENSORS, everybody)
+                manifest.write(directory, replace(described, files=files))
+                checkpoint_folder.complete(folder, described.step)
+    except Exception:
+        if is_writer(group):
+            checkpoint_folder.abandon(folder, described.step)
+        raise
+
+
+@contextmanager
+def _explained(folder: Path, step: int) -> Iterator[None]:
+    """Within it, errors of the system are those of the checkpoint of ``step``."""
+    try:
+        yield
+    except OSError as error:
+        advice = (
+            ": the hosts of all instances that write need this folder"
+            if isinstance(error, FileNotFoundError)
+            else ""
+        )
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written into {folder}: {error}{advice}"
+        ) from error
+
+
+def _remove_older(folder: Path, keep: int, step: int) -> None:
+    try:
+        checkpoint_folder.keep_last(folder, keep)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(
+            f"the checkpoint of step {step} is whole, but older ones could not be removed from {folder}: {error}",
+            PopdistWarning,
+            stacklevel=3,
+        )
+
+
+def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
+    whole_number("keep", keep, CheckpointError)
+    if step is not None and whole_number("step", step, CheckpointError, minimum=0) > checkpoint_folder.LAST_STEP:
+        raise CheckpointError(f"step={step} must be 0 to {checkpoint_folder.LAST_STEP}")
+    if not named:
+        raise CheckpointError("nothing to save: name it, as in save(path, model=model, optimizer=optimizer)")
+    if dotted := [name for name in named if not name.isidentifier()]:
+        raise CheckpointError(f"{dotted[0]!r} is no name: use letters, digits and underscores")
+
+
+def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[str, Any]:
+    """Gather the random states of all replicas from the instances that own them."""
+    index = context.environment().contract.replica_part.index
+    with together(group, f"checkpoint.save, {name}"):
+        mine = BytesIO()
+        torch.save({place(replica, index): state for replica, state in thing.state_dict().items()}, mine)
+    return {
+        replica: state
+        for data in gather_bytes(group, f"checkpoint.save, {name} of all", mine.getvalue())
+        for replica, state in torch.load(BytesIO(data), weights_only=True).items()
+    }
+
+
+def _choose_step(path: Path, step: int | None) -> int:
+    """The number of the new checkpoint. Damaged ones that have it or a greater one are removed."""
+    present = checkpoint_folder.steps_in(path)
+    if step is None and present and present[-1] == checkpoint_folder.LAST_STEP:
+        raise CheckpointError(
+            f"{path} holds a checkpoint of step {present[-1]}, the last there can be: use another folder"
+        )
+    if step is None:
+        return present[-1] + 1 if present else 0
+    for other in [other for other in present if other >= step]:
+        try:
+            manifest.read(checkpoint_folder.directory_of(path, other))
+        except DamagedError:
+            checkpoint_folder.remove(path, other)
+        else:
+            raise CheckpointError(
+                f"{path} holds a checkpoint of step {other}, so step {step} cannot be saved after it: go on from "
+                "there with load_latest(), save later steps, or use another folder"
+            )
+    return step

@@ -1,0 +1,142 @@
+"""Which instance writes which piece of each tensor, and which piece of it an instance loads."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from popdist.checkpoint.encoding import Json, TensorForm
+from popdist.errors import CheckpointError
+from popdist.local_tensors import is_distributed, local_part, placed_as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPiece:
+    """A part of a tensor: where it begins in each dimension, and how long it is there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor of this shape."""
+        return cls(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return prod(self.sizes)
+
+    def empty(self, form: TensorForm) -> Tensor:
+        """A tensor for the piece of one of this form, on the CPU, not yet filled."""
+        if self.sizes == form.shape:
+            return form.empty()
+        return torch.empty(self.sizes, dtype=getattr(torch, form.dtype))
+
+
+def piece_of(tensor: Any) -> TensorPiece:  # noqa: ANN401 - torch's stubs do not know a DTensor's methods
+    """The part of a DTensor that is here, perhaps without elements; all of any other tensor."""
+    if not is_distributed(tensor):
+        return TensorPiece.whole(tensor.shape)
+    if tensor.device_mesh.get_coordinate() is None:  # it lies on other instances
+        return TensorPiece.whole(local_part(tensor).shape)
+    (chunk,) = tensor.__create_chunk_list__()
+    return TensorPiece(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one instance has of a tensor; ``total`` is the sum of its memory, where it is a copy on several."""
+
+    form: TensorForm
+    piece: TensorPiece
+    total: int | None = None
+
+    @classmethod
+    def from_json(cls, value: Json) -> Self:
+        """Make it from what :meth:`to_json` gave."""
+        form, offsets, sizes, total = value
+        piece = TensorPiece(offsets=tuple(offsets), sizes=tuple(sizes))
+        return cls(form=TensorForm.from_json(form), piece=piece, total=total)
+
+    def to_json(self) -> Json:
+        """It as a list."""
+        return [self.form.to_json(), self.piece.offsets, self.piece.sizes, self.total]
+
+
+def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[str, Held]:
+    """What this instance has of each tensor, without DTensors of which it has nothing."""
+    held = {
+        name: Held(form=TensorForm.of(tensor), piece=piece_of(tensor), total=totals.get(name))
+        for name, tensor in tensors.items()
+    }
+    return {name: it for name, it in held.items() if it.piece.num_elements or not prod(it.form.shape)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritePlan:
+    """The forms of all tensors, and which of them each instance writes, as far as it has them."""
+
+    forms: dict[str, TensorForm]
+    writes: list[list[str]]
+
+
+def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
+    """Have each piece written by the first instance that holds it; an error if they are not whole tensors."""
+    forms: dict[str, TensorForm] = {}
+    first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
+    holders: dict[str, int] = {}
+    writes: list[list[str]] = []
+    for instance, held in enumerate(everybody):
+        writes.append([])
+        for name, it in held.items():
+            form = forms.setdefault(name, it.form)
+            holder = holders.setdefault(name, instance)
+            if f"{form}" != f"{it.form}":
+                raise CheckpointError(
+                    f"{name} is {form} on instance {holder} and {it.form} on instance {instance}: the names in "
+                    "the parts of a model must be those of the whole model, where each is one parameter"
+                )
+            writer, total = first.setdefault((name, it.piece), (instance, it.total))
+            if total != it.total:
+                raise CheckpointError(
+                    f"{name} has other values on instance {writer} than on instance {instance}, so they are not "
+                    "copies: make it a DTensor if each has a part of it, give it other names if it is another "
+                    "parameter, or broadcast it if it should be the same"
+                )
+            if writer == instance:
+                writes[-1].append(name)
+    _check_whole(forms, first)
+    return WritePlan(forms=forms, writes=writes)
+
+
+def _check_whole(forms: Mapping[str, TensorForm], pieces: Iterable[tuple[str, TensorPiece]]) -> None:
+    found = dict.fromkeys(forms, 0)
+    for name, piece in pieces:
+        found[name] += piece.num_elements
+    for name, form in forms.items():
+        if found[name] != prod(form.shape):
+            raise CheckpointError(
+                f"the instances hold {found[name]} elements of {name}, which is {form}: each element must be on "
+                "one of them, and what several hold must be the same piece"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What this instance loads of a tensor: all of it, or its piece of one that is placed as ``like``."""
+
+    form: TensorForm
+    like: Tensor | None = None
+
+    @property
+    def piece(self) -> TensorPiece:
+        """The piece of it that is loaded."""
+        return TensorPiece.whole(self.form.shape) if self.like is None else piece_of(self.like)
+
+    def placed(self, piece: Tensor) -> Tensor:
+        """The tensor, of which ``piece`` was loaded."""
+        return piece if self.like is None else placed_as(self.like, piece)
