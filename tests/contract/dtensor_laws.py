@@ -1,14 +1,16 @@
 """A transformer's block whose weights are cut over instances learns what one process does; a law for each way."""
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 
 import popdist
+from popdist.optim import LAMB, LARS, LowPrecision
 from tests.running import DEADLINE_SECONDS
 
 NUM_TOKENS, LENGTH, WIDTH, HEADS = 17, 8, 16, 4
@@ -198,15 +201,91 @@ def train_alone(mesh: DeviceMesh) -> list[Any]:
     return found
 
 
+def start(backend: str = "popdist") -> None:
+    """Join the job, with torch's collectives of a backend."""
+    if backend != "popdist":
+        distributed.init_process_group(backend)
+    popdist.init(timeout_seconds=DEADLINE_SECONDS, torch_distributed=True)
+
+
 def run_ways(*ways: str) -> dict[str, tuple[list[Any], str]]:
     """What training comes to, in each way."""
-    popdist.init(timeout_seconds=DEADLINE_SECONDS, torch_distributed=True)
+    start()
     return {way: train(way) for way in ways} | {f"{way}, 2 micro batches": train(way, 2) for way in ways[:2]}
+
+
+def run_refusals() -> None:
+    """What several instances cannot share, and what one of them finds."""
+    start()
+    model = popdist.ReplicatedModel(sequence(Block()), check_finite=True)
+    for make in (LAMB, LARS, partial(LowPrecision, optimizer_class=torch.optim.SGD)):
+        with pytest.raises(popdist.OptimizerError, match="of a DTensor of shape"):
+            make(model.parameters(), lr=0.1)
+    with pytest.raises(popdist.OptimizerError, match="ShardedOptimizer of a DTensor of shape"):
+        popdist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    spanning = nn.Module()
+    spanning.weight = nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (4,)), [Shard(0)]))
+    with pytest.raises(popdist.WeightsError, match="weight is a DTensor on the mesh"):
+        popdist.ReplicatedModel(spanning)
+    for wrong in ({"max_norm": "1"}, {"max_norm": 1, "norm_type": 0}):
+        with pytest.raises(popdist.GradientError, match="clip_grad_norm_"):
+            popdist.clip_grad_norm_(model.parameters(), **wrong)
+    cut = next(it for it in model.parameters() if isinstance(it, DTensor) and it.placements[0].is_shard())
+    spoiled = cut if popdist.instance_index() == 2 else None
+    with pytest.raises(popdist.GradientError, match="NaN or infinity"):
+        step_with_nan(model, spoiled, is_outside=False)
+    step_with_nan(model, None, is_outside=False)
+    before = popdist.clip_grad_norm_(model.parameters(), 0.1)
+    assert before > 0.2
+    torch.testing.assert_close(model.clip_grad_norm_(10.0), torch.tensor(0.1))
+    with pytest.raises(popdist.GradientError, match="NaN or infinity"):
+        step_with_nan(model, spoiled, is_outside=True)
+
+
+def step_with_nan(model: popdist.ReplicatedModel, spoiled: DTensor | None, *, is_outside: bool) -> None:
+    """A step in which this instance has a gradient that is not finite, or None of them."""
+    handle = None if spoiled is None else spoiled.register_hook(lambda gradient: gradient * math.nan)
+    try:
+        if is_outside:
+            loss_of(model, next(batches())).backward()
+            return
+        for micro in model.micro_batches(next(batches())):
+            loss_of(model, micro).backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def clip_stages() -> list[tuple[Tensor, Tensor]]:
+    """Norms and gradients of two stages with two shards: here, and as torch finds them in one process."""
+    start()
+    numbers = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(4, 6, generator=numbers, dtype=torch.float64) for _ in range(4)]
+    shared = popdist.context.environment().contract.replica_part
+    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))["tensor"]
+    cut, copied = (
+        nn.Parameter(distribute_tensor(gradients[0], over, [Shard(0)])),
+        nn.Parameter(gradients[0].clone()),
+    )
+    found = []
+    for norm_type in (2.0, 3.0, math.inf):
+        cut.grad = distribute_tensor(gradients[2 * shared.stage], over, [Shard(0)])
+        copied.grad = gradients[2 * shared.stage + 1].clone()
+        norm = popdist.clip_grad_norm_((it for it in (cut, copied)), 0.5, norm_type)
+        expected = [nn.Parameter(torch.zeros_like(it)) for it in gradients]
+        for parameter, gradient in zip(expected, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        found.append((norm, nn.utils.clip_grad_norm_(expected, 0.5, norm_type)))
+        for own, whole in ((cut, expected[2 * shared.stage]), (copied, expected[2 * shared.stage + 1])):
+            assert own.grad is not None
+            assert whole.grad is not None
+            found.append((full(own.grad), whole.grad))
+    return found
 
 
 def draw() -> dict[str, Tensor]:
     """What a replica draws in a micro batch: numbers of 1 are kept; and again, from the states of before."""
-    popdist.init(timeout_seconds=DEADLINE_SECONDS, torch_distributed=True)
+    start()
     over = mesh()["tensor"]
     model = popdist.ReplicatedModel(
         parallelize_module(nn.Sequential(nn.Linear(4, 4)), over, {"0": ColwiseParallel()})
@@ -231,7 +310,7 @@ def draw() -> dict[str, Tensor]:
     return found
 
 
-def run_alone() -> list[list[Any]]:
+def run_alone(backend: str) -> list[list[Any]]:
     """What training comes to over all instances, and over copies of shards."""
-    popdist.init(timeout_seconds=DEADLINE_SECONDS, torch_distributed=True)
+    start(backend)
     return [train_alone(mesh()["replica"]), train_alone(hybrid_mesh())]

@@ -28,7 +28,7 @@ def whole(forked_world: ForkedWorlds) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize(("num_instances", "tensor"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("num_instances", "tensor"), [(2, 2), (4, 1), (4, 2), (4, 4)])
 def test_cut_weights_learn_what_one_process_does(
     forked_world: ForkedWorlds, whole: dict[str, Any], num_instances: int, tensor: int
 ) -> None:
@@ -59,13 +59,32 @@ def test_cut_weights_learn_what_one_process_does(
         ]
 
 
-def test_fully_sharded_models_are_clipped_alone(forked_world: ForkedWorlds, whole: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["popdist", "gloo"])
+def test_fully_sharded_models_are_clipped_alone(
+    forked_world: ForkedWorlds, whole: dict[str, Any], backend: str
+) -> None:
     """Over all instances, and over copies of shards; ReplicatedModel refuses both by name."""
-    found = forked_world(dtensor_laws.run_alone, num_instances=4, timeout_seconds=DEADLINE_SECONDS)
+    found = forked_world(dtensor_laws.run_alone, backend, num_instances=4, timeout_seconds=DEADLINE_SECONDS)
 
     for instance in found:
         for steps in instance:
             assert_close([it[:] for it in steps], whole["whole"][0])
+
+
+def test_stages_and_shards_are_clipped_together(forked_world: ForkedWorlds) -> None:
+    """By the norm that torch finds of all of them in one process; what instances have alike counts once."""
+    found = forked_world(
+        dtensor_laws.clip_stages, num_instances=4, tensor=2, pipeline=2, timeout_seconds=DEADLINE_SECONDS
+    )
+
+    for norms in found:
+        for left, right in norms:
+            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-9)
+
+
+def test_what_cannot_be_shared_is_refused(forked_world: ForkedWorlds) -> None:
+    """By name, on all instances; the next step works."""
+    forked_world(dtensor_laws.run_refusals, num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS)
 
 
 def test_parts_draw_their_own_numbers(forked_world: ForkedWorlds) -> None:

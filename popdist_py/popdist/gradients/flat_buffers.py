@@ -199,8 +199,8 @@ class GradientLayout:
 
     def not_finite(self) -> int | None:
         """The first parameter whose gradient holds NaN or infinity; None when there is none."""
-        for i, parameter in enumerate(self._parameters):
-            gradient = local_gradient(parameter)
+        gradients = [local_gradient(parameter) for parameter in self._parameters]  # of all: the others wait
+        for i, gradient in enumerate(gradients):
             if gradient is not None and not gradient.isfinite().all():
                 return i
         return None

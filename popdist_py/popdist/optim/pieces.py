@@ -6,7 +6,7 @@ thread, and a piece that begins at a multiple of 128 elements is a few nodes of 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from popdist import extension as compiled
 from popdist.errors import OptimizerError, as_float
+from popdist.local_tensors import is_distributed
 from popdist.tree import aligned_nodes, span
 
 BLOCK: Final = 128
@@ -55,6 +56,15 @@ class PieceOptimizer(Optimizer):
     _pieces: Mapping[Tensor, Piece] = {}
     _whole_sums: WholeSums | None = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do; an OptimizerError if one is a DTensor."""
+        super().add_param_group(param_group)
+        try:
+            refuse_distributed(type(self).__name__, self.param_groups[-1]["params"])
+        except OptimizerError:
+            del self.param_groups[-1]
+            raise
+
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
         """Declare which parameters are pieces; ``whole_sums`` is then called once in each step."""
         self._pieces = pieces
@@ -90,6 +100,16 @@ class PieceOptimizer(Optimizer):
     ) -> frozenset[str]:
         """The names of state with a number for each element, for a group with these settings."""
         raise NotImplementedError
+
+
+def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
+    """Refuse DTensors, of which an instance has no consecutive part."""
+    for parameter in parameters:
+        if is_distributed(parameter):
+            raise OptimizerError(
+                f"{name} of a DTensor of shape {tuple(parameter.shape)}: it takes whole parameters. Step with an "
+                "optimizer of torch; its states are cut as the parameters are, by fully_shard too"
+            )
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:

@@ -25,10 +25,9 @@ from popdist.errors import OptimizerError, check_flags, name_instances
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
-from popdist.local_tensors import is_distributed
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
-from popdist.optim.pieces import BLOCK, NodeSums, Piece, PieceOptimizer, load_uncast
+from popdist.optim.pieces import BLOCK, NodeSums, Piece, PieceOptimizer, load_uncast, refuse_distributed
 from popdist.sharded.parameters import (
     Named,
     ShardedParameter,
@@ -75,14 +74,6 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
             f"{text}: the settings of the parameter groups of instance {group.backend.instance_index} are not "
             f"those of {name_instances(differing)}, and each updates a part of the weights: set the same learning "
             "rate and the like everywhere; a schedule that goes by a metric needs its mean over all instances"
-        )
-
-
-def _refuse_distributed(named: Iterable[Named]) -> None:
-    if distributed := [name for name, parameter in named if is_distributed(parameter)]:
-        raise OptimizerError(
-            f"{distributed[0]} is a DTensor, and ShardedOptimizer cuts plain tensors: step with the optimizer "
-            "itself; fully_shard over a dimension of the mesh divides its state, too"
         )
 
 
@@ -157,7 +148,7 @@ class ShardedOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             named = self._named(group["params"])
-            _refuse_distributed(named)
+            refuse_distributed("ShardedOptimizer", group["params"])
             device = named[0][1].device if named else torch.device("cpu")
             settings = settings_of(group)
             keys = check_elementwise(self._optimizer_class, self._given, settings, device)
