@@ -84,11 +84,11 @@ def test_an_emitted_script_runs_the_job(slurm: dict[str, str], tmp_path: Path) -
 
 
 def test_the_first_failure_ends_the_job(allocated: Allocated) -> None:
-    """With the user's own traceback and the name of the node."""
-    finished = allocated("--launcher=srun", sys.executable, "-c", FAIL)
+    """With the user's own traceback, the name of the node, and the place in its replica: two nodes have two."""
+    finished = allocated("--launcher=srun", "--parallelism=tensor=2", sys.executable, "-c", FAIL)
 
     assert finished.code == 1
-    assert "instance 3 failed first: exit code 1 (host n2, replica 3)" in finished.err
+    assert "instance 3 failed first: exit code 1 (host n2, replica 1, stage 0, shard 1)" in finished.err
     assert "ValueError: bad batch" in finished.err
 
 
