@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -240,6 +241,24 @@ def run_refusals() -> None:
     torch.testing.assert_close(model.clip_grad_norm_(10.0), torch.tensor(0.1))
     with pytest.raises(popdist.GradientError, match="NaN or infinity"):
         step_with_nan(model, spoiled, is_outside=True)
+
+
+def differ() -> None:
+    """A layer that each instance has made for itself is found before the first step; the shards' own is not."""
+    start()
+    for is_cut in (True, False):
+        torch.manual_seed(popdist.instance_index())
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if is_cut:
+            parallelize_module(module, mesh()["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model = popdist.ReplicatedModel(module)
+        with (
+            nullcontext()
+            if is_cut
+            else pytest.raises(popdist.WeightsError, match=r"0\.weight of instance 1 is not")
+        ):
+            for micro in model.micro_batches(torch.ones(2, 4)):
+                model(micro).sum().backward()
 
 
 def step_with_nan(model: popdist.ReplicatedModel, spoiled: DTensor | None, *, is_outside: bool) -> None:

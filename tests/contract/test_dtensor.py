@@ -82,6 +82,11 @@ def test_stages_and_shards_are_clipped_together(forked_world: ForkedWorlds) -> N
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-9)
 
 
+def test_weights_that_shards_should_have_alike_are_compared(forked_world: ForkedWorlds) -> None:
+    """Of one replica."""
+    forked_world(dtensor_laws.differ, num_instances=2, tensor=2, timeout_seconds=DEADLINE_SECONDS)
+
+
 def test_what_cannot_be_shared_is_refused(forked_world: ForkedWorlds) -> None:
     """By name, on all instances; the next step works."""
     forked_world(dtensor_laws.run_refusals, num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS)

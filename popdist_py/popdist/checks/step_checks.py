@@ -26,6 +26,7 @@ from popdist.checks.tensor_changes import (
     OtherParameters,
     ParameterSums,
     UntrackedBuffers,
+    compare_copies,
     compare_weights,
     find_difference,
     sum_parameters,
@@ -118,6 +119,7 @@ class ReplicaChecks(ModelChecks):
         """The checks of the step that begins; in one that is not checked only what others found is passed on."""
         if not self._steps.is_next_checked():
             return UncheckedStep()
+        compare_copies(self._module)
         is_first = self._steps.number == 1
         num_passes = training_loop.num_loader_passes - self._passes_before
         if self._layout.num_replicas == 1:

@@ -8,13 +8,14 @@ import struct
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from popdist import torch_private
+from popdist import context, torch_private
 from popdist.errors import PopdistWarning, WeightsError, name_first, name_instances
 from popdist.groups import MAX_NUMBERS, Group
 from popdist.local_tensors import is_distributed, local_part
@@ -68,6 +69,28 @@ def compare_weights(
         )
 
 
+def compare_copies(module: nn.Module) -> None:
+    """Raise a WeightsError, on all shards of a stage, that names the first parameter they should have alike."""
+    contract = context.environment().contract
+    first, size = contract.instance_index - contract.replica_part.shard, contract.parallelism.tensor
+    if size == 1:
+        return
+    whole = context.current_group()
+    shards = whole.backend.subgroup(tuple(range(first, first + size)))
+    group = Group(shards, contract.num_instances, whole=whole)
+    named = [(name, it) for name, it in module.named_parameters() if is_comparable(it) and is_copied(it)]
+    sums = sum_tensors(named)
+    words = [word for (word,) in group.start("compare what shards have alike", [sums.word]).wait()]
+    if difference := find_difference(group, "weights", words, sums):
+        raise WeightsError(
+            f"the shards of a stage do not have the same weights where they should: {difference}. The usual "
+            "reasons: another seed on each instance; a layer on a part of the sequence whose weights are no "
+            "DTensor (SequenceParallel makes them so); torch.nn.utils.clip_grad_norm_, which knows of no other "
+            "shards, as popdist.clip_grad_norm_ does; weights cut by hand, which need --instances-per-replica in "
+            "place of --parallelism"
+        )
+
+
 def find_difference(
     group: Group, noun: str, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> str | None:
@@ -94,6 +117,11 @@ def find_difference(
             first = min(answers)
             others = [i for i, answer in answers.items() if answer[place] != answers[first][place]]
             return f"{name} of {name_instances(others)} is not that of instance {first}"
+
+
+def is_copied(parameter: Any) -> bool:  # noqa: ANN401 - a DTensor, too
+    """Whether all shards of a stage have ``parameter`` alike."""
+    return not is_distributed(parameter) or all(it.is_replicate() for it in parameter.placements)
 
 
 def is_comparable(parameter: Tensor) -> bool:
