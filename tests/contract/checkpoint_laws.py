@@ -91,10 +91,10 @@ def law_a_full_disk_is_an_error_everywhere(folder: Path) -> None:
 
 
 @contextmanager
-def small_files() -> Iterator[None]:
-    """No file of this process can become larger than 50 kB."""
+def small_files(num_bytes: int = 50_000) -> Iterator[None]:
+    """No file of this process can become larger than this."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         yield
     finally:

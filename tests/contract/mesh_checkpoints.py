@@ -1,5 +1,9 @@
 """What the laws of checkpoints with several instances of a replica run on every instance."""
 
+import os
+import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ import popdist
 import popdist.checkpoint.tensor_files
 from popdist import context
 from popdist.checkpoint import load_latest, save
+from tests.contract.checkpoint_laws import files_in, small_files
+from tests.contract.collective_laws import refused
 
 WIDTH, NUM_LAYERS, BATCH_SIZE = 4, 4, 8
 TIMEOUT_SECONDS = 300.0
@@ -145,9 +151,39 @@ def train_and_save(folder: Path) -> dict[str, Any]:
         trained.draw(next(batches))
         trained.step(number)
     directory = save(folder, **trained.named)
+    refuse_what_does_not_fit(folder, trained)
     then = trained.content()
     files = {path.name for path in (directory / "tensors").iterdir()}
     return {"files": files, "then": then} | go_on(trained, batches)
+
+
+def refuse_what_does_not_fit(folder: Path, trained: Trained) -> None:
+    """Save and load what does not fit together: an error on all instances, and nothing is left."""
+    index = popdist.instance_index()
+    other_shape, other_values = nn.Linear(2, 2 + index % 2), nn.Linear(2, 2)
+    with torch.no_grad():
+        other_values.weight.fill_(index)
+    with refused(
+        popdist.CheckpointError, r"m\.weight is float32\[2, 2\] on instance 0 and float32\[3, 2\] on instance 1"
+    ):
+        save(folder, m=other_shape)
+    with refused(popdist.CheckpointError, r"m\.weight has other values on instance 0 than on instance 1"):
+        save(folder, m=other_values)
+    with refused(popdist.CheckpointError, "optimizer has parameters of no module in this call"):
+        save(folder, optimizer=trained.optimizer)
+    lacking = nn.Module()
+    lacking.layers = nn.ModuleDict({"9": Layer()})
+    before = popdist.checksum(lacking)
+    fault = "another model: only the checkpoint has layers.*; it does not have layers.9.table"
+    with refused(popdist.CheckpointError, fault):
+        load_latest(folder, model=lacking)
+    assert popdist.checksum(lacking) == before
+    with (
+        small_files(2000) if index == 1 else nullcontext(),
+        refused(popdist.CheckpointError, "step 1 could not be written into .*File too large"),
+    ):
+        save(folder, **trained.named)
+    assert files_in(folder) == ["step-000000000000"]
 
 
 def go_on(trained: Trained, batches: Any) -> dict[str, Any]:  # noqa: ANN401 - an iterator of a loader
@@ -161,12 +197,31 @@ def go_on(trained: Trained, batches: Any) -> dict[str, Any]:  # noqa: ANN401 - a
 def load(folder: Path) -> list[dict[str, Any]]:
     """Load what another world saved into another model, save it, and train on; fully sharded too at the end."""
     start()
-    found = []
+    found: list[dict[str, Any]] = []
     is_whole = not context.environment().contract.parallelism.is_shared
     for is_fully_sharded in [False, True] if is_whole and popdist.num_instances() > 1 else [False]:
         trained = Trained(1, is_fully_sharded=is_fully_sharded)
+        if is_whole and popdist.num_instances() > 1 and not found:
+            with refused(popdist.CheckpointError, "by other parts of replicas, .* name the model as well"):
+                load_latest(folder, optimizer=trained.optimizer)
         assert load_latest(folder, **trained.named) is not None
         save(folder, **trained.named)
         then = {"then": trained.content()}
         found.append(then | go_on(trained, iter(trained.loader)))
     return found
+
+
+def be_killed_while_saving(folder: Path) -> None:
+    """Save what was loaded; the last instance ends when it opens the file of its tensors."""
+    start()
+    trained = Trained(1)
+    load_latest(folder, **trained.named)
+    is_victim = popdist.instance_index() == popdist.num_instances() - 1
+
+    def end(event: str, arguments: tuple[object, ...]) -> None:
+        if is_victim and event == "open" and ".partial/tensors/" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(end)
+    with refused(popdist.BackendError, "instance 1"):
+        save(folder, **trained.named)

@@ -79,6 +79,16 @@ def test_a_checkpoint_loads_at_another_mapping(forked_world: ForkedWorlds, tmp_p
     saved = world(mesh_checkpoints.train_and_save, 4, tensor=2)
     assert saved[0]["files"] == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     for sizes in [(4, 2), (4,), (1,), (4, 2, 2), (1,)]:  # each saves, too
+        if sizes == (4, 2, 2):
+            forked_world(
+                mesh_checkpoints.be_killed_while_saving,
+                tmp_path,
+                num_instances=2,
+                tensor=2,
+                victim=1,
+                timeout_seconds=DEADLINE_SECONDS,
+            )
+            assert [path.name[0] for path in tmp_path.iterdir()] == ["s", "s", "s"]
         loaded = world(mesh_checkpoints.load, *sizes)
         for found in zip(*loaded, strict=True):
             assert whole(found, "then") == whole(saved, "then")

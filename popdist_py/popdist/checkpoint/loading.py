@@ -192,12 +192,17 @@ def _parts(
     if contract.parallelism.is_shared:
         described = gather_bytes(group, f"{call}, keys and names", json.dumps(owned).encode())
         everybody += [json.loads(data) for data in described]
+    is_same = not differences({PARTS: found.conditions[PARTS]}, current_conditions())
     with together(group, f"{call}, comparing"):
+        if not is_same and (nameless := [name for name, own in owned.items() if own is None]):
+            raise CheckpointError(
+                f"{where} was saved by other parts of replicas, and has the parameters of {nameless[0]} by name: "
+                f"name the model as well, as in load_latest(path, model=model, {nameless[0]}={nameless[0]})"
+            )
         check_fits(
             things, {name: decode(found.states[name], found.forms) for name in things}, everybody, str(where)
         )
     names = parameter_names(named)
-    is_same = not differences({PARTS: found.conditions[PARTS]}, current_conditions())
     index = contract.replica_part.index if is_same else 0
     return {name: cut(thing, found.states[name], names, index) for name, thing in things.items()}
 
