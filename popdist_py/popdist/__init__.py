@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.instances import is_main as is_main
     from popdist.metrics.mean import Mean as Mean
     from popdist.metrics.mean import weighted_mean as weighted_mean
+    from popdist.parallel.mesh import device_mesh as device_mesh
     from popdist.preemption import check_preemption as check_preemption
     from popdist.preemption import on_preemption as on_preemption
     from popdist.progress import report as report
@@ -109,6 +110,7 @@ _NAMES_OF_MODULES = {
     "gradients.clipping": "clip_grad_norm_",
     "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
     "metrics.mean": "Mean weighted_mean",
+    "parallel.mesh": "device_mesh",
     "preemption": "check_preemption on_preemption",
     "progress": "report",
     "training.batch_norm": "update_bn",

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from popdist.context import current_group, device, shares_tensors
+from popdist.context import current_group, device, environment, shares_tensors
 from popdist.errors import CollectiveError, name_instances
-from popdist.groups import Exchange, Group
+from popdist.groups import Group
 from popdist.host_memory import shared_storages
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -134,11 +134,6 @@ def barrier() -> None:
         BackendError: If an instance was lost or came too late.
     """
     current_group().agree("barrier()")
-
-
-def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
-    """Send at most 32 signed 64-bit integers to all instances without waiting; ``wait()`` gives those of all."""
-    return current_group().start(what, numbers)
 
 
 def _refuse(text: str, fault: str | None) -> None:
@@ -285,6 +280,7 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
         for batch in popdist.data_loader(test, 64):
             predictions.append(popdist.gather([model(x).argmax(1) for x, _ in batch]))
 
+    Where several instances share a replica, its rows are those of the last of them that brings any.
     Rows gathered over several batches at once come instance by instance; gather ``torch.tensor(batch.indices)``
     too and sort by it.
 
@@ -309,13 +305,23 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
 
     def send(mine: Tensor | None, received: list[list[int]]) -> Tensor:
         _check_kinds(dict(zip(group.instances, received, strict=True)), fault)
-        return _gather(group, mine, received)
+        return _gather(group, mine, received, of_each_replica(group, [bool(kind) for kind in received]))
 
     return group.run("gather()", send, mine, [_REFUSED] if fault else _describe_rows(mine))
 
 
-def _gather(group: Group, mine: Tensor | None, received: list[list[int]]) -> Tensor:
-    """The rows of all instances, as their descriptions say."""
+def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
+    """The places in ``group`` of one instance of each replica: the last of those that have ``brought`` something.
+
+    All instances of a replica compute on the same samples, and the last stage of a pipeline alone has results.
+    """
+    size = environment().contract.parallelism.instances_per_replica
+    found = {it // size: place for place, it in enumerate(group.instances) if brought[place]}
+    return sorted(found.values())
+
+
+def _gather(group: Group, mine: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
+    """The rows of the instances at ``places`` of the group, as their descriptions say."""
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32)
@@ -326,7 +332,7 @@ def _gather(group: Group, mine: Tensor | None, received: list[list[int]]) -> Ten
     if mine is not None:
         sent[: len(mine)] = mine
     gathered = group.backend.all_gather(sent)
-    return torch.cat([row[: kind[0]] for row, kind in zip(gathered, received, strict=True) if kind])
+    return torch.cat([gathered[place][: received[place][0]] for place in places])
 
 
 def _as_list(rows: object) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
-from popdist.errors import BackendError, NotInitializedError, as_float
+from popdist.errors import BackendError, Names, NotInitializedError, as_float
 from popdist.groups import HEADER_BYTES, Group, PreemptionNotice
 from popdist.host_memory.forks import call_at_exit, find_marked_ancestor, mark_process, never_destroy_in_children
 from popdist.process_group.registration import register
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
     from popdist.groups import Backend
@@ -32,10 +33,8 @@ if TYPE_CHECKING:
 DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
 """For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
 
-
 Checks: TypeAlias = Literal["full", "off"]
 """Whether the checks are made that cost time: see ``popdist.checks``."""
-
 
 Asked: TypeAlias = tuple[str | None, float, Checks, bool]
 """The arguments of ``init()``, in their order."""
@@ -48,10 +47,12 @@ class Job:
     environment: Environment  # what it said when ``init()`` was called
     asked: Asked
     group: Group  # of the instances in collectives now; fewer inside ``execute_on_instances``
-    data_parallel: Group | None
-    """Of those that hold the same part of other replicas, numbered by replica; None where ``group`` is that."""
+    data_parallel: (
+        Group | None
+    )  # of those with the same part of other replicas, by replica; None: all of ``group``
     is_checked: bool
     default_group: "DefaultGroup | None"  # that of torch.distributed, if it was made here
+    mesh: "DeviceMesh | None" = None  # what ``device_mesh()`` has made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,8 +97,7 @@ def current_group() -> Group:
 def data_parallel_group() -> Group:
     """The instances among which gradients, weights and samples are shared now; raises as :func:`current_job`.
 
-    Where a replica has several instances, it has those that hold the same part of their replicas as this one, and
-    its members' numbers are those of the replicas. Else it is :func:`current_group`.
+    Where replicas are shared, those with this instance's part of theirs, numbered by replica; else all.
     """
     job = current_job()
     return job.group if job.data_parallel is None else job.data_parallel
@@ -109,14 +109,18 @@ def notice() -> PreemptionNotice:
 
 
 @contextmanager
-def limited_to(group: Group) -> Iterator[None]:
-    """Within the block, collectives are those of ``group``."""
+def limited_to(members: tuple[int, ...]) -> Iterator[None]:
+    """Within the block, collectives are those of the instances ``members``, or that share replicas ``members``."""
     job = current_job()
-    outer, job.group = job.group, group
+    outer, outer_part = job.group, job.data_parallel
+    size = job.environment.contract.parallelism.instances_per_replica
+    job.group = outer.limited_to(tuple(it for it in outer.instances if it // size in members))
+    if outer_part is not None:
+        job.data_parallel = outer_part.limited_to(members)
     try:
         yield
     finally:
-        job.group = outer
+        job.group, job.data_parallel = outer, outer_part
 
 
 def init(
@@ -203,7 +207,7 @@ def _join_job(found: Environment, asked: Asked) -> Job:
         progress_page.end_wait()
     if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         register()  # else torch finds the backend by itself when it is imported
-    group, parallelism = Group(connected, found.contract.num_instances, _state.notice), found.contract.parallelism
+    group, parallelism = Group(connected, _state.notice), found.contract.parallelism
     data_parallel: Group | None = None
     try:
         group.agree(
@@ -213,7 +217,9 @@ def _join_job(found: Environment, asked: Asked) -> Job:
         )
         if parallelism.is_shared:
             data_parallel = _data_parallel_group(found, DEVICE_TYPES[backend], timeout_seconds)
-        default_group = _join_torch(group, found.contract, timeout_seconds) if torch_distributed else None
+        default_group = None
+        if torch_distributed:
+            default_group = _join_torch(group, found.contract, timeout_seconds, "init(torch_distributed=True)")
     except Exception:
         if data_parallel is not None:
             data_parallel.backend.close()
@@ -245,14 +251,21 @@ def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch
     return f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}{said})"
 
 
-def _join_torch(group: Group, contract: Contract, timeout_seconds: float) -> "DefaultGroup | None":
+def ensure_default_group(asked_by: str) -> None:
+    """Make the default group of torch.distributed unless there is one; all instances call it alike."""
+    job = current_job()
+    made = _join_torch(job.group, job.environment.contract, job.asked[1], asked_by)
+    job.default_group = made or job.default_group
+
+
+def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_by: str) -> "DefaultGroup | None":
     """Make the default group of torch.distributed; None where the program has one with the instances as ranks."""
     from popdist.process_group import default_group  # noqa: PLC0415 - torch is loaded by those that ask for it
 
     place = default_group.place_in_default_group()
-    places = group.start("the default group of torch.distributed", place).wait()
+    places = group.start(f"{asked_by}, the default group of torch.distributed", place).wait()
     if trouble := default_group.disagreement([(number, size) for number, size in places]):
-        raise BackendError(f"init(torch_distributed=True): {trouble}")
+        raise BackendError(f"{asked_by}: {trouble}")
     if place != default_group.NONE:
         return None
     store = None if _state.store is None else _numbered_store(_state.store)
@@ -297,7 +310,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        return _alone(device_types)
+        return _alone(Names(members=(0,), noun="instance"), device_types)
     from popdist.transport import rendezvous  # noqa: PLC0415 - torch is loaded for the job that needs it
     from popdist.transport.connections import check_available  # noqa: PLC0415 - as above
 
@@ -306,63 +319,61 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         _state.store = rendezvous.open_store(found, timeout_seconds)
         never_destroy_in_children(_state.store)
     _state.num_inits += 1
+    names = Names(members=tuple(range(contract.num_instances)), noun="instance")
     store = _numbered_store(_state.store)
-    return _connect_members(
-        store, contract, contract.num_instances, contract.instance_index, device_types, timeout_seconds
-    )
+    return _connect_members(store, contract, names, contract.instance_index, device_types, timeout_seconds)
 
 
 def _data_parallel_group(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> Group:
     """Those that hold the same part of other replicas, numbered by replica, with connections of their own."""
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - the job is connected
 
-    contract, replicas = found.contract, found.contract.num_replicas
-    if replicas == 1 or _state.store is None:
-        return Group(_alone(device_types), 1, _state.notice)
-    store = PrefixStore(f"part/{contract.replica_part.index}", _numbered_store(_state.store))
-    made = _connect_members(
-        store, contract, replicas, contract.replica_part.replica, device_types, timeout_seconds
-    )
-    return Group(made, replicas, _state.notice)
+    contract, part = found.contract, found.contract.replica_part
+    size, replicas = contract.parallelism.instances_per_replica, tuple(range(contract.num_replicas))
+    place = contract.parallelism.place_of(contract.instance_index)
+    words = ", ".join(f"{name} {number}" for name, number in place.items() if name != "replica")
+    names = Names(members=replicas, noun="replica", place=f" ({words})")
+    if contract.num_replicas == 1 or _state.store is None:
+        made = _alone(names, device_types)
+    else:
+        store = PrefixStore(f"part/{part.index}", _numbered_store(_state.store))
+        made = _connect_members(store, contract, names, part.replica, device_types, timeout_seconds)
+    return Group(made, _state.notice, job_numbers=tuple(replica * size + part.index for replica in replicas))
 
 
-def _alone(device_types: frozenset[str]) -> "Backend":
+def _alone(names: Names, device_types: frozenset[str]) -> "Backend":
     from popdist.transport.serial_backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
 
     if "cpu" not in device_types:
         from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
 
         check_available(device_types)
-    return SerialBackend(device_types=device_types)
+    return SerialBackend(0, names, device_types=device_types)
 
 
 def _connect_members(
     store: "Store",
     contract: Contract,
-    number: int,
+    names: Names,
     index: int,
     device_types: frozenset[str],
     timeout_seconds: float,
 ) -> "Backend":
-    """The backend of ``number`` instances of the job, of which this one is number ``index``."""
+    """The backend of the instances that ``names`` has, of which this one is number ``index``."""
     from popdist.transport import rendezvous, torch_backend  # noqa: PLC0415 - torch is loaded for the job that needs it
     from popdist.transport.connections import Connections  # noqa: PLC0415 - as above
 
+    num_local = contract.num_local_instances
     connected = Connections(
         store,
-        num_instances=number,
+        names=names,
         instance_index=index,
         address=rendezvous.own_address(contract),
-        host=_host_of(contract),
+        host=f"host {contract.instance_index // num_local} of {num_local} each",  # as many in a row on each
         timeout_seconds=timeout_seconds,
         header_bytes=HEADER_BYTES,
     )
-    return torch_backend.TorchBackend(connected, tuple(range(number)), device_types)
-
-
-def _host_of(contract: Contract) -> str:
-    """What all instances of a host have in common: each host is said to have as many instances in a row."""
-    return f"host {contract.instance_index // contract.num_local_instances} of {contract.num_local_instances} each"
+    return torch_backend.TorchBackend(connected, names.members, device_types)
 
 
 def finalize() -> None:

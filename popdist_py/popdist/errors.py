@@ -6,6 +6,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import SupportsFloat, SupportsIndex
 
@@ -68,6 +69,19 @@ class WorldError(PopdistError):
 
 class PopdistWarning(UserWarning):
     """Something works, and perhaps not as expected: other bits, or an older checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What a group's ranks are called in messages: the number of each, in rank order, and their noun."""
+
+    members: tuple[int, ...]
+    noun: str = "rank"
+    place: str = ""  # of replicas' instances that hold the same part of theirs: `` (stage 0, shard 1)``
+
+    def of(self, ranks: Iterable[int], *, max_runs: int | None = 6) -> str:
+        """The members of these ranks in words."""
+        return name_instances((self.members[rank] for rank in ranks), self.noun, max_runs=max_runs) + self.place
 
 
 _SMALLEST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1

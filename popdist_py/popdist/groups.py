@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from popdist.errors import BackendError, CollectiveError, PopdistError, name_instances
+from popdist.errors import BackendError, CollectiveError, Names, PopdistError
 from popdist.progress import progress_page
 
 if TYPE_CHECKING:
@@ -108,14 +108,14 @@ def _fit(text: bytes) -> bytes:
     return text[: TEXT_BYTES - len(digest) - 4] + b"... " + digest
 
 
-def disagreement(texts: Mapping[int, str]) -> str | None:
-    """Which instances brought which text, one line for each; None when all texts are equal."""
+def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
+    """Which members of a group brought which text, one line for each; None when all texts are equal."""
     owners: dict[str, list[int]] = {}
     for instance, text in texts.items():
         owners.setdefault(text, []).append(instance)
     if len(owners) == 1:
         return None
-    lines = [f"  {name_instances(instances)}: {text}" for text, instances in owners.items()]
+    lines = [f"  {names.of(instances)}: {text}" for text, instances in owners.items()]
     return "the instances are not in the same collective:\n" + "\n".join(lines)
 
 
@@ -139,6 +139,10 @@ class Backend(Protocol):
     @property
     def instance_index(self) -> int:
         """Job-wide number of this instance, one of :attr:`instances`."""
+
+    @property
+    def names(self) -> Names:
+        """What the instances are called in messages."""
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -234,7 +238,7 @@ class Exchange:
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every instance's numbers, in the order of the group's instances. May be called again."""
         if self._numbers is None:
-            progress_page.wait(self._text, self._group.part)
+            progress_page.wait(self._text, self._group.job_numbers)
             try:
                 received = self._pending.wait(timeout_seconds)
             except BackendError as error:
@@ -246,7 +250,7 @@ class Exchange:
             self._numbers = unpack(received)
             if self._numbers is None:
                 texts = dict(zip(self._group.instances, map(text_of, received), strict=True))
-                raise CollectiveError(disagreement(texts))
+                raise CollectiveError(disagreement(texts, self._group.backend.names))
         return self._numbers
 
 
@@ -256,15 +260,17 @@ class Group:
     def __init__(
         self,
         backend: Backend,
-        num_job_instances: int,
         notice: PreemptionNotice | None = None,
+        *,
+        job_numbers: tuple[int, ...] = (),
         whole: "Group | None" = None,
     ) -> None:
+        """``job_numbers`` are those of the members in the job, if they are not the whole job."""
         self.backend = backend
         self.instances = backend.instances
+        self.job_numbers = job_numbers
         self._notice = notice
-        # the members, if they are not the whole job: then headers name them, and carry no preemption notice
-        self.part = self.instances if len(self.instances) < num_job_instances else ()
+        self._place = backend.names.place if whole is None or not job_numbers else f" among {self.name(None)}"
         self._unfinished: list[Exchange] = []
         self._before_next: list[Callable[[], object]] = []
         self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - why it has left the job
@@ -277,8 +283,7 @@ class Group:
             exchange.finish()
         while self._before_next:
             self._before_next.pop(0)()
-        if self.part:
-            text = f"{text} among {name_instances(self.part, max_runs=None)}"
+        text += self._place
         is_preempted = self._notice is not None and self._notice.is_given
         header = pack(text, numbers, is_preempted=is_preempted)
         try:
@@ -288,6 +293,19 @@ class Group:
         exchange = Exchange(self, text, pending)
         self._unfinished.append(exchange)
         return exchange
+
+    def limited_to(self, instances: tuple[int, ...]) -> "Group":
+        """Some of the members, ascending, over the same connections; their headers carry no preemption notice."""
+        is_whole_job = not self.job_numbers and instances == self.instances
+        numbers = zip(self.instances, self.job_numbers or self.instances, strict=True)
+        job_numbers = () if is_whole_job else tuple(number for it, number in numbers if it in instances)
+        return Group(self.backend.subgroup(instances), job_numbers=job_numbers, whole=self)
+
+    def name(self, instances: Iterable[int] | None) -> str:
+        """Some members in words, or all of them, each."""
+        if instances is None:
+            return self.backend.names.of(self.instances, max_runs=None)
+        return self.backend.names.of(instances)
 
     def agree(self, text: str) -> None:
         """Wait until every member is in the collective ``text``; a CollectiveError if one is in another."""
@@ -358,4 +376,4 @@ class Group:
 
     def described(self, text: str, error: BackendError) -> BackendError:
         """A backend's error that says what was being done."""
-        return BackendError(f"instance {self.backend.instance_index}, in {text}: {error}")
+        return BackendError(f"{self.name([self.backend.instance_index])}, in {text}: {error}")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Final, ParamSpec, TypeVar
 from weakref import WeakMethod
 
-from popdist.context import current_job, instance_index, limited_to, local_instance_index
+from popdist.context import current_job, data_parallel_group, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError, name_instances
 from popdist.groups import Group, wait_for_first_error
 
@@ -30,7 +30,8 @@ def execute_on_instances(
     Within ``fn`` the collectives are limited to the listed instances: ``barrier()`` waits for those alone,
     ``all_gather()`` has a row for each of them, a ``root`` must be one of them. Queries such as
     ``num_instances()`` still tell of the whole job. No instance waits for another one here: call ``barrier()``
-    afterwards where the others need what ``fn`` made.
+    afterwards where the others need what ``fn`` made. Where several instances share a replica, the numbers are
+    those of replicas, and all instances of each of them call ``fn``.
 
     Args:
         instances: Job-wide numbers of the instances, in any order; the same on each of those listed. At least one.
@@ -53,18 +54,18 @@ def execute_on_instances(
         )
     if not callable(fn):
         raise CollectiveError(f"execute_on_instances(..., {fn!r}): expected a function to call")
-    given, members = list(instances), job.group.instances
-    if not given or any(instance not in members for instance in given):
-        asked = ", ".join(map(str, given))
+    given, group, contract = list(instances), data_parallel_group(), job.environment.contract
+    if not given or any(instance not in group.instances for instance in given):
+        asked, noun = ", ".join(map(str, given)), group.backend.names.noun
         raise CollectiveError(
-            f"execute_on_instances({{{asked}}}, ...): expected one or several of {name_instances(members)}"
+            f"execute_on_instances({{{asked}}}, ...): expected one or several of "
+            f"{name_instances(group.instances, noun)}"
         )
-    listed, contract = tuple(sorted(set(given))), job.environment.contract
-    if len(members) == contract.num_instances:
+    if len(group.instances) == contract.layout.num_instances:
         _prepare()
-    if contract.instance_index not in listed:
+    if contract.data_parallel_index not in given:
         return None
-    with limited_to(Group(job.group.backend.subgroup(listed), contract.num_instances, whole=job.group)):
+    with limited_to(tuple(sorted(set(given)))):
         return fn(*args, **kwargs)
 
 
@@ -131,4 +132,4 @@ def end_together(group: Group, text: str, failure: str) -> None:
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
         wait_for_first_error()
-        raise CollectiveError(failure.format(name_instances(failed)))
+        raise CollectiveError(failure.format(group.name(failed)))

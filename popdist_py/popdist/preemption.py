@@ -171,7 +171,7 @@ def _warn_if_stuck(*_: object) -> None:
 
 def _leave_if_preempted() -> None:
     notice, fn = context.notice(), _state.fn
-    if fn is None or not (notice.is_given or notice.is_known) or not _is_for_all():
+    if fn is None or not _is_for_all():
         return
     _state.fn = None
     has_failed = True
@@ -185,14 +185,17 @@ def _leave_if_preempted() -> None:
 
 
 def _is_for_all() -> bool:
-    """Whether all instances are here and know of the notice."""
+    """Whether all instances are here and know that one was asked to leave."""
+    notice, contract = context.notice(), context.environment().contract
     if threading.current_thread() is not threading.main_thread():
         return False
-    num_instances = context.environment().contract.num_instances
-    if num_instances == 1:
-        return True
-    is_whole = context.is_initialized() and len(context.current_group().instances) == num_instances
-    return is_whole and context.notice().is_known
+    if contract.num_instances == 1:
+        return notice.is_given
+    if not context.is_initialized() or len(context.current_group().instances) < contract.num_instances:
+        return False
+    if contract.parallelism.is_shared:  # a step's headers reach those with the same part of a replica alone
+        context.current_group().agree("the end of a step, for on_preemption()")
+    return notice.is_known
 
 
 def _end(*, has_failed: bool) -> None:

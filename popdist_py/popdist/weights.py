@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from popdist.collectives import gather_bytes
 from popdist.context import data_parallel_group
-from popdist.errors import CollectiveError, WeightsError, name_instances
+from popdist.errors import CollectiveError, WeightsError
 from popdist.groups import Group
 from popdist.local_tensors import local_part
 
@@ -28,7 +28,8 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
 
     Args:
         weights: A module, or a state dict, of the same names, shapes and dtypes on every instance.
-        root: Job-wide number of the instance whose weights all get.
+        root: Job-wide number of the instance whose weights all get. Where several instances share a replica, that
+            of a replica: each instance gets the part that it holds, of DTensors the shard.
 
     Raises:
         WeightsError: If names, shapes or dtypes differ between instances (then no weight has changed), or the
@@ -45,7 +46,8 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
         raise WeightsError(f"{text}: {fault}")
     tensors = dict(_named_tensors(weights))
     if root not in group.instances:
-        raise WeightsError(f"{text}: there is no such instance, only {name_instances(group.instances)}")
+        known = group.name(group.instances)
+        raise WeightsError(f"{text}: there is no such {group.backend.names.noun}, only {known}")
     with group.undivided(text):
         _broadcast(group, root, text, tensors)
 
@@ -53,15 +55,15 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
 def _broadcast(group: Group, root: int, text: str, tensors: Mapping[str, Tensor]) -> None:
     if different := _different(group, root, f"{text}, names, shapes and dtypes", _digest(tensors, _describe)):
         raise WeightsError(
-            f"{text}: names, shapes or dtypes of {name_instances(different)} differ from those of instance "
-            f"{root}: {_first_difference(group, root, different[0], tensors)}; every instance must make the same "
-            "model"
+            f"{text}: names, shapes or dtypes of {group.name(different)} differ from those of "
+            f"{group.name([root])}: {_first_difference(group, root, different[0], tensors)}; every instance must "
+            "make the same model"
         )
     if len(group.instances) > 1:
         broadcast_tensors(group, root, [tensor.detach() for tensor in tensors.values()])
     if different := _different(group, root, f"{text}, checksums", _digest(tensors, _describe, _bytes)):
         raise WeightsError(
-            f"{text}: the weights of {name_instances(different)} differ from those of instance {root} although "
+            f"{text}: the weights of {group.name(different)} differ from those of {group.name([root])} although "
             "they were just sent: nothing may change them while they are broadcast"
         )
 
@@ -168,7 +170,7 @@ def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str,
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
     pairs = zip_longest(lines[other], lines[root], fillvalue="nothing more")
     theirs, roots = next((theirs, roots) for theirs, roots in pairs if theirs != roots)
-    return f"instance {other} has {theirs}, instance {root} has {roots}"
+    return f"{group.name([other])} has {theirs}, {group.name([root])} has {roots}"
 
 
 _WORD_BYTES: Final = 8

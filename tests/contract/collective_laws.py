@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import popdist
 from popdist import context
-from popdist.collectives import DTYPES, FLOATS, exchange
+from popdist.collectives import DTYPES, FLOATS
 from popdist.errors import BackendError
 from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_group import HostGroup
@@ -272,11 +272,13 @@ def law_differences_are_errors_on_every_instance() -> None:
 def law_exchanges_are_asynchronous_and_ordered() -> None:
     """Numbers arrive from every instance, whether or not it waits; the next collective comes after them."""
     index, instances = popdist.instance_index(), range(popdist.num_instances())
-    first, second = exchange([index] * (index + 1), "first"), exchange([-index, 2**63 - 1, -(2**63)], "second")
+    group = context.current_group()
+    first = group.start("first", [index] * (index + 1))
+    second = group.start("second", [-index, 2**63 - 1, -(2**63)])
     assert second.wait() == [[-i, 2**63 - 1, -(2**63)] for i in instances]
     assert popdist.all_reduce(torch.ones(1)).item() == len(instances)
     assert first.wait() == first.wait() == [[i] * (i + 1) for i in instances]
-    assert exchange([]).wait() == [[] for _ in instances]
+    assert group.start("third").wait() == [[] for _ in instances]
 
 
 def law_an_exchange_that_differs_is_found_later() -> None:
@@ -284,7 +286,7 @@ def law_an_exchange_that_differs_is_found_later() -> None:
     if popdist.num_instances() == 1:
         return
     if popdist.is_main():
-        handle = exchange([1], "a promise")
+        handle = context.current_group().start("a promise", [1])
         with refused(popdist.CollectiveError, r"instance 0: a promise.*: barrier\(\)"):
             handle.wait()
     else:

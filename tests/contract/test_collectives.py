@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import popdist
-from popdist.collectives import exchange
+from popdist.context import current_group
 from popdist.testing import run_world
 from tests.contract import collective_laws, horovod_laws
 from tests.contract.forked_calls import ForkedWorlds
@@ -41,7 +41,7 @@ def meet_late(signal: Path) -> list[list[int]]:
     """Instance 1 comes only when instance 0 has given up waiting once; what each gets in the end."""
     popdist.init(timeout_seconds=DEADLINE_SECONDS)
     if popdist.is_main():
-        handle = exchange([7])
+        handle = current_group().start("exchange", [7])
         with collective_laws.refused(
             popdist.BackendError, r"in exchange: instance 1 did not come within 0\.2 seconds"
         ):
@@ -50,7 +50,7 @@ def meet_late(signal: Path) -> list[list[int]]:
         return handle.wait()
     while not signal.exists():
         time.sleep(0.01)
-    return exchange([8]).wait()
+    return current_group().start("exchange", [8]).wait()
 
 
 def test_a_late_instance_is_named_and_can_still_come(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_close(monkeypatch: pytest.MonkeyPatch, query: object, is_broken_off: bo
     process_group = object()
     broken_off: list[object] = []
     done: list[str] = []
-    made: Any = Channel(process_group, 2, 0, abort=broken_off.append, find_lost=lambda: [1])
+    made: Any = Channel(process_group, 2, 0, abort=broken_off.append, name_lost=lambda: "instance 1")
     made.issue(lambda: done.append("before"), [torch.ones(1)])
     made.wait()
     made._streams[torch.device("cuda")] = SimpleNamespace(query=query)
@@ -47,7 +47,7 @@ def test_a_channel_with_work_left_is_broken_off() -> None:
     """What waits for an instance that does not come ends with an error, and what stands behind it is not done."""
     is_broken_off = threading.Event()
     done: list[str] = []
-    made: Any = Channel(object(), 2, 0, abort=lambda _: is_broken_off.set(), find_lost=lambda: [1])
+    made: Any = Channel(object(), 2, 0, abort=lambda _: is_broken_off.set(), name_lost=lambda: "instance 1")
 
     def wait_for_lost() -> None:
         assert is_broken_off.wait(DEADLINE_SECONDS)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.errors import name_instances
+from popdist.errors import Names, name_instances
 from popdist.groups import (
     HEADER_BYTES,
     MAX_NUMBERS,
@@ -16,6 +16,7 @@ from popdist.groups import (
     unpack,
 )
 
+NAMES = Names(members=(0, 1, 2, 3), noun="instance")
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=MAX_NUMBERS)
 
@@ -52,8 +53,8 @@ def test_numbers_that_do_not_fit_are_refused(numbers: list[int]) -> None:
 
 def test_a_disagreement_names_who_brought_what() -> None:
     """One line for each text, none when all are equal."""
-    assert disagreement({0: "barrier()", 1: "barrier()"}) is None
-    assert disagreement({0: "a", 1: "b", 2: "a", 3: "a"}) == (
+    assert disagreement({0: "barrier()", 1: "barrier()"}, NAMES) is None
+    assert disagreement({0: "a", 1: "b", 2: "a", 3: "a"}, NAMES) == (
         "the instances are not in the same collective:\n  instances 0, 2 and 3: a\n  instance 1: b"
     )
 

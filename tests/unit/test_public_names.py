@@ -15,7 +15,7 @@ WeightsError WorldError
 checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption
 Mean ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable
-all_gather all_reduce all_reduce_gradients barrier broadcast broadcast_weights checksum device devices
+all_gather all_reduce all_reduce_gradients barrier broadcast broadcast_weights checksum device device_mesh devices
 before_execute_on_instances clip_grad_norm_ execute_on_instances finalize init instance_index ipus_per_replica
 is_initialized is_main local_instance_index local_replicas num_instances num_local_replicas num_replicas
 replica_index report shared_empty update_bn weighted_mean

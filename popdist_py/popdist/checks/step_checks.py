@@ -38,7 +38,6 @@ from popdist.errors import (
     MicroBatchError,
     OptimizerError,
     PopdistWarning,
-    name_instances,
 )
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters_of, training_loop, with_closure
@@ -183,7 +182,7 @@ class CheckedStep(UncheckedStep):
         equal = [it for it, header in zip(group.instances, headers, strict=True) if header.digest == own.digest]
         if own.digest and len(equal) > 1 and equal[0] == group.backend.instance_index:
             _warn(
-                f"{name_instances(equal)} train on the same samples in this step: what draws the batches, such as "
+                f"{group.name(equal)} train on the same samples in this step: what draws the batches, such as "
                 "a torch DataLoader with shuffle=True, gives all of the data to each instance. Have it dealt: "
                 "popdist.data_loader(dataset, micro_batch_size, shuffle=True)"
             )

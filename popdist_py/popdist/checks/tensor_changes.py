@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from popdist import context, torch_private
-from popdist.errors import PopdistWarning, WeightsError, name_first, name_instances
+from popdist.errors import PopdistWarning, WeightsError, name_first
 from popdist.groups import MAX_NUMBERS, Group
 from popdist.local_tensors import is_distributed, local_part
 from popdist.training.step import modules_in, reduced_modules
@@ -75,9 +75,7 @@ def compare_copies(module: nn.Module) -> None:
     first, size = contract.instance_index - contract.replica_part.shard, contract.parallelism.tensor
     if size == 1:
         return
-    whole = context.current_group()
-    shards = whole.backend.subgroup(tuple(range(first, first + size)))
-    group = Group(shards, contract.num_instances, whole=whole)
+    group = context.current_group().limited_to(tuple(range(first, first + size)))
     named = [(name, it) for name, it in module.named_parameters() if is_comparable(it) and is_copied(it)]
     sums = sum_tensors(named)
     words = [word for (word,) in group.start("compare what shards have alike", [sums.word]).wait()]
@@ -101,7 +99,7 @@ def find_difference(
     headers = group.start(f"the {noun} differ, count them", [len(sums)]).wait(timeout_seconds)
     counts = {i: count for i, (count,) in zip(group.instances, headers, strict=True) if count}
     if len(set(counts.values())) > 1:
-        return ", ".join(f"{count} {noun} on instance {instance}" for instance, count in counts.items())
+        return ", ".join(f"{count} {noun} on {group.name([instance])}" for instance, count in counts.items())
     span = range(max(counts.values()))
     while True:
         step = -(-len(span) // MAX_NUMBERS)
@@ -116,7 +114,7 @@ def find_difference(
             name = own.names[span.start] if own is not None else f"number {span.start}"
             first = min(answers)
             others = [i for i, answer in answers.items() if answer[place] != answers[first][place]]
-            return f"{name} of {name_instances(others)} is not that of instance {first}"
+            return f"{name} of {group.name(others)} is not that of {group.name([first])}"
 
 
 def is_copied(parameter: Any) -> bool:  # noqa: ANN401 - a DTensor, too

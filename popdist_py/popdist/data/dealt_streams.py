@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from popdist import context
-from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
 from popdist.data.randomness import Reseed, isolated
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
@@ -161,7 +160,8 @@ class StreamLoader(ReplicaLoader):
             for step in itertools.count():
                 share, contents = next(fetched, (None, []))
                 own = [] if share is None else [self._num_samples(share, contents), share.stop]
-                told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {step}").wait()
+                text = f"data_loader over a stream, epoch {epoch}, step {step}"
+                told = context.data_parallel_group().start(text, own).wait()
                 if not any(told) or (self.dataset.drop_last and not all(told)):
                     break
                 here = [numbers for numbers in told if numbers]

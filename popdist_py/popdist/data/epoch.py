@@ -21,10 +21,10 @@ from popdist.errors import (
     MOST_PARTS,
     CollectiveError,
     DatasetError,
-    name_instances,
     seed_number,
     whole_number,
 )
+from popdist.groups import Group
 from popdist.layout import parts
 
 ReaderState: TypeAlias = dict[str, int | bool]
@@ -168,7 +168,7 @@ class EpochPosition:
             agreement, self._agreement = self._agreement, None
             group = context.data_parallel_group()
             checksums = [checksum for (checksum,) in group.start(agreement, [self._subsets]).wait()]
-            if differing := name_differing(group.instances, checksums):
+            if differing := name_differing(group, checksums):
                 raise CollectiveError(
                     f"{agreement}: the Subset in its dataset has other indices on {differing}, so samples would "
                     "come twice and never. random_split() draws them from torch's generator, which each instance "
@@ -249,12 +249,12 @@ def _subsets_in(dataset: object, seen: set[int]) -> Iterator[Subset[Any]]:
                 yield from _subsets_in(part, seen)
 
 
-def name_differing(instances: Sequence[int], values: Sequence[int]) -> str:
-    """Which instances have other values than which, in words; empty where all have the same."""
+def name_differing(group: Group, values: Sequence[int]) -> str:
+    """Which members of a group have other values than which, in words; empty where all have the same."""
     owners: dict[int, list[int]] = {}
-    for instance, value in zip(instances, values, strict=True):
+    for instance, value in zip(group.instances, values, strict=True):
         owners.setdefault(value, []).append(instance)
-    return " than on ".join(map(name_instances, owners.values())) if len(owners) > 1 else ""
+    return " than on ".join(map(group.name, owners.values())) if len(owners) > 1 else ""
 
 
 class EpochReader:

@@ -231,12 +231,13 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
 
 def _warn_if_limited() -> None:
     """Warn if only some instances read: each has its share of the samples, so they see a part of them."""
-    num_instances = context.environment().contract.num_instances
-    if context.is_initialized() and len(context.current_group().instances) < num_instances:
+    number = context.environment().contract.layout.num_instances
+    if context.is_initialized() and len((group := context.data_parallel_group()).instances) < number:
         warnings.warn(
             "a loader of popdist.data_loader is read in execute_on_instances, by a part of the instances only, "
-            f"and has a share of the samples for each of the {num_instances}: evaluate on all instances and join "
-            "what they find by popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's there",
+            f"and has a share of the samples for each {group.backend.names.noun} of the {number}: evaluate on all "
+            "and join what they find by popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's "
+            "there",
             PopdistWarning,
             stacklevel=3,
         )

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from popdist import context
-from popdist.collectives import exchange
 from popdist.data.batch import Share
 from popdist.data.epoch import (
     EpochPlan,
@@ -30,7 +29,7 @@ from popdist.data.epoch import (
 )
 from popdist.data.randomness import Reseed, isolated, sample_seeds
 from popdist.data.replica_loader import ReplicaLoader
-from popdist.errors import CollectiveError, DatasetError, check_flags, name_instances
+from popdist.errors import CollectiveError, DatasetError, check_flags
 from popdist.gradients.optimizer_steps import training_loop
 from popdist.groups import wait_for_first_error
 
@@ -228,23 +227,20 @@ class SampledShares(EpochShares):
 
     def _read_together(self) -> SamplerOrder:
         """Read the sampler on every instance, and check that all get the same indices."""
-        if not context.is_initialized() or len(context.current_group().instances) == 1:
+        if not context.is_initialized() or len((group := context.data_parallel_group()).instances) == 1:
             return self._read()
         name, epoch = type(self._sampler).__name__, self._position.epoch
         text = f"data_loader with a sampler, {name}, epoch {epoch} from position {self._position.num_read}"
         try:
             order = self._read()
         except Exception:
-            exchange([], text)
+            group.start(text)
             raise
-        told = exchange([order.checksum], text).wait()
-        instances = context.current_group().instances
-        if failed := [number for number, found in zip(instances, told, strict=True) if not found]:
+        told = group.start(text, [order.checksum]).wait()
+        if failed := [number for number, found in zip(group.instances, told, strict=True) if not found]:
             wait_for_first_error()
-            raise CollectiveError(
-                f"{name} failed on {name_instances(failed)} in epoch {epoch} (see the error there)"
-            )
-        if differing := name_differing(instances, [checksum for (checksum,) in told]):
+            raise CollectiveError(f"{name} failed on {group.name(failed)} in epoch {epoch} (see the error there)")
+        if differing := name_differing(group, [checksum for (checksum,) in told]):
             raise CollectiveError(
                 f"{name} gave other indices in epoch {epoch} on {differing}: it must give the same on every "
                 "instance. data_loader seeds Python's, numpy's and torch's own generators from seed and epoch for "

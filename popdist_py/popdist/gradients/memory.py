@@ -284,7 +284,9 @@ class OldGradients:
         others = (unused for model in _models for unused in model.unused().values())
         return all(map(_is_finite, [kept.gradient for kept in self.kept])) and all(map(_is_finite, others))
 
-    def drop_unless_added(self, numbers: Mapping[int, int], *, add: bool) -> None:
+    def drop_unless_added(
+        self, numbers: Mapping[int, int], *, add: bool, name: Callable[[list[int]], str] = name_instances
+    ) -> None:
         """Drop them unless the step adds to them; a GradientError if an unused one would be lost."""
         self._is_decided = True
         if add and len(set(numbers.values())) > 1:
@@ -302,7 +304,7 @@ class OldGradients:
             return
         place = max(numbers.values())
         names = [name for name, _ in self._module.named_parameters()]
-        owners = name_instances(instance for instance, number in numbers.items() if number)
+        owners = name([instance for instance, number in numbers.items() if number])
         raise GradientError(
             f"{names[place - 1]} has a gradient that no optimizer's step has used, on {owners}, and a loop over "
             "micro batches would drop it. If it shall go, call zero_grad() before the loop. If the loop shall add "

@@ -20,7 +20,6 @@ from popdist.errors import (
     MicroBatchError,
     PopdistError,
     WeightsError,
-    name_instances,
 )
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, add_instances, scale_flat
@@ -146,7 +145,7 @@ class GradientSum:
         if min(heaviest) < 0:
             refusal = max(weight for weight in heaviest if weight < 0)
             refused = [instance for instance, weight in enumerate(heaviest) if weight == refusal]
-            raise _lost_step(refused, REFUSALS[refusal])
+            raise _lost_step(self._group, refused, REFUSALS[refusal])
         if not any(heaviest):
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
         return max(heaviest) if self._scales else 1.0
@@ -157,7 +156,8 @@ class GradientSum:
 
     def _drop_old_unless_added(self, numbers: Sequence[int]) -> None:
         if self._old is not None and (self._old.kept or any(numbers)):
-            self._old.drop_unless_added(dict(zip(self._group.instances, numbers, strict=True)), add=self._adds)
+            told = dict(zip(self._group.instances, numbers, strict=True))
+            self._old.drop_unless_added(told, add=self._adds, name=self._group.name)
 
     def begin_last(self, micro_batches: TreeSum[FlatGradient], weight: float) -> None:
         """Begin the last micro batch, after the ``micro_batches`` of its replica: gradients may go early."""
@@ -321,14 +321,14 @@ class GradientSum:
         }
         if "abandoned" in owners:
             reason = "left the micro_batches loop before its end (by break, return or an exception)"
-            raise _lost_step(owners["abandoned"], reason)
+            raise _lost_step(self._group, owners["abandoned"], reason)
         if "fault" in owners:
             raise_fault(self._group, fault)
         if "not finite" in owners:
             found = self._group.start("name the gradient that is not finite", not_finite or ()).wait()
             replica, parameter = min(numbers for numbers in found if numbers)
             raise not_finite_error(NotFinite(replica, parameter), self._gradients)
-        wanted = "; ".join(f"{name_instances(instances)}: {state}" for state, instances in owners.items())
+        wanted = "; ".join(f"{self._group.name(instances)}: {state}" for state, instances in owners.items())
         raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
 
 
@@ -352,17 +352,18 @@ def check_reduction(reduction: str) -> None:
 def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
     """Check that ``group`` is the whole job."""
     if len(group.instances) < layout.num_instances:
+        everybody = f"{layout.num_instances} {group.backend.names.noun}s"
         raise CollectiveError(
-            f"gradients are added over all {layout.num_instances} instances of the job, but this code runs on "
-            f"{name_instances(group.instances)} only: call it outside execute_on_instances"
+            f"gradients are added over all {everybody} of the job, but this code runs on "
+            f"{group.name(group.instances)} only: call it outside execute_on_instances"
         )
 
 
-def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
+def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
     """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own."""
     wait_for_first_error()
     return MicroBatchError(
-        f"{name_instances(instances)} {reason}, so this step has no gradient on any instance; if all instances "
+        f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "
         "catch what they raise, the next loop works on all of them"
     )
 

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 from popdist.collectives import gather_bytes
-from popdist.errors import CollectiveError, WeightsError, name_instances
+from popdist.errors import CollectiveError, WeightsError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.groups import Group, as_floats
 from popdist.weights import bytes_of
@@ -82,7 +82,7 @@ def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None
             owners.setdefault((header.epoch, header.stop), []).append(instance)
     if len(owners) > 1:
         brought = "; ".join(
-            f"{name_instances(instances)}: epoch {epoch} up to position {stop}"
+            f"{group.name(instances)}: epoch {epoch} up to position {stop}"
             for (epoch, stop), instances in owners.items()
         )
         raise CollectiveError(
@@ -214,7 +214,7 @@ def agree_on_changes(
         ):
             raise CollectiveError(
                 f"a step has changed the buffer {key.rpartition(' ')[2]} of a model that is not on "
-                f"{name_instances(without)}: wrap the same models, and copy them, on all instances"
+                f"{group.name(without)}: wrap the same models, and copy them, on all instances"
             )
     if irregular and buffers is not None:
         _compare(group, buffers, irregular)
@@ -227,8 +227,8 @@ def _compare_starts(group: Group, starts: Sequence[Sequence[tuple[str, int]]]) -
     for (name, first), *others in zip(*starts, strict=False):
         if differing := [i for i, (_, it) in zip(group.instances[1:], others, strict=True) if it != first]:
             raise WeightsError(
-                f"the buffers of the instances are no longer equal: {name} of {name_instances(differing)} was not "
-                f"that of instance {group.instances[0]} when the step began. The usual reasons: a part of the "
+                f"the buffers of the instances are no longer equal: {name} of {group.name(differing)} was not "
+                f"that of {group.name(group.instances[:1])} when the step began. The usual reasons: a part of the "
                 "model was called in training mode outside of all loops, on other samples on each instance; "
                 "load_state_dict() on one instance only; a write of the program's own that follows the samples of "
                 "one instance. popdist.broadcast_weights(model) makes them equal"
@@ -257,7 +257,7 @@ def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None
             differing = [i for i, it in zip(group.instances, own, strict=True) if it not in ("", first)]
             raise WeightsError(
                 f"the buffer {buffers.describe(key)} was made in a micro batch, or changed its shape or dtype "
-                f"there, and differs between instances (on {name_instances(differing)}): nothing tells what it is "
+                f"there, and differs between instances (on {group.name(differing)}): nothing tells what it is "
                 "for all replicas. Register it before training, in its shape and dtype; keep in it what does not "
                 "follow from the samples; or hand the state to forward() and return it"
             )
@@ -275,4 +275,4 @@ def raise_fault(group: Group, fault: str | None) -> None:
     """Raise, on every instance, the fault of the first instance that has one; all call it."""
     received = gather_bytes(group, "exchange what is wrong", (fault or "").encode())
     faults = {instance: data.decode() for instance, data in zip(group.instances, received, strict=True) if data}
-    raise WeightsError(f"{next(iter(faults.values()))} (found on {name_instances(faults)})")
+    raise WeightsError(f"{next(iter(faults.values()))} (found on {group.name(faults)})")

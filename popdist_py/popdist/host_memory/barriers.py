@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
-from popdist.errors import BackendError, CollectiveError, name_instances
+from popdist.errors import BackendError, CollectiveError, Names
 from popdist.host_memory import forks
 
 _STORES_IN_ORDER: Final = frozenset({"x86_64", "AMD64", "i386", "i486", "i586", "i686"})
@@ -62,18 +62,6 @@ SLEEPS: Final = 10
 TAKES_PART, HAS_LEFT, GAVE_UP = 0, 1, 2
 
 Words = memoryview  # of 64-bit numbers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """The names of a group's ranks in messages: the number of each in rank order, and what they are called."""
-
-    members: tuple[int, ...]
-    noun: str = "rank"
-
-    def of(self, ranks: Iterable[int]) -> str:
-        """The members of these ranks in words."""
-        return name_instances((self.members[rank] for rank in ranks), self.noun)
 
 
 class Barriers:
@@ -136,7 +124,7 @@ class Barriers:
         return Barriers(
             pages,
             rank=ranks.index(self.rank),
-            names=Names(members=members, noun=self._names.noun),
+            names=replace(self._names, members=members),
             watch=watch,
             fence=self._fence,
             timeout_seconds=self.timeout_seconds,

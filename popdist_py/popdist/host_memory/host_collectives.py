@@ -6,14 +6,16 @@ a larger one, at two barriers. A tensor that all have mapped is not copied (`pop
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Size, Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from popdist.errors import Names
 from popdist.host_memory.addition import KINDS, OPS, Combiner, Op, combiner, share
-from popdist.host_memory.barriers import Names, operation, purpose
+from popdist.host_memory.barriers import operation, purpose
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.in_place import LEAST_BYTES, InPlace, MayMove, Places
 
@@ -211,7 +213,7 @@ class HostCollectives:
     ) -> Self | None:
         """The collectives of this host's ``num_local`` ranks; None on all of them if they may not share memory."""
         first = rank - rank % num_local
-        own = Names(members=names.members[first : first + num_local], noun=names.noun)
+        own = replace(names, members=names.members[first : first + num_local])
         prefix = PrefixStore(f"host/{first}", store)
         group = HostGroup.connect(prefix, rank - first, num_local, timeout_seconds=timeout_seconds, names=own)
         return None if group is None else cls(group)

@@ -13,9 +13,9 @@ from typing import Any, Final, Self
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from popdist.errors import BackendError
+from popdist.errors import BackendError, Names
 from popdist.host_memory.addition import Op, Reduction
-from popdist.host_memory.barriers import Barriers, Names, ProcessWatch, make_fence, operation, purpose
+from popdist.host_memory.barriers import Barriers, ProcessWatch, make_fence, operation, purpose
 from popdist.host_memory.segments import (
     PAGE_BYTES,
     PeerSegment,

@@ -10,8 +10,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from popdist.collectives import gather_bytes
-from popdist.context import data_parallel_group
+from popdist.collectives import gather_bytes, of_each_replica
+from popdist.context import current_group
 from popdist.errors import CollectiveError, name_instances
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class _ExactSum:
         self.infinite += float(infinite)
 
 
+_NOTHING: Final = f"{_ExactSum()} {_ExactSum()}".split()
+"""What an instance brings that has added nothing, or zeros."""
+
+
 def weighted_mean(total: Numbers, count: Numbers) -> float:
     """The mean over everything that all instances counted: the sum of all totals divided by the sum of all counts.
 
@@ -60,7 +64,8 @@ def weighted_mean(total: Numbers, count: Numbers) -> float:
     added without rounding, over all instances, and the quotient is rounded once. So it is the same for every
     split if the numbers are: give one total for each micro batch, in a list or tensor. A total of several micro
     batches that the program added up itself was rounded on the way, in another order for every split.
-    :class:`Mean` takes one total after the other.
+    :class:`Mean` takes one total after the other. Where several instances share a replica, each replica counts
+    once: what the last of its instances gave that counted anything, as the last stage of a pipeline.
 
     Args:
         total: What this instance summed up: a number, a tensor of any shape, or a list of these, whose elements
@@ -100,6 +105,7 @@ class Mean:
 
     Nothing is rounded when totals are added, so their order, and which instance adds which of them, change no bit.
     Add one total for each micro batch: one that the program has added up over several was rounded on the way.
+    Instances that share a replica count as in :func:`weighted_mean`.
     """
 
     def __init__(self) -> None:
@@ -147,10 +153,10 @@ class Mean:
     def _over_all(self, text: str) -> float:
         """Exchange the sums in the call ``text``, and return the mean over all instances."""
         total, count = _ExactSum(), _ExactSum()
-        for sums in _gather(f"{self._total} {self._count}", text):
-            words = sums.split()
-            total.add_words(*words[:2])
-            count.add_words(*words[2:])
+        received = [sums.split() for sums in _gather(f"{self._total} {self._count}", text)]
+        for place in of_each_replica(current_group(), [words != _NOTHING for words in received]):
+            total.add_words(*received[place][:2])
+            count.add_words(*received[place][2:])
         if not count.num_units:
             raise CollectiveError(f"{text}: the counts of all instances add up to 0, so there is no mean")
         if total.infinite:  # NaN is, too
@@ -186,7 +192,7 @@ def _shown(numbers: object) -> str:
 
 def _gather(sums: str, text: str, fault: str | None = None) -> list[str]:
     """The sums of all instances, or an error if one brings none, which is ``fault`` on that one."""
-    group = data_parallel_group()
+    group = current_group()
     received = [data.decode() for data in gather_bytes(group, text, sums.encode())]
     refused = [instance for instance, it in zip(group.instances, received, strict=True) if not it]
     if refused:

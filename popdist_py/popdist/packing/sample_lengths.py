@@ -176,9 +176,10 @@ def _count_or_load(
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
     """Count this instance's part of the samples, and gather those of the others."""
-    if not context.is_initialized() or (num_instances := context.environment().contract.num_instances) == 1:
+    contract = context.environment().contract
+    if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)
-    own = part(range(len(counted)), context.environment().contract.instance_index, num_instances)
+    own = part(range(len(counted)), contract.data_parallel_index, contract.layout.num_instances)
     try:
         lengths = _count(Subset(counted, own), num_workers)
     except BaseException:

@@ -5,6 +5,7 @@ backend ``popdist`` and finds the other ranks in popdist's store. One that the p
 """
 
 from datetime import timedelta
+from itertools import count
 from typing import Final
 
 from torch import distributed as dist
@@ -15,6 +16,10 @@ from popdist.process_group.registration import NAME, register
 
 NONE: Final = (0, 0)
 """The place of an instance that has no default group."""
+
+
+_numbers: Final = count()
+"""Of the groups that were made here, the same on all instances."""
 
 
 def place_in_default_group() -> tuple[int, int]:
@@ -46,9 +51,10 @@ class DefaultGroup:
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_seconds: float) -> None:
         register()
+        number = next(_numbers)  # keys of one that the program has destroyed are still in the store
         dist.init_process_group(
             NAME,
-            store=HashStore() if store is None else PrefixStore("default", store),
+            store=HashStore() if store is None else PrefixStore(f"default/{number}", store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_seconds),

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
 )
 
 from popdist import torch_private
-from popdist.host_memory.barriers import Names
+from popdist.errors import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove, RemappableStorages

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.collectives import gather_bytes
-from popdist.errors import OptimizerError, name_instances
+from popdist.errors import OptimizerError
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.gradients.shards import Ranges, deal_elements, flat_view, may_be_cut
 from popdist.groups import Group
@@ -126,7 +126,7 @@ def gather_state(
         described = [everybody[owner][position] for owner in owners]
         if any(other != described[0] for other in described):
             raise OptimizerError(
-                f"the state of {parameter.name} is not of one step on {name_instances(owners)}, of which each has "
+                f"the state of {parameter.name} is not of one step on {group.name(owners)}, of which each has "
                 "a part: all instances must load a state, or none"
             )
         if described and described[0]:

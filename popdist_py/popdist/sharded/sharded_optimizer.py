@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from popdist import context
 from popdist.checks.step_checks import is_checked
-from popdist.errors import OptimizerError, check_flags, name_instances
+from popdist.errors import OptimizerError, check_flags
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
@@ -66,13 +66,13 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
     if failed := [i for i, (has_failed, _) in zip(group.instances, told, strict=True) if has_failed]:
         wait_for_first_error()
         raise OptimizerError(
-            f"{name_instances(failed)} failed in {text} (see the error there), so a part of the weights was not "
+            f"{group.name(failed)} failed in {text} (see the error there), so a part of the weights was not "
             "updated"
         )
     if differing := [i for i, (_, other) in zip(group.instances, told, strict=True) if other != settings]:
         raise OptimizerError(
-            f"{text}: the settings of the parameter groups of instance {group.backend.instance_index} are not "
-            f"those of {name_instances(differing)}, and each updates a part of the weights: set the same learning "
+            f"{text}: the settings of the parameter groups of {group.name([group.backend.instance_index])} are "
+            f"not those of {group.name(differing)}, and each updates a part of the weights: set the same learning "
             "rate and the like everywhere; a schedule that goes by a metric needs its mean over all instances"
         )
 
@@ -391,8 +391,8 @@ class NormExchange:
         if failed := [i for i, row in zip(self._group.instances, received, strict=True) if row[0]]:
             wait_for_first_error()
             raise OptimizerError(
-                f"{name_instances(failed)} failed in a step (see the error there), so norms of parameters are not "
-                "known"
+                f"{self._group.name(failed)} failed in a step (see the error there), so norms of parameters are "
+                "not known"
             )
         positions = [1] * len(received)
         totals: dict[Tensor, list[float]] = {}

@@ -1,15 +1,11 @@
 """One instance of a test world: loads the function, calls it, and writes the outcome."""
 
-import os
 import pickle
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 from popdist.context import instance_index
-from popdist.contract import Contract
-from popdist.layout import Parallelism
 from popdist.testing.world import JOB_FILE, outcome_path
 
 
@@ -17,8 +13,7 @@ def main(directory: Path) -> int:
     """Make this instance's call, and return the exit code."""
     failure = None
     try:
-        reference, parallelism, arguments = pickle.loads((directory / JOB_FILE).read_bytes())  # noqa: S301 - written by run_world, read only by us
-        _share_replicas(parallelism, directory)
+        reference, arguments = pickle.loads((directory / JOB_FILE).read_bytes())  # noqa: S301 - written by run_world, read only by us
         fn = reference.load()
         data = pickle.dumps((fn(*pickle.loads(arguments)), None))  # noqa: S301 - as above
     except BaseException:  # noqa: BLE001 - whatever ends the call is its outcome
@@ -29,16 +24,6 @@ def main(directory: Path) -> int:
     path.with_suffix(".part").write_bytes(data)
     path.with_suffix(".part").replace(path)
     return 0 if failure is None else 1
-
-
-def _share_replicas(parallelism: Parallelism, directory: Path) -> None:
-    """Start again as an instance that shares its replica, of which poprun gave each one of its own."""
-    contract = Contract.from_env(os.environ)
-    if contract is not None and contract.parallelism != parallelism:
-        num_replicas = contract.num_instances // parallelism.instances_per_replica
-        told = replace(contract, num_replicas=num_replicas, parallelism=parallelism).to_env()
-        command = [sys.executable, "-m", "popdist.testing", str(directory)]
-        os.execve(sys.executable, command, {**os.environ, **told})  # noqa: S606 - itself
 
 
 if __name__ == "__main__":

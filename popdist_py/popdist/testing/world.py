@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from popdist.errors import WorldError, name_instances
-from popdist.layout import Parallelism
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,32 +122,22 @@ def run_world(
 
     Raises:
         WorldError: If ``fn`` raised or an instance died (the first failure, with its traceback), the time was up,
-            ``fn`` cannot be found by other processes, or the instances do not divide into such replicas.
+            ``fn`` cannot be found by other processes, or poprun refuses the numbers.
     """
     reference = FunctionReference.of(fn)
-    parallelism = _parallelism(num_instances, num_replicas, tensor, pipeline)
     with tempfile.TemporaryDirectory(prefix="popdist-world-") as name:
         directory = Path(name)
-        (directory / JOB_FILE).write_bytes(pickle.dumps((reference, parallelism, pickle.dumps(args))))
-        num_told = num_instances if parallelism.is_shared else num_replicas or num_instances
-        counts = ["-n", str(num_instances), "--num-replicas", str(num_told)]
+        (directory / JOB_FILE).write_bytes(pickle.dumps((reference, pickle.dumps(args))))
+        counts = ["-n", str(num_instances)]
+        if tensor * pipeline > 1:
+            counts += ["--parallelism", f"tensor={tensor},pipeline={pipeline}"]
+        if num_replicas is not None or not counts[2:]:
+            counts += ["--num-replicas", str(num_replicas or num_instances)]
         program = [sys.executable, "-m", "popdist.testing", name]
         command = [sys.executable, "-m", "poprun", "--launcher", "local", *counts, *program]
         code, output = _run(command, directory / "output", timeout_seconds)
         sys.stdout.write(output)
         return _values(directory, num_instances, code, output)
-
-
-def _parallelism(num_instances: int, num_replicas: int | None, tensor: int, pipeline: int) -> Parallelism:
-    """How the instances of a replica share it; a WorldError if they do not divide into replicas."""
-    size = max(tensor, 1) * max(pipeline, 1)
-    is_possible = min(tensor, pipeline) >= 1 and num_instances % size == 0
-    if not is_possible or (size > 1 and num_replicas not in (None, num_instances // size)):
-        raise WorldError(
-            f"num_instances={num_instances} must be {num_replicas or 'a number of'} replicas of "
-            f"tensor={tensor} times pipeline={pipeline} instances"
-        )
-    return Parallelism(instances_per_replica=size, tensor=tensor, pipeline=pipeline)
 
 
 def _run(command: list[str], output_path: Path, timeout_seconds: float) -> tuple[int | None, str]:

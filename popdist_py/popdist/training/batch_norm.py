@@ -18,11 +18,11 @@ from torch.nn.functional import batch_norm
 
 from popdist import context
 from popdist.data.randomness import ReplicaRandomness
-from popdist.errors import BatchError, MicroBatchError, WeightsError, name_instances
+from popdist.errors import BatchError, MicroBatchError, WeightsError
 from popdist.gradients.buffers import ReplicaBuffers, accept_buffers
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.step_headers import agree_on_changes, changes_of
-from popdist.groups import wait_for_first_error
+from popdist.groups import Group, wait_for_first_error
 from popdist.torch_private import BatchNorm, skip_tracing
 from popdist.training.micro_batches import Nest, split_batch, to_device
 from popdist.training.norm_sync import (
@@ -294,7 +294,7 @@ class _Passes:
                 raise
             own = changes_of(0, 0, self._buffers)
             headers = self._group.start(_STEP, [False, own.digest]).wait()
-            _check([i for i, (it, _) in zip(self._group.instances, headers, strict=True) if it])
+            _check(self._group, [i for i, (it, _) in zip(self._group.instances, headers, strict=True) if it])
             changes = agree_on_changes(self._group, own, [digest for _, digest in headers], self._buffers)
             self._buffers.combine(self._group, self._layout, changes.mask, changes.others)
         except BaseException:
@@ -316,11 +316,11 @@ class _Passes:
             self._buffers.end_replica(has_run=any(it is not None for it in mine))
 
 
-def _check(failed: list[int]) -> None:
+def _check(group: Group, failed: list[int]) -> None:
     """Raise if instances have ``failed``, after a moment in which they can end with their own errors."""
     if failed:
         wait_for_first_error()
         raise MicroBatchError(
-            f"update_bn: {name_instances(failed)} could not compute a batch (see the error there), so it changed "
+            f"update_bn: {group.name(failed)} could not compute a batch (see the error there), so it changed "
             "nothing on any instance"
         )

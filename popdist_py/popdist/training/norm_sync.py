@@ -290,9 +290,7 @@ class NormGroups:
         if self._whole is not group:
             self._whole, self._parts = group, {}
         if instances not in self._parts:
-            self._parts[instances] = Group(
-                group.backend.subgroup(instances), self._layout.num_instances, whole=group
-            )
+            self._parts[instances] = group.limited_to(instances)
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:

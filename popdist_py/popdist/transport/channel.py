@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.errors import BackendError, name_instances
+from popdist.errors import BackendError
 from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.progress import progress_page
@@ -70,7 +70,7 @@ class Channel:
         instance_index: int,
         *,
         abort: Callable[[Any], None],  # ends the waits of the group with errors, here and on the other instances
-        find_lost: Callable[[], list[int]],
+        name_lost: Callable[[], str],
         local_collectives: HostCollectives | None = None,
     ) -> None:
         self.num_issued = 0  # the same on all instances while it is in use
@@ -79,7 +79,7 @@ class Channel:
         self._num_instances = num_instances
         self.instance_index = instance_index
         self._abort = abort
-        self._find_lost = find_lost
+        self._name_lost = name_lost
         self.local_collectives = local_collectives
         self._works: SimpleQueue[ChannelWork | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -159,8 +159,8 @@ class Channel:
     def _loss(self) -> BackendError | None:
         """An error that names the lost instances; the connections of a process are closed one after the other."""
         for _ in range(_NUM_LOOKS):
-            if lost := self._find_lost():
-                return BackendError(f"the connection to {name_instances(lost)} was closed: it ended or was lost")
+            if lost := self._name_lost():
+                return BackendError(f"the connection to {lost} was closed: it ended or was lost")
             time.sleep(_LOOK_SECONDS)
         return None
 

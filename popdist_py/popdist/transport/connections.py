@@ -18,8 +18,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist import torch_private
-from popdist.errors import BackendError
-from popdist.host_memory.barriers import Names
+from popdist.errors import BackendError, Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import ShortMessages
@@ -47,21 +46,22 @@ def check_available(device_types: frozenset[str]) -> None:
 
 
 class Connections:
-    """The connections of a whole job; rank and instance index are the same number."""
+    """The connections of a whole job, or of those that hold the same part of its replicas, numbered from 0."""
 
     def __init__(  # noqa: PLR0913 - facts of the job, by name
         self,
         store: Store,
         *,
-        num_instances: int,
-        instance_index: int,
+        names: Names,  # of all members
+        instance_index: int,  # this instance among them
         address: str | None,  # of this host, at which the others reach it; None lets gloo choose
         host: str,  # what all instances of a host have in common
         timeout_seconds: float,
         header_bytes: int,
     ) -> None:
         self.header_bytes = header_bytes
-        self.num_instances = num_instances
+        self.names = names
+        self.num_instances = len(names.members)
         self.instance_index = instance_index
         self.timeout_seconds = timeout_seconds
         self._store = store
@@ -70,7 +70,6 @@ class Connections:
         self._waiting: list[Thread] = []
         self._is_stopped = False
         self.control = self._connect(PrefixStore("control", store))
-        names = Names(members=tuple(range(num_instances)), noun="instance")
         member = Member(store=store, rank=instance_index, names=names, timeout_seconds=timeout_seconds)
         self.collectives = connect(member, host, self._connect)
         self.host = self.collectives if isinstance(self.collectives, HostCollectives) else None
@@ -86,7 +85,7 @@ class Connections:
             self._channels["cpu"] = self._channel_over(connected, self._close_connections, self._channel_host)
 
     def _connect(self, store: Store) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
-        with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
+        with as_backend_error(f"{self.names.of([self.instance_index])} could not be connected with the others"):
             timeout = timedelta(seconds=self.timeout_seconds)
             made = torch_private.connect_gloo(
                 store, self.instance_index, self.num_instances, timeout, self._address
@@ -99,10 +98,8 @@ class Connections:
         if isinstance(self.collectives, SeveralHosts):
             return self.collectives
         everybody = range(self.num_instances)
-        names = Names(members=tuple(everybody), noun="instance")
-        messages = HostMessages(
-            self.control, PrefixStore("parts", self._store), self.instance_index, names, self.timeout_seconds
-        )
+        store = PrefixStore("parts", self._store)
+        messages = HostMessages(self.control, store, self.instance_index, self.names, self.timeout_seconds)
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     @property
@@ -113,7 +110,7 @@ class Connections:
         return self._nccl
 
     def _start_nccl(self, name: str) -> Any:  # noqa: ANN401 - as above
-        with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+        with as_backend_error(f"{self.names.of([self.instance_index])} could not start NCCL"):
             store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout_seconds)
             made = torch_private.connect_nccl(store, self.instance_index, self.num_instances, timeout)
             never_destroy_in_children(made)
@@ -125,7 +122,7 @@ class Connections:
         if types == {"cuda"} and "cuda" not in self._channels:
             # NCCL connects all instances now: later it might wait for what the program computes meanwhile.
             made = self._channel_over(self._start_nccl("channel/nccl"), lambda nccl: nccl.abort())
-            with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+            with as_backend_error(f"{self.names.of([self.instance_index])} could not start NCCL"):
                 for device in devices:
                     made.all_gather(torch.zeros(1, dtype=torch.float32, device=device))
             self._channels["cuda"] = made
@@ -143,9 +140,12 @@ class Connections:
             self.num_instances,
             self.instance_index,
             abort=abort,
-            find_lost=lambda: [other for other in others if self.is_lost(other)],
+            name_lost=lambda: self._name([other for other in others if self.is_lost(other)]),
             local_collectives=local_collectives,
         )
+
+    def _name(self, instances: list[int]) -> str:
+        return self.names.of(instances) if instances else ""
 
     def peers_among(self, instances: Iterable[int]) -> list[int]:
         """All of ``instances`` but this one."""
@@ -162,7 +162,7 @@ class Connections:
     def check_open(self) -> None:
         """Raise BackendError if this instance has left or is leaving: a thread that starts then may never run."""
         if self._is_stopped:
-            raise BackendError(f"instance {self.instance_index} has left the job")
+            raise BackendError(f"{self.names.of([self.instance_index])} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
         """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.errors import BackendError, PopdistError
+from popdist.errors import BackendError, Names, PopdistError
 from popdist.host_memory.addition import Op
-from popdist.host_memory.barriers import Names
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.in_place import MayMove
 from popdist.host_memory.segments import values_of_all

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Self
 
+from popdist.errors import Names
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -33,8 +35,9 @@ class SerialBackend:
     host_group = local_collectives = None
     """There is nobody to share memory with."""
 
-    def __init__(self, instance_index: int = 0, *, device_types: frozenset[str]) -> None:
+    def __init__(self, instance_index: int, names: Names, *, device_types: frozenset[str]) -> None:
         self.instance_index = instance_index
+        self.names = names
         self.instances = (instance_index,)
         self.device_types = device_types
 

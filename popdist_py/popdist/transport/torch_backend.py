@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.errors import BackendError, name_instances
+from popdist.errors import BackendError, Names
 from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup, ShortMessages
@@ -64,7 +64,7 @@ class GlooHeaderExchange:
             self._thread.join(timeout_seconds)
             if self._thread.is_alive():
                 raise BackendError(
-                    f"{name_instances(tuple(self._works))} did not come within {timeout_seconds:g} seconds"
+                    f"{self._connections.names.of(self._works)} did not come within {timeout_seconds:g} seconds"
                 )
         if self._failures:
             raise BackendError(self._blame()) from next(iter(self._failures.values()))
@@ -98,9 +98,10 @@ class GlooHeaderExchange:
         """The reason to fail, with the instances that did not answer; of a timeout gloo names a single one."""
         peer, error = next(iter(self._failures.items()))
         if "timed out" in str(error).lower():
-            return f"{name_instances([peer])} did not come within {self._connections.timeout_seconds:g} seconds"
+            late = self._connections.names.of([peer])
+            return f"{late} did not come within {self._connections.timeout_seconds:g} seconds"
         lost = {*self._failures, *(other for other in self._works if self._connections.is_lost(other))}
-        return f"the connection to {name_instances(lost)} was closed: it ended or was lost"
+        return f"the connection to {self._connections.names.of(lost)} was closed: it ended or was lost"
 
 
 class MemoryHeaderExchange:
@@ -127,7 +128,7 @@ class MemoryHeaderExchange:
         """Every member's header, in order; see `popdist.groups`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
-            raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
+            raise BackendError(f"{self._connections.names.of(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
@@ -203,7 +204,7 @@ class MemoryOfSubsets:
         received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
         found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
         if any(mark != _SUBSET_MARK for mark, _ in found):
-            raise BackendError(f"{name_instances(instances)} do not share memory at the same time")
+            raise BackendError(f"{self._connections.names.of(instances)} do not share memory at the same time")
         return [theirs for _, theirs in found]
 
 
@@ -238,6 +239,11 @@ class TorchBackend:
         self._connections = connections
         self._subsets = MemoryOfSubsets(connections) if subsets is None else subsets
         self._by_messages: SeveralHosts | None = None
+
+    @property
+    def names(self) -> Names:
+        """What the instances are called in messages."""
+        return self._connections.names
 
     @property
     def _is_whole_job(self) -> bool:
@@ -321,7 +327,7 @@ class TorchBackend:
             self.broadcast(staged, root)
             tensor.copy_(staged)
         elif tensor.numel():
-            with as_backend_error(f"the data of instance {root} did not come"):
+            with as_backend_error(f"the data of {self.names.of([root])} did not come"):
                 if tensor.is_cuda:
                     self._connections.nccl.broadcast(as_bytes(tensor), root).wait()
                 else:
@@ -330,7 +336,7 @@ class TorchBackend:
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
         """The same connections, limited to ``instances``."""
         if len(instances) == 1:
-            return SerialBackend(self.instance_index, device_types=self.device_types)
+            return SerialBackend(self.instance_index, self.names, device_types=self.device_types)
         return TorchBackend(self._connections, instances, self.device_types, self._subsets)
 
     def stop_threads(self) -> None:

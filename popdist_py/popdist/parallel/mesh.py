@@ -1,0 +1,82 @@
+"""torch's mesh of the job's instances: which of them hold the same replica, stage and shard."""
+
+from functools import cache
+from typing import Final
+
+import torch
+from torch import nn
+from torch.distributed import get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from popdist import context
+from popdist.contract import Contract
+from popdist.errors import CollectiveError, ContractError, WeightsError, name_instances
+
+DIMENSIONS: Final = ("replica", "pipeline", "tensor")
+"""From the outermost to the innermost."""
+
+
+def device_mesh() -> DeviceMesh:
+    """The job's ``DeviceMesh`` of torch, with the dimensions ``replica``, ``pipeline`` and ``tensor``.
+
+    All three are always there, of size 1 too, so one program serves every ``--parallelism``: ``mesh["tensor"]`` is
+    for torch's ``parallelize_module``, ``mesh["pipeline"].get_group()`` for its pipeline stages. Its ranks are the
+    instances, and all of them call it; again it gives the same mesh. It calls ``popdist.init()``, and makes the
+    default group of torch.distributed with the backend ``popdist``, where the program has not. Where an instance
+    has several replicas, ``replica`` counts the instances.
+
+    Raises:
+        ContractError: If it is not known how the instances of a replica share it (``--instances-per-replica``).
+        BackendError: If the ranks of the program's default group are not the instances.
+        CollectiveError: If the instances make different calls, or within ``execute_on_instances``.
+    """
+    _check_mesh_is_known(context.environment().contract)
+    context.ensure_init()
+    job = context.current_job()
+    contract = job.environment.contract
+    if len(job.group.instances) < contract.num_instances:
+        raise CollectiveError(
+            f"device_mesh() among {job.group.name(job.group.instances)}: all instances of the job make it "
+            "together, so call it outside execute_on_instances"
+        )
+    _watch_for_ddp()
+    if job.mesh is None:
+        context.ensure_default_group("device_mesh()")
+        device = context.device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # else torch takes the one of LOCAL_RANK, which may not be visible here
+        shape = contract.layout.num_instances, contract.parallelism.pipeline, contract.parallelism.tensor
+        job.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+    return job.mesh
+
+
+def _check_mesh_is_known(contract: Contract) -> None:
+    size = contract.parallelism.instances_per_replica
+    if not contract.parallelism.has_mesh:
+        raise ContractError(
+            f"device_mesh(): the job has --instances-per-replica {size}, which does not say how these share a "
+            f"replica. Start it with --parallelism tensor=T,pipeline=P in its place, T times P being {size}; or "
+            f'make a mesh in the program: init_device_mesh("{context.device().type}", ({contract.num_replicas}, '
+            f'{size}), mesh_dim_names=("replica", "shard"))'
+        )
+
+
+@cache
+def _watch_for_ddp() -> None:
+    register_module_module_registration_hook(_refuse_ddp)
+
+
+def _refuse_ddp(wrapper: nn.Module, _name: str, _module: object) -> None:
+    """Refuse DistributedDataParallel over instances that hold different parts: their gradients are not one's."""
+    if not isinstance(wrapper, DistributedDataParallel) or not context.is_initialized():
+        return
+    contract = context.environment().contract
+    ranks = get_process_group_ranks(wrapper.process_group)
+    if len({contract.parallelism.part_of(rank).index for rank in ranks}) > 1:
+        raise WeightsError(
+            f"DistributedDataParallel over {name_instances(ranks)} would take the mean of gradients of different "
+            "parts of a replica: wrap the model in popdist.ReplicatedModel, which adds those of each part over "
+            'the replicas, or say DistributedDataParallel(..., device_mesh=popdist.device_mesh()["replica"])'
+        )

@@ -1,0 +1,46 @@
+"""Replicas that several instances share: a mesh of torch's, and numbers that are those of replicas."""
+
+import pytest
+
+import popdist
+from popdist.contract import Contract
+from popdist.layout import Parallelism
+from tests.contract import mesh_laws
+from tests.contract.forked_calls import ForkedWorlds
+from tests.contract.training_laws import laws_of
+from tests.running import DEADLINE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("num_instances", "tensor", "pipeline"), [(2, 2, 1), (4, 2, 1), (4, 1, 2), (1, 1, 1), (2, 1, 1)]
+)
+def test_laws(forked_world: ForkedWorlds, num_instances: int, tensor: int, pipeline: int) -> None:
+    """Every law of mesh_laws.py; replicas that nobody shares are a case of them."""
+    counts = forked_world(
+        mesh_laws.run_all,
+        num_instances=num_instances,
+        tensor=tensor,
+        pipeline=pipeline,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert counts == [len(laws_of(mesh_laws))] * num_instances
+
+
+def test_copies_of_a_model_have_the_bits_of_one(forked_world: ForkedWorlds) -> None:
+    """What all instances of a replica compute alike is what one instance for each replica computes."""
+    alone, shared = (
+        forked_world(mesh_laws.train_copies, num_instances=number, tensor=tensor, timeout_seconds=DEADLINE_SECONDS)
+        for number, tensor in ((2, 1), (4, 2))
+    )
+    assert shared == alone * 2
+
+
+def test_a_mesh_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to start the program with, and what to write."""
+    contract = Contract(num_instances=4, num_replicas=2, parallelism=Parallelism(instances_per_replica=2))
+    for name, value in contract.to_env().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        popdist.ContractError, match=r"--instances-per-replica 2, .*--parallelism tensor=T.*, 2\), mesh"
+    ):
+        popdist.device_mesh()
