@@ -1,13 +1,15 @@
-"""What communication costs a training step: DDP and FSDP2 over gloo and over popdist, and ReplicatedModel.
+"""What communication costs a training step, over gloo and over popdist, by DDP, FSDP2, tensors or pipelines.
 
     poprun --num-instances 2 python benchmarks/step.py --rounds 50    # and 4
     poprun --num-instances 2 python benchmarks/step.py --tiny
 
 Each round times every loop for some steps, one right after the other, and the next round the other way round. A
 loop's communication is the difference, within a round, to the same loop with the gradients in the same place and
-the reduction replaced by nothing; of FSDP2, whose weights have to come from somewhere, to one over torch's
-backend `fake`, which copies as much from the rank's own memory. Of a tiny model, where the gradients are no load,
-the steps a second of DDP and ReplicatedModel are compared in place of that. Every instance has one thread.
+the reduction replaced by nothing; of FSDP2, whose weights have to come from somewhere, and of tensor parallel
+layers to one over torch's backend `fake`, which copies as much from the rank's own memory; of a pipeline, whose
+stages wait for each other, to one over popdist whose activations are cut to nothing. ReplicatedModel's is compared
+with DDP's over gloo. Of a tiny model, where the gradients are no load, the steps a second of DDP and
+ReplicatedModel are compared in place of that. Every instance has one thread.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,12 +34,16 @@ from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import popdist
 from popdist.checks.step_checks import CheckedSteps
 from popdist.host_memory.addition import Reduction
+from popdist.host_memory.messages import Messages, Sent
 
 Step = Callable[[], object]
 
@@ -47,21 +54,30 @@ WITHOUT = {
     "FSDP2, gloo": "FSDP2, none",
     "FSDP2, popdist": "FSDP2, none",
     "FSDP2, popdist's memory": "FSDP2, none",
+    "tensor parallel, gloo": "tensor parallel, none",
+    "tensor parallel, popdist": "tensor parallel, none",
+    "pipeline, gloo": "pipeline, none",
+    "pipeline, popdist": "pipeline, none",
 }
 """Each loop, and the same without communication."""
 
-GLOO, POPDIST, OURS, SHARDED_GLOO, SHARDED, SHARDED_POOL = WITHOUT
+GLOO, POPDIST, OURS, SHARDED_GLOO, SHARDED, SHARDED_POOL, TENSOR_GLOO, TENSOR, PIPELINE_GLOO, PIPELINE = WITHOUT
+GLOOS = {WITHOUT[name]: name for name in (SHARDED_GLOO, TENSOR_GLOO, PIPELINE_GLOO)}
 OF_TINY = (GLOO, POPDIST, OURS)
 ADDITION = "add_"
 """The memory's own limit for a reduction."""
 
-MOST = {2: {POPDIST: 0.25, OURS: 1 / 8}, 4: {POPDIST: 0.4}}
+MOST = {
+    2: {POPDIST: 0.25, OURS: 1 / 8, SHARDED: 0.16, TENSOR: 0.25, PIPELINE: 0.25},
+    4: {POPDIST: 0.4},
+}
 """For each number of instances on two cores: what share of gloo's communication theirs may be."""
 
 LEAST = {GLOO: 5.0, POPDIST: 1.5}
 """How many times as long their steps of a tiny model have to take at least."""
 
 NUM_RESAMPLES = 2000
+LEAST_ACTIVATION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +126,11 @@ def loops(shape: Shape) -> dict[str, Step]:
     sharded["FSDP2, none"] = distributed.new_group(backend="fake")
     for name, group in sharded.items():
         made[name] = fully_sharded_step(shape, group, is_pooled=name == SHARDED_POOL)
+    for name, group in {**groups, "none": sharded["FSDP2, none"]}.items():
+        made[f"tensor parallel, {name}"] = tensor_parallel_step(group)
+    pipelines = {name: pipeline_step(groups.get(name, groups["popdist"])) for name in (*groups, "none")}
+    made |= {f"pipeline, {name}": step for name, step in pipelines.items()}
+    made["pipeline, none"] = partial(without_data, pipelines["none"])
     made[ADDITION] = addition(shape)
     return made
 
@@ -151,6 +172,76 @@ def fully_sharded_step(shape: Shape, group: distributed.ProcessGroup, *, is_pool
         sharded = fully_shard(module, mesh=mesh)
         sharded.set_allocate_memory_from_process_group_for_comm(is_pooled)
     return ddp_step(shape, model)
+
+
+class Block(nn.Module):
+    """Attention and an MLP, as transformers have them."""
+
+    def __init__(self, width: int, head_width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self._head_width = head_width
+
+    def forward(self, x: Tensor) -> Any:  # noqa: ANN401 - a tensor, but modules return anything
+        """Of shape (samples, tokens, width), as ``x``."""
+        heads = [
+            it(x).unflatten(-1, (-1, self._head_width)).transpose(1, 2)
+            for it in (self.query, self.key, self.value)
+        ]
+        x = x + self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def tensor_parallel_step(group: distributed.ProcessGroup) -> Step:
+    """Two blocks with their matrices cut as Megatron-LM cuts them; all-reduces of 2 MiB."""
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(Block(128, 32), Block(128, 32)), DeviceMesh.from_group(group, "cpu")
+    for block in model:
+        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+        parallelize_module(block, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(32, 128, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def pipeline_step(group: distributed.ProcessGroup) -> Step:
+    """A stage of two layers in each instance, four micro batches, and activations of 4 MiB."""
+    rank, size, rows = distributed.get_rank(), distributed.get_world_size(), torch.randn(4 * 8192, 128)
+    net = Shape(layers=2, width=128, batch_size=8192).net()
+    stage = PipelineStage(net, rank, size, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=functional.mse_loss)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    given = [rows] if rank == 0 else []
+    target = rows if rank == size - 1 else None
+
+    def step() -> None:
+        optimizer.zero_grad()
+        schedule.step(*given, target=target)
+        optimizer.step()
+
+    return step
+
+
+def without_data(step: Step) -> None:
+    """The step with activations that hold nothing, so that only the order of the stages' work is left."""
+    send = Messages.send
+
+    def cut(self: Messages, data: Tensor, rank: int, tag: int) -> Sent:
+        return send(self, data if len(data) < LEAST_ACTIVATION_BYTES else data[:0], rank, tag)
+
+    with mock.patch.object(Messages, "send", cut):
+        step()
 
 
 def replicated_step(shape: Shape, gradient_dtype: torch.dtype | None = None) -> Step:
@@ -204,8 +295,7 @@ def share(ours: Sequence[float], theirs: Sequence[float]) -> Median:
 
 def of_gloo(times: Mapping[str, Sequence[float]], name: str) -> Median:
     """A loop's communication over that of the same library over gloo; ReplicatedModel's over DDP's."""
-    theirs = SHARDED_GLOO if WITHOUT[name] == WITHOUT[SHARDED_GLOO] else GLOO
-    return share(communication(times, name), communication(times, theirs))
+    return share(communication(times, name), communication(times, GLOOS.get(WITHOUT[name], GLOO)))
 
 
 def described(times: Mapping[str, Sequence[float]], command: str) -> str:

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed
@@ -66,6 +68,14 @@ def anywhere(rank: Rank) -> None:
     _lost(rank, 2, lambda: distributed.all_reduce(torch.ones(300_000)), die_soon)
 
 
+def while_it_is_to_send(rank: Rank) -> None:
+    """They wait for its message, or for one of any rank; where ranks share no host, gloo names nobody."""
+    group: Any = distributed.group.WORLD
+    source = 2 if rank.rank else None
+    call = partial(distributed.recv, torch.ones(3), source) if group.host_group else distributed.barrier
+    _lost(rank, 2, call, _die)
+
+
 def asynchronously(rank: Rank) -> None:
     """The wait for a call raises, as the call itself would have."""
 
@@ -102,6 +112,7 @@ def run_all(backend: str, num_ranks: int, hosts: str) -> None:
         (before_it_comes, 1, TIMEOUT),
         (with_calls_begun, 0, TIMEOUT),
         (anywhere, 2, TIMEOUT),
+        (while_it_is_to_send, 2, TIMEOUT),
         (asynchronously, 2, TIMEOUT),
         (in_ddp, 1, TIMEOUT),
         (never, 1, SHORT_TIMEOUT),

@@ -118,8 +118,13 @@ class Call:
     def is_gloos(self) -> bool:
         """Whether gloo does it, also over popdist, and may refuse some memory: then on all ranks, or none."""
         is_unusual = self.op not in OF_POPDIST or self.dtype in UNUSUAL or self.is_averaged_whole
-        is_sent = self.name in ("scatter", "gather", "send_recv")
-        return is_sent or self.dtype in COMPLEX or ("reduce" in self.name and is_unusual)
+        is_dealt = self.name in ("scatter", "gather")
+        return is_dealt or self.dtype in COMPLEX or ("reduce" in self.name and is_unusual)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is sent from one rank to another."""
+        return self.name in ("send_recv", "messages")
 
     @property
     def is_wrong_over_gloo(self) -> bool:
@@ -213,6 +218,7 @@ class Player:
         self.members = members
         self.groups = groups
         self.is_plain = is_plain
+        self.has_messages = getattr(groups[0], "host_group", None) is not None  # in the memory of the host
         self.answers: dict[int, Answer] = {}
         self._draw = random.Random()  # noqa: S311 - of the call that is made
         self._num_brought = 0  # for the call
@@ -282,11 +288,7 @@ class Player:
         """These numbers in memory of some kind, in which each has its own place if it ``is_written``."""
         dtype, shape = call.dtype, values.shape
         self._num_brought += 1
-        kind = call.kind if call.is_gloos else self._draw.choice(KINDS)
-        if kind == "expanded" and (call.is_gloos or is_written or not call.is_even or not values.numel()):
-            kind = "gaps"
-        if self.is_plain:
-            kind = "torch's"
+        kind = self._kind(call, is_written=is_written or not values.numel())
         if kind == "shared" and values.numel():
             return popdist.shared_empty(*shape, dtype=dtype).copy_(values)
         if kind == "again" and not self._pending:
@@ -303,6 +305,15 @@ class Player:
         if kind == "conjugate" and dtype.is_complex:
             return values.to(dtype).conj().resolve_conj().conj()
         return values.to(dtype).clone()
+
+    def _kind(self, call: Call, *, is_written: bool) -> str:
+        is_gloos = not self.has_messages if call.is_message else call.is_gloos
+        kind = call.kind if is_gloos else self._draw.choice(KINDS)
+        if kind == "expanded" and (is_gloos or is_written or not call.is_even):
+            kind = "gaps"
+        # where one of several is refused, the others are left over: gloo refuses strides, and torch conjugates
+        is_refused = call.is_message and (kind == "conjugate" or (is_gloos and call.name == "messages"))
+        return "torch's" if is_refused or self.is_plain else kind
 
 
 def operation(call: Call) -> Any:  # noqa: ANN401 - torch's stubs take them for different things
@@ -455,6 +466,24 @@ def call_send_recv(player: Player, call: Call) -> Outcome:
     return Outcome(works=works, found=[received], wanted=[row(call, others[place - 1], call.size).to(call.dtype)])
 
 
+def call_messages(player: Player, call: Call) -> Outcome:
+    """Each sends several to the next one, and receives those of one tag before those of the other."""
+    others, place, group = player.ranks(call), player.place(call), player.groups[call.group]
+    if len(others) == 1:
+        return Outcome()
+    source, target, tags = others[place - 1], others[(place + 1) % len(others)], (10, 11)
+    lengths = list(enumerate((call.size, 3, 0, 1)))
+    mine = [player.mine(call, length, part) for part, length in lengths]
+    order = sorted(lengths, key=lambda it: (it[0] + call.number) % 2)
+    found = [player.empty(call, length) for _, length in order]
+    works = [
+        distributed.irecv(it, source, group, tags[part % 2]) for it, (part, _) in zip(found, order, strict=True)
+    ]
+    works += [distributed.isend(it, target, group, tags[part % 2]) for part, it in enumerate(mine)]
+    wanted = [row(call, source, length, part).to(call.dtype) for part, length in order]
+    return Outcome(works=works, found=found, wanted=wanted)
+
+
 def call_barrier(player: Player, call: Call) -> Outcome:
     """Nobody goes on alone."""
     return Outcome(works=[distributed.barrier(player.groups[call.group], player.is_async())])
@@ -506,7 +535,7 @@ def problem(call: Call, ours: Answer, gloos: Answer) -> str:
         return f"{call}: popdist has {ours}"
     if isinstance(gloos, str) and gloos and not call.is_wrong_over_gloo:
         return f"{call}: gloo has {gloos}"
-    is_for_strides = call.is_gloos and any(word in str(ours) for word in STRIDED)
+    is_for_strides = (call.is_gloos or call.is_message) and any(word in str(ours) for word in STRIDED)
     if isinstance(ours, Exception) and isinstance(gloos, str) and not is_for_strides:
         return f"{call}: popdist refuses, and gloo does not: {ours!r}"
     return ""

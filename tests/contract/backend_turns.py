@@ -9,6 +9,7 @@ from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _get_default_store
 
+from popdist.host_memory import messages
 from popdist.process_group.work_queue import PendingWork
 from tests.contract.backend_laws import all_brought, brought, expected, same
 from tests.contract.forked_ranks import Rank
@@ -102,6 +103,123 @@ def law_two_groups_may_be_used_in_opposite_order(rank: Rank) -> None:
         distributed.destroy_process_group(group)
 
 
+def neighbours(rank: Rank) -> tuple[int, int]:
+    """The rank before this one, and the one after it."""
+    return (rank.rank - 1) % rank.num_ranks, (rank.rank + 1) % rank.num_ranks
+
+
+def law_all_may_send_before_they_receive(rank: Rank) -> None:
+    """Messages of any length, of which those with one tag stay in order; they are read after other collectives."""
+    if rank.num_ranks == 1:
+        return
+    before, after = neighbours(rank)
+    lengths = (0, 3, 1_500_000, 70_000, 1)
+    sent = [distributed.isend(brought(rank.rank, torch.float32, it), after, tag=it % 2) for it in lengths]
+    distributed.barrier()
+    for length in sorted(lengths, key=lambda it: it % 2):
+        found = torch.empty(length)
+        assert distributed.recv(found, before, tag=length % 2) == before
+        assert same(found, brought(before, torch.float32, length)), length
+    for work in sent:
+        assert work is not None
+        work.wait()
+
+
+def law_batches_may_be_waited_for_in_any_order(rank: Rank) -> None:
+    """Each receipt has the message that is its own, whoever is waited for first."""
+    if rank.num_ranks == 1:
+        return
+    before, after = neighbours(rank)
+    lengths = (300_000, 2, 5)
+    found = [torch.empty(length) for length in lengths]
+    batch = [distributed.P2POp(distributed.irecv, it, before) for it in found]
+    batch += [distributed.P2POp(distributed.isend, brought(rank.rank, torch.float32, it), after) for it in lengths]
+    for work in reversed(distributed.batch_isend_irecv(batch)):
+        work.wait()
+    assert all(same(it, brought(before, torch.float32, len(it))) for it in found)
+
+
+def law_a_message_of_any_rank_has_a_source(rank: Rank) -> None:
+    """The last rank receives one of each other, at once and later."""
+    others = range(rank.num_ranks - 1)
+    if not rank.is_last:
+        for _ in range(2):
+            distributed.send(torch.full((3,), float(rank.rank)), rank.num_ranks - 1, tag=7)
+        return
+    found: list[int] = []
+    for _ in others:
+        tensor = torch.empty(3)
+        found.append(distributed.recv(tensor, tag=7))
+        assert tensor.tolist() == [found[-1]] * 3
+    for _ in others:
+        work: Any = distributed.irecv(tensor, tag=7)
+        work.wait()
+        found.append(work._source_rank())
+        assert tensor.tolist() == [found[-1]] * 3
+    assert sorted(found) == sorted([*others, *others])
+
+
+def law_messages_in_memory_fit_any_tensor(rank: Rank) -> None:
+    """With strides, in inference mode, longer than what comes, also a rank's own; what does not fit is named."""
+    group: Any = distributed.group.WORLD
+    if not group.host_group:
+        return
+    before, after = neighbours(rank)
+    irecv: Any = distributed.irecv
+    turned, wide = torch.zeros(4, 3).T, torch.zeros(20)
+    with torch.inference_mode():
+        works = [distributed.isend(torch.arange(12.0).reshape(4, 3).T, after) for _ in range(3)]
+        made_there = torch.zeros(12)
+        irecv(made_there, before).wait()
+    for into in (turned, wide):
+        work = irecv(into, before)
+        assert work.wait()
+        assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
+    assert torch.equal(turned, torch.arange(12.0).reshape(4, 3).T)
+    wanted = torch.arange(12.0).reshape(4, 3).T.flatten()
+    assert torch.equal(made_there, wanted)
+    assert torch.equal(wide, torch.cat([wanted, torch.zeros(8)]))
+    assert all(work is not None and work.wait() for work in works)
+
+    too_long = distributed.isend(torch.ones(3), after)
+    with pytest.raises(RuntimeError, match=f"rank {before} has sent 12 bytes, and the tensor .* has 8"):
+        irecv(torch.ones(2), before).wait()
+    late = irecv(turned, before)
+    with pytest.raises(RuntimeError, match=r"not come within 0\.01 seconds"):
+        late.wait(timedelta(seconds=0.01))
+    distributed.barrier()
+    distributed.isend(torch.ones(12), after)
+    assert late.wait()
+    assert turned.eq(1).all()
+    assert too_long is not None
+    too_long.wait()
+
+
+def law_messages_use_their_memory_again(rank: Rank) -> None:
+    """A sender whose messages pile up waits for their receipt."""
+    group: Any = distributed.group.WORLD
+    if not group.host_group or rank.num_ranks == 1:
+        return
+    before, after = neighbours(rank)
+    tensor, sizes = torch.ones(300_000), []
+    for _ in range(5):
+        work = distributed.isend(tensor, after)
+        distributed.recv(tensor.clone(), before)
+        distributed.barrier()
+        sizes.append(group.host_group.num_bytes)
+    assert len(set(sizes)) == 1
+    assert work is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "MOST_AHEAD_BYTES", tensor.nbytes)
+        works = [distributed.isend(tensor, after), distributed.isend(tensor, after)]
+        assert [work.is_completed() for work in works if work] == [False, False]
+        distributed.barrier()
+        distributed.recv(tensor.clone(), before)
+        distributed.barrier()
+        assert [work.is_completed() for work in works if work] == [True, True]
+        distributed.recv(tensor.clone(), before)
+
+
 def law_a_part_of_the_ranks_is_a_group_too(rank: Rank) -> None:
     """Roots are numbers of the whole job; the tree is over the group's own ranks."""
     members = list(range(0, rank.num_ranks, 2))
@@ -126,4 +244,14 @@ def law_a_rank_that_does_not_come_is_named(rank: Rank) -> None:
         except RuntimeError as error:
             message = str(error)
         assert f"rank {rank.num_ranks - 1}" in message, message
+    distributed.barrier(rank.gloo)
+    other: Any = distributed.new_group(timeout=timedelta(seconds=0.2))
+    if rank.num_ranks > 1 and other.host_group:
+        message = ""
+        if not rank.is_last:
+            try:
+                distributed.recv(torch.ones(3), rank.num_ranks - 1, group=other)
+            except RuntimeError as error:
+                message = str(error)
+            assert f"rank {rank.num_ranks - 1} did not come within the timeout of 0.2 seconds" in message, message
     distributed.barrier(rank.gloo)

@@ -223,16 +223,14 @@ def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor
 
 
 def law_a_program_that_asks_has_its_own_tensors_moved() -> None:
-    """When they come again; not numpy's, those that were sent, parts of one, or those of asynchronous calls."""
+    """When they come again; not numpy's, parts of one, or those of asynchronous calls."""
     tensor, beside = torch.ones(LARGE), torch.ones(LARGE)
     address = beside.data_ptr()
     seen_by_numpy = torch.ones(LARGE)
     seen_by_numpy.numpy()
-    sent, part = torch.ones(LARGE), torch.ones(2, LARGE)[1]
-    kept = (seen_by_numpy, sent, part, torch.from_numpy(np.ones(LARGE)))
+    part = torch.ones(2, LARGE)[1]
+    kept = (seen_by_numpy, part, torch.from_numpy(np.ones(LARGE)))
     with group("1") as made, group(None) as other:
-        if not is_one():
-            swap(sent, made)
         view = tensor[5:9]
         for time in range(3):
             work = dist.all_reduce(beside, group=made, async_op=True)
@@ -245,15 +243,6 @@ def law_a_program_that_asks_has_its_own_tensors_moved() -> None:
                 assert not is_added_in_place(it, made)
                 assert not is_added_in_place(torch.ones(LARGE), other)
         assert is_added_in_place(tensor, other) is not is_one()  # where it lies is no secret of one group
-
-
-def swap(tensor: Tensor, made: ProcessGroup) -> None:
-    """Send a tensor round, to the next rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    work = dist.isend(tensor, (rank + 1) % size, group=made)
-    assert work is not None
-    dist.recv(torch.empty_like(tensor), (rank - 1) % size, group=made)
-    work.wait()
 
 
 def law_what_the_group_makes_is_scattered_and_gathered_where_it_lies() -> None:

@@ -1,6 +1,7 @@
 """The torch backend `popdist` obeys its laws at every number of ranks, survives losses, and carries FSDP.
 
-Holds popdist.process_group.group_calls, popdist.process_group.torch_process_group and popdist.transport.hosts.
+Holds popdist.host_memory.messages, popdist.process_group.group_calls, popdist.process_group.message_calls,
+popdist.process_group.torch_process_group and popdist.transport.hosts.
 """
 
 import secrets

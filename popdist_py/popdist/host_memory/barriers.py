@@ -58,6 +58,7 @@ NUMBERS: Final = 4  # and 5: a number that the rank posts there
 STATE: Final = 8
 FUTEX: Final = 9
 SLEEPS: Final = 10
+MESSAGES: Final = 16  # and on: for each rank, the last message to it
 
 TAKES_PART, HAS_LEFT, GAVE_UP = 0, 1, 2
 
@@ -81,9 +82,9 @@ class Barriers:
         self.failure: str | None = None
         self.rank = rank
         self.size = len(pages)
+        self.pages = tuple(pages)
         self._mine = pages[rank]
         self._others = tuple(page for other, page in enumerate(pages) if other != rank)
-        self._pages = tuple(pages)
         self._names = names
         self._watch = watch
         self._fence = fence
@@ -135,7 +136,7 @@ class Barriers:
         place = NUMBERS + self.next_parity()
         self._mine[place] = number
         self.wait(purpose)
-        return [page[place] for page in self._pages]
+        return [page[place] for page in self.pages]
 
     def next_parity(self) -> int:
         """0 if the next barrier's number is even, else 1."""
@@ -176,9 +177,22 @@ class Barriers:
         if self._fence is not None:
             self._fence()
 
-    def wait_for(self, rank: int, is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until one rank has done something; False if it is late, BackendError if it was lost or has left."""
-        return is_done() or self._wait_until(rank, is_done, lambda: [] if is_done() else [rank], timeout_seconds)
+    def wait_for(self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Wait until one of ``ranks`` has done something; False if that takes longer than ``timeout_seconds``.
+
+        If one of them was lost, or all have left, it is a BackendError.
+        """
+
+        def missing() -> list[int]:
+            if is_done():
+                return []
+            return [rank for rank in ranks if self.pages[rank][STATE] != HAS_LEFT] or list(ranks)
+
+        return is_done() or self._wait_until(ranks, is_done, missing, timeout_seconds)
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise BackendError if one of ``ranks`` was lost or takes part no more, or this rank does not."""
+        self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
         """Wait for one rank; in a long wait, look whether any other rank was lost."""
@@ -186,12 +200,12 @@ class Barriers:
             if words[COUNTER] >= number:
                 return
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        rank = next(rank for rank, page in enumerate(self._pages) if page is words)
+        rank = next(rank for rank, page in enumerate(self.pages) if page is words)
         start = time.monotonic()
         yield_seconds = self._yields.next_seconds() if self._is_crowded else YIELD_SECONDS
         try:
             has_come = self._wait_until(
-                rank, lambda: words[COUNTER] >= number, lambda: self._missing(number), seconds, yield_seconds
+                [rank], lambda: words[COUNTER] >= number, lambda: self._missing(number), seconds, yield_seconds
             )
         except BaseException as error:
             self.fail(str(error) if isinstance(error, BackendError) else f"a wait was broken off by {error!r}")
@@ -205,27 +219,29 @@ class Barriers:
 
     def _wait_until(
         self,
-        rank: int,
+        ranks: Sequence[int],
         is_done: Callable[[], bool],
         missing: Callable[[], list[int]],
         timeout_seconds: float,
         yield_seconds: float | None = None,
     ) -> bool:
+        # only the first one's wake-up can end a nap
+        longest_nap = LONGEST_NAP_SECONDS if len(ranks) == 1 else FIRST_NAP_SECONDS
         return wait_until(
             is_done,
             timeout_seconds,
             check=lambda: self._check_awaited(missing),
-            nap=lambda seconds: self._futexes.sleep(rank, is_done, seconds),
+            nap=lambda seconds: self._futexes.sleep(ranks[0], is_done, min(seconds, longest_nap)),
             yield_seconds=yield_seconds,
         )
 
     def _missing(self, number: int) -> list[int]:
-        return [rank for rank, page in enumerate(self._pages) if page[COUNTER] < number]
+        return [rank for rank, page in enumerate(self.pages) if page[COUNTER] < number]
 
     def _check_awaited(self, missing: Callable[[], list[int]]) -> None:
         """Raise if a rank that is waited for will not come, or this one shall wait no more."""
         self.raise_failure()
-        awaited, states = missing(), [page[STATE] for page in self._pages]
+        awaited, states = missing(), [page[STATE] for page in self.pages]
         gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}
         if gone := gone.intersection(missing()):
             raise BackendError(f"the connection to {self.name(sorted(gone))} was closed: it ended or was lost")
@@ -233,8 +249,8 @@ class Barriers:
             raise BackendError(f"{self.name(given_up)} had given up waiting, or failed, in a collective before")
 
     def _disagreement(self, place: int) -> str:
-        by_purpose: Mapping[int, list[int]] = {page[place]: [] for page in self._pages}
-        for rank, page in enumerate(self._pages):
+        by_purpose: Mapping[int, list[int]] = {page[place]: [] for page in self.pages}
+        for rank, page in enumerate(self.pages):
             by_purpose[page[place]].append(rank)
         lines = [f"  {self.name(ranks)}: {describe(purpose)}" for purpose, ranks in by_purpose.items()]
         return f"the {self._names.noun}s are not in the same collective:\n" + "\n".join(lines)

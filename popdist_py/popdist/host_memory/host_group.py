@@ -15,9 +15,10 @@ from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError, Names
 from popdist.host_memory.addition import Op, Reduction
-from popdist.host_memory.barriers import Barriers, ProcessWatch, make_fence, operation, purpose
+from popdist.host_memory.barriers import MESSAGES, Barriers, ProcessWatch, make_fence, operation, purpose
 from popdist.host_memory.segments import (
     PAGE_BYTES,
+    TOKEN_OFFSET,
     PeerSegment,
     Reservation,
     Segment,
@@ -29,6 +30,9 @@ from popdist.host_memory.segments import (
     open_through_proc,
     whole_pages,
 )
+
+MOST_RANKS: Final = TOKEN_OFFSET // 8 - MESSAGES
+"""A rank's page has a word for each other one."""
 
 _ALLOCATE: Final = operation("allocate")
 _BARRIER: Final = 0
@@ -67,6 +71,8 @@ class HostGroup:
         names: Names | None = None,
     ) -> Self | None:
         """Share memory with the other ranks, which all call this; None on every rank where they may not."""
+        if size > MOST_RANKS:
+            return None
         names = names or Names(members=tuple(range(size)))
         exchange = SegmentExchange(store, rank, [names.of([other]) for other in range(size)], timeout_seconds)
         try:
@@ -115,7 +121,7 @@ class HostGroup:
         """A group of some of the ranks, in their order, each with a page that it has reserved; no collective."""
         places = zip(ranks, offsets, strict=True)
         pages = [
-            page.row if other == self.rank else self._map(other, offset, PAGE_BYTES) for other, offset in places
+            page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
         ]
         found = {place: self._found[other] for place, other in enumerate(ranks) if other != self.rank}
         watch = ProcessWatch({place: theirs.pid for place, theirs in found.items()})
@@ -136,7 +142,7 @@ class HostGroup:
         if not trouble and -1 not in offsets:
             try:
                 rows = [
-                    self._map(rank, offset, num_bytes) if reserved is None or rank != self.rank else reserved.row
+                    self.map(rank, offset, num_bytes) if reserved is None or rank != self.rank else reserved.row
                     for rank, offset in enumerate(offsets)
                 ]
             except (OSError, ValueError) as error:
@@ -149,7 +155,8 @@ class HostGroup:
             raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")
         return SharedBlock(self._segment, offset, rows, self.rank)
 
-    def _map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+    def map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+        """Memory of a rank at an offset in its segment; no collective."""
         descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
@@ -245,7 +252,7 @@ class ShortMessages:
     def _read_next(self, rank: int, deadline: float) -> bool:
         counter, number = self._incoming_counters[rank], self._num_received[rank] + 1
         if counter[0] < number and not self._barriers.wait_for(
-            rank, lambda: counter[0] >= number, max(deadline - time.monotonic(), 0.0)
+            [rank], lambda: counter[0] >= number, max(deadline - time.monotonic(), 0.0)
         ):
             return False
         self._barriers.fence()

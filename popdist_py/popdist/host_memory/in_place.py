@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -195,7 +195,6 @@ class RemappableStorages:
     def __init__(self, *, is_wanted: bool | None, is_idle: Callable[[], bool]) -> None:
         self._is_wanted = is_wanted  # True: all that come again; None: buckets of DistributedDataParallel only
         self._is_idle = is_idle  # whether no other collective goes on in this process
-        self._kept: WeakSet[UntypedStorage] = WeakSet()
 
     def of_call(self, method_frame: FrameType | None) -> MayMove | None:
         """What to ask whether a tensor may be moved that a call brings; ``method_frame`` is the group's method."""
@@ -203,16 +202,7 @@ class RemappableStorages:
             return None
         if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: nobody else knows where they lie
             return _is_flat
-        return self._is_free if self._is_wanted else None
-
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Remap none of these ever: their addresses are handed on."""
-        if self._is_wanted:
-            large = [tensor for tensor in tensors if tensor.is_cpu and tensor.nbytes >= LEAST_BYTES]
-            self._kept.update(tensor.untyped_storage() for tensor in large)
-
-    def _is_free(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage() not in self._kept and self._is_idle()
+        return (lambda _: self._is_idle()) if self._is_wanted else None
 
 
 def _is_flat(tensor: Tensor) -> bool:

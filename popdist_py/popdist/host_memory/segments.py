@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -62,6 +63,7 @@ class Segment:
 
     def __init__(self) -> None:
         self.descriptor, self._num_bytes, self._owner = -1, 0, os.getpid()
+        self._growing = Lock()
         try:
             self.descriptor = os.memfd_create("popdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -78,13 +80,16 @@ class Segment:
 
     def grow(self, num_bytes: int) -> int:
         """Reserve whole pages for ``num_bytes`` more, all zero; the offset where they begin."""
-        offset, more = self._num_bytes, whole_pages(num_bytes)
-        try:
-            os.posix_fallocate(self.descriptor, offset, more)
-        except OSError as error:
-            self.release(offset, more)
-            raise BackendError(f"no room for {more >> 10} KiB more of shared memory: {error.strerror}") from error
-        self._num_bytes += more
+        more = whole_pages(num_bytes)
+        with self._growing:  # a thread may send a message while another one makes room for a collective
+            offset = self._num_bytes
+            try:
+                os.posix_fallocate(self.descriptor, offset, more)
+            except OSError as error:
+                self.release(offset, more)
+                text = f"no room for {more >> 10} KiB more of shared memory: {error.strerror}"
+                raise BackendError(text) from error
+            self._num_bytes += more
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:

@@ -35,10 +35,8 @@ class GroupCalls:
         host: Collectives,
         gloo: Any,  # noqa: ANN401 - torch's stubs lack its methods
         queue: WorkQueue,
-        keep: Callable[[Tensors], None],
     ) -> None:
         self.num_calls = 0
-        self._keep = keep
         self._host = host
         self._gloo = gloo
         self._queue = queue
@@ -156,19 +154,6 @@ class GroupCalls:
         check_written("alltoall", [output])
         return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
 
-    def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Send one tensor to one rank, by gloo."""
-        check_rank("send", rank, self._host.size)
-        self._keep(tensors)
-        return self._gloo.send([tensor.resolve_conj().resolve_neg() for tensor in tensors], rank, tag)
-
-    def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Receive one tensor from one rank, by gloo."""
-        check_rank("recv", rank, self._host.size)
-        check_dense("recv", tensors)
-        self._keep(tensors)
-        return self._gloo.recv(list(tensors), rank, tag)
-
     def barrier(self, opts: Options) -> Work:
         """Wait for all ranks."""
         return self._do(_barrier, opts, [], seconds(opts.timeout))
@@ -186,24 +171,24 @@ def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: 
 
 def _broadcast(host: Collectives, tensor: Tensor, root: int) -> None:
     """``tensor`` becomes the root's."""
-    flat = _flat(tensor)
+    flat = flat_values(tensor)
     host.broadcast(flat, root)
-    _give_back([tensor], [flat])
+    give_back([tensor], [flat])
 
 
 def _reduce(host: Collectives, tensor: Tensor, op: Op, root: int) -> None:
     """The root's ``tensor`` becomes the combination of all."""
-    flat = _flat(tensor)
+    flat = flat_values(tensor)
     host.reduce(flat, op, root)
-    _give_back([tensor], [flat])
+    give_back([tensor], [flat])
 
 
 def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
     """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
     for row, tensor in zip(outputs, tensors, strict=True):
-        places = [_place(tensor) for tensor in row]
-        host.all_gather(places, _apart(_flat(tensor), places, places[host.rank]))
-        _give_back(row, places)
+        places = [place_of(tensor) for tensor in row]
+        host.all_gather(places, _apart(flat_values(tensor), places, places[host.rank]))
+        give_back(row, places)
 
 
 def _reduce_scatter(
@@ -211,44 +196,44 @@ def _reduce_scatter(
 ) -> None:
     """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
     for output, row in zip(outputs, inputs, strict=True):
-        place = _place(output)
-        host.reduce_scatter(place, [_apart(_flat(tensor), [place], place) for tensor in row], op)
-        _give_back([output], [place])
+        place = place_of(output)
+        host.reduce_scatter(place, [_apart(flat_values(tensor), [place], place) for tensor in row], op)
+        give_back([output], [place])
 
 
 def _all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
-    places = [_place(output) for output in outputs]
-    host.all_to_all(places, [_apart(_flat(tensor), places) for tensor in inputs])
-    _give_back(outputs, places)
+    places = [place_of(output) for output in outputs]
+    host.all_to_all(places, [_apart(flat_values(tensor), places) for tensor in inputs])
+    give_back(outputs, places)
 
 
 def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Gather each of ``tensors`` into one output, one rank's part after the other."""
     for output, tensor in zip(outputs, tensors, strict=True):
-        place = _place(output)
+        place = place_of(output)
         parts = _parts(place, host)
-        host.all_gather(parts, _apart(_flat(tensor), [place], parts[host.rank]))
-        _give_back([output], [place])
+        host.all_gather(parts, _apart(flat_values(tensor), [place], parts[host.rank]))
+        give_back([output], [place])
 
 
 def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
     """:func:`_reduce_scatter` of inputs that are one tensor each, one rank's part after the other."""
     for output, tensor in zip(outputs, inputs, strict=True):
-        place = _place(output)
-        parts = [_apart(part, [place], place) for part in _parts(_flat(tensor), host)]
+        place = place_of(output)
+        parts = [_apart(part, [place], place) for part in _parts(flat_values(tensor), host)]
         host.reduce_scatter(place, parts, op)
-        _give_back([output], [place])
+        give_back([output], [place])
 
 
 def _all_to_all_single(
     host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
     """:func:`_all_to_all` between tensors cut along their first dimension; no lengths mean equal ones."""
-    place = _place(output)
-    given = _apart(_flat(tensor), [place])
+    place = place_of(output)
+    given = _apart(flat_values(tensor), [place])
     host.all_to_all(_cut(place, output, received, host), _cut(given, tensor, sent, host))
-    _give_back([output], [place])
+    give_back([output], [place])
 
 
 def _barrier(host: Collectives, timeout_seconds: float | None) -> None:
@@ -272,12 +257,12 @@ def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives
     return list(flat.split([length * width for length in lengths]))
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat_values(tensor: Tensor) -> Tensor:
     """The values as one contiguous run, in memory of the tensor's where it is one already."""
     return _run(tensor.resolve_conj().resolve_neg().contiguous())
 
 
-def _place(tensor: Tensor) -> Tensor:
+def place_of(tensor: Tensor) -> Tensor:
     """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
     return _run(tensor) if _is_run(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
 
@@ -291,7 +276,8 @@ def _run(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Copy what stands in the places of :func:`place_of` into tensors that lie elsewhere."""
     for tensor, place in zip(tensors, places, strict=True):
         if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))

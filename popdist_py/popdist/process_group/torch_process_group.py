@@ -39,6 +39,7 @@ from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove, RemappableStorages
 from popdist.host_memory.shared_storages import StoragePool
 from popdist.process_group.group_calls import GroupCalls, scatter_reduced
+from popdist.process_group.message_calls import MessageCalls
 from popdist.process_group.work_queue import WorkQueue, are_all_idle
 from popdist.transport.hosts import Member, connect, machine
 
@@ -112,6 +113,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     """A process group of torch's over popdist's collectives; made by torch."""
 
     calls: GroupCalls  # the group's collectives over plain CPU tensors
+    message_calls: MessageCalls
 
     def __init__(
         self,
@@ -144,7 +146,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if isinstance(self._host, HostCollectives) and share_tensors is not False:
             self._gloo.pool = StoragePool()
         self._queue = WorkQueue(self._host.abort)
-        self.calls = GroupCalls(self._host, self._gloo, self._queue, self._remappable.keep)
+        self.calls = GroupCalls(self._host, self._gloo, self._queue)
+        self.message_calls = MessageCalls(self._host, self._gloo)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
@@ -178,6 +181,9 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     reduce_scatter = _method("reduce_scatter")
     reduce_scatter_single = _reduce_scatter_base = _method("reduce_scatter_single", "_reduce_scatter_base")
     reduce_scatter_single_coalesced = _method("reduce_scatter_single_coalesced")
+    send = _method("send")
+    recv = _method("recv")
+    recv_anysource = _method("recv_anysource")
     alltoall = _method("alltoall")
     all_to_all_single = _method("all_to_all_single")
 
@@ -195,7 +201,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives and messages were called so far: here and, what went there, of gloo."""
-        return self.calls.num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
+        num_calls = self.calls.num_calls + self.message_calls.num_calls
+        return num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a lost or late rank is waited for from now on."""
@@ -279,6 +286,7 @@ _OPERATORS: Final = {
     "barrier": _Operator("barrier", BarrierOptions, "device group device_ids async_op timeout"),
     "send": _Operator("send", None, "data group data data"),
     "recv_": _Operator("recv", None, "data group data data"),
+    "recv_any_source_": _Operator("recv_anysource", None, "data group data"),
 }
 
 _FIELDS: Final = {
@@ -357,7 +365,7 @@ def _kernel(name: str, operator: _Operator) -> Callable[..., object]:
         else:
             opts = (_options(operator.options, given),)
         first = given["device"] if operator.method == "barrier" else _first_tensor(data)
-        calls: GroupCalls | None = getattr(group, "calls", None)
+        calls = getattr(group, "message_calls" if operator.options is None else "calls", None)
         if calls is not None and first.layout is torch.strided:
             boxed = _call_group(calls, operator.method, data, opts, call)
         else:
@@ -384,17 +392,18 @@ def _options(make: Any, given: dict[str, Any]) -> Any:  # noqa: ANN401 - of torc
 
 
 def _call_group(
-    calls: GroupCalls,
+    calls: Any,  # noqa: ANN401 - GroupCalls or MessageCalls
     method: str,
     data: list[Any],
     opts: tuple[Any, ...],
     call: DispatchedCall | None,
 ) -> Any:  # noqa: ANN401 - as torch's
     """Do a collective of popdist's; its work, as operators return it."""
-    if method in ("send", "recv", "scatter"):
-        return getattr(calls, method)(*data, *opts).boxed()
+    if method == "scatter":
+        return calls.scatter(*data, *opts).boxed()
     if call is None:  # the operator was called itself: its work is of torch's and cannot fail later
-        opts[0].asyncOp = False
+        for given in opts:
+            given.asyncOp = False
         return getattr(calls, method)(*data, *opts).boxed()
     if method == "allreduce":
         call.work = calls.allreduce(data[0], opts[0], call.may_move)

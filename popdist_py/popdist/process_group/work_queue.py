@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
-from typing import Any, Final, NoReturn, SupportsIndex
+from typing import Any, Final, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -23,7 +23,9 @@ from popdist.host_memory.forks import call_at_exit
 _END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the group has been left."""
 
-_NO_TIMEOUT: Final = timedelta(0)
+NO_TIMEOUT: Final = timedelta(0)
+
+T = TypeVar("T")
 
 Results = Any  # what torch's collectives hand back: tensors, or lists of them
 Outcome = Results | Callable[[], Results]
@@ -53,7 +55,7 @@ class PendingWork(_Work):
         super().__init__(outcome)
         self._future: Future[Results] = Future()
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until the collective is done, or RuntimeError after ``timeout``, if not 0; it goes on then."""
         seconds = timeout.total_seconds()
         if seconds > 0 and not wait_until(self._future.done, seconds):
@@ -115,7 +117,7 @@ class _Failure:
 class DoneWork(_Work):
     """A collective that was done when its call returned."""
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True at once: there is nothing to wait for."""
         del timeout
         return True
@@ -155,7 +157,7 @@ class WorkQueue:
         """Do the collective ``do(*arguments)`` in its turn: now, or if ``is_async`` perhaps later."""
         if not is_async and not self._pending:
             with self._lock:
-                _outside_inference(do, arguments)
+                outside_inference(do, *arguments)
             return DoneWork(outcome)
         work = PendingWork(outcome)
         is_callback = current_thread() is self._thread
@@ -205,13 +207,12 @@ class WorkQueue:
         del error  # which knows this frame, and with it the tensors
 
 
-def _outside_inference(do: Callable[..., None], arguments: Sequence[Any]) -> None:
+def outside_inference(do: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - whatever ``do`` takes
     """Call ``do``; what it keeps for later calls must not be of inference mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
-            do(*arguments)
-    else:
-        do(*arguments)
+            return do(*arguments)
+    return do(*arguments)
 
 
 _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
