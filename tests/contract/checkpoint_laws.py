@@ -1,6 +1,8 @@
 """The laws of checkpoints between instances; every instance runs all of them, in a folder that all of them see."""
 
+import os
 import resource
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -62,6 +64,31 @@ def law_all_instances_get_what_was_saved(folder: Path) -> None:
     assert popdist.checksum(other) == popdist.checksum(model)
     assert other_optimizer.param_groups[0]["lr"] == 1.0
     assert files_in(folder) == ["step-000000000012"]
+
+
+def law_damaged_ones_are_skipped_everywhere(folder: Path) -> None:
+    """Whether the manifest is cut or a file of tensors; instance 0 warns of each."""
+    model, _ = make(seed=0)
+    whole = save(folder, model=model, epoch=0)
+    cuts = [
+        save(folder, model=model, epoch=1) / "tensors" / "__0_0.distcp",
+        save(folder, epoch=2) / "manifest.json",
+    ]
+    popdist.barrier()
+    if popdist.is_main():
+        for file in cuts:
+            os.truncate(file, 7)
+    popdist.barrier()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loaded = load_latest(folder, model=model)
+
+    assert loaded is not None
+    assert (loaded.path, loaded.values) == (whole, {"epoch": 0})
+    found = [f"{it.message}" for it in told if it.category is popdist.PopdistWarning]
+    assert [("manifest.json" in text, "has changed" in text) for text in found] == (
+        [(True, False), (False, True)] if popdist.is_main() else []
+    )
 
 
 def law_no_checkpoint_is_none_everywhere(folder: Path) -> None:

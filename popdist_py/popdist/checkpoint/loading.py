@@ -113,21 +113,22 @@ def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
             steps = checkpoint_folder.steps_in(folder)
     ((number,), *_) = group.start(f"{call}, checkpoints", [len(steps)]).wait()
     for index in range(number):
-        found, damage = b"", ""
+        step = steps[-1 - index] if is_writer(group) else 0
+        ((step,), *_) = group.start(f"{call}, its step", [step]).wait()
+        directory = checkpoint_folder.directory_of(folder, step)
+        data, damage = b"", ""
         with together(group, f"{call}, its manifest"):
             if is_writer(group):
-                directory = checkpoint_folder.directory_of(folder, steps[-1 - index])
                 try:
-                    found = json.dumps(manifest.read(directory).to_json()).encode()
+                    data = json.dumps(manifest.read(directory).to_json()).encode()
                 except DamagedError as error:
                     damage = f"{error}"
-        found = broadcast_bytes(group, f"{call}, what was found", found)
-        described = Manifest.from_json(json.loads(found)) if found else None
-        if described is not None:
-            directory = checkpoint_folder.directory_of(folder, described.step)
-            damage = _damage_of_files(group, call, directory, described)
-        if not _is_damaged(group, call, damage, directory) and described is not None:
-            yield described
+        data = broadcast_bytes(group, f"{call}, what was found", data)
+        found = Manifest.from_json(json.loads(data)) if data else None
+        if found is not None:
+            damage = _damage_of_files(group, call, directory, found)
+        if not _is_damaged(group, call, damage, directory) and found is not None:
+            yield found
     if number:
         raise CheckpointError(
             f"none of the {number} checkpoints in {folder} can be read (a warning of instance {WRITER} says why "
