@@ -267,7 +267,7 @@ def completed(values: Table[str, Any], num_devices: int) -> Mapping:
 
 def check(mapping: Mapping, workload: Workload) -> None:
     """Refuse, by a MappingError that names the rule and what is nearest, a mapping that no program could run."""
-    _check_tensor(mapping, workload.model)
+    check_model(mapping, workload.model)
     _check_pipeline(mapping, workload)
     _check_batch(mapping, workload.training.global_batch)
     _check_shards(mapping)
@@ -276,6 +276,22 @@ def check(mapping: Mapping, workload: Workload) -> None:
     ):
         raise MappingError(
             f"{workload.machine.name} has no slower memory beside its devices: nothing can wait there"
+        )
+
+
+def check_model(mapping: Mapping, model: Model) -> None:
+    """Refuse, as `check`, a tensor group or stages that do not divide the model."""
+    _check_tensor(mapping, model)
+    pipeline, interleave = mapping.pipeline, mapping.interleave
+    if pipeline * interleave > model.num_layers:
+        raise MappingError(
+            f"pipeline={pipeline} with interleave={interleave} needs {pipeline * interleave} layers, and "
+            f"{model.name} has {model.num_layers}: at most pipeline={max(1, model.num_layers // interleave)}"
+        )
+    if interleave > 1 and model.num_layers % (pipeline * interleave):
+        raise MappingError(
+            f"{model.num_layers} layers of {model.name} do not divide into pipeline={pipeline} x "
+            f"interleave={interleave}: pieces of stages are equally large"
         )
 
 
@@ -300,27 +316,15 @@ def _check_tensor(mapping: Mapping, model: Model) -> None:
 
 
 def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
-    """Refuse stages, pieces of stages and phases that the model has no layers for."""
+    """Refuse pieces of stages without their schedule, and phases that the model has no layers for."""
     model, pipeline, interleave = workload.model, mapping.pipeline, mapping.interleave
-    if pipeline * interleave > model.num_layers:
-        raise MappingError(
-            f"pipeline={pipeline} with interleave={interleave} needs {pipeline * interleave} layers, and "
-            f"{model.name} has {model.num_layers}: at most pipeline={max(1, model.num_layers // interleave)}"
-        )
     most = most_phases(model, pipeline)
     if mapping.phases > most:
         raise MappingError(f"phases={mapping.phases} are more than the {most} parts of a stage of {model.name}")
     if (interleave > 1) != (mapping.schedule == "interleaved") or (interleave > 1 and pipeline == 1):
         raise MappingError("interleave is 2 or more with schedule=interleaved and several stages, and 1 otherwise")
-    if interleave == 1:
-        return
-    if model.num_layers % (pipeline * interleave):
-        raise MappingError(
-            f"{model.num_layers} layers of {model.name} do not divide into pipeline={pipeline} x "
-            f"interleave={interleave}: pieces of stages are equally large"
-        )
     number = mapping.num_micro_batches(workload.training.global_batch)
-    if number % pipeline:
+    if interleave > 1 and number % pipeline:
         raise MappingError(
             f"schedule=interleaved needs a multiple of pipeline={pipeline} micro batches, "
             f"and a replica has {number}"

@@ -3,8 +3,23 @@
 >>> popdist.parallel.describe(module, sample).save("m.json")
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
 from popdist.parallel.recompute import recompute
 
-__all__ = ["Description", "describe", "recompute", "sharded_randomness"]
+if TYPE_CHECKING:
+    from popdist.parallel.apply_mapping import Roles as Roles
+    from popdist.parallel.apply_mapping import parallelize as parallelize
+
+__all__ = ["Description", "Roles", "describe", "parallelize", "recompute", "sharded_randomness"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'popdist.parallel' has no attribute {name!r}")
+    return getattr(
+        import_module("popdist.parallel.apply_mapping"), name
+    )  # torch's DTensor takes a second to import

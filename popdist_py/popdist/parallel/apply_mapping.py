@@ -1,0 +1,423 @@
+"""A mapping of ``poprun-size`` applied to a transformer: each instance keeps its part, and torch does the rest."""
+
+import os
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from popdist import context
+from popdist.data.shard_randomness import sharded_randomness
+from popdist.errors import BatchError, ContractError, WeightsError, name_first
+from popdist.local_tensors import is_distributed, local_part
+from popdist.parallel.mesh import DIMENSIONS, device_mesh
+from popdist.parallel.recompute import recompute
+from popsize.errors import MappingError
+from popsize.mapping import Mapping, check_model, loaded
+from popsize.model import Layer, Model, Split
+from popsize.stages import stages_of
+
+_WHOLE: Final = (Replicate(),)
+_CUT: Final = (Shard(1),)
+"""How hidden states are placed: their second dimension is the sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What the modules of a transformer are for, each by its name in ``named_modules()``.
+
+    Attributes:
+        layers: The ``ModuleList`` of its layers. Each takes the hidden states first, and returns them.
+        columns: In a layer, the ``Linear`` modules whose outputs are divided: queries, keys and values (three
+            modules, not one), and the first ones of an MLP.
+        rows: In a layer, the ``Linear`` modules whose inputs are divided: those that read what columns give.
+        norms: In a layer, the modules whose output is what columns read, and nothing else.
+        dropouts: In a layer, modules whose random numbers are all for divided tensors.
+        divided: In a layer, attributes that count heads or widths, and are divided, such as ``attention.heads``.
+        divisors: What a tensor group has to divide, such as ``(("heads", 8),)``.
+        embedding: The ``Embedding`` of the words, which reads what the model is given.
+        positions: A module whose output is added to that of the embedding.
+        first: Other modules that make hidden states of hidden states in front of the layers, such as a dropout.
+        last: The same behind the layers: the last norm.
+        head: The ``Linear`` module that gives the logits.
+    """
+
+    layers: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    divided: tuple[str, ...] = ()
+    divisors: tuple[tuple[str, int], ...] = ()
+    embedding: str | None = None
+    positions: str | None = None
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    head: str | None = None
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The modules that only the first stage has."""
+        return tuple(name for name in (self.embedding, self.positions, *self.first) if name)
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """The modules that only the last stage has."""
+        return tuple(name for name in (*self.last, self.head) if name)
+
+
+def parallelize(
+    model: nn.Module,
+    mapping: Mapping | str | os.PathLike[str] | None = None,
+    *,
+    roles: Roles | None = None,
+    mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Keep of ``model`` the part that ``mapping`` gives to this instance, divided and recomputed as it says.
+
+    Of a tensor group each instance has a part of every layer, by torch's styles for tensor parallelism. Of a
+    pipeline it has the layers of its stage, those of the first one with the embedding and those of the last one
+    with the head; names of parameters stay. The other modules are left out, and return what they are given: so the
+    model's own ``forward`` is that of the stage. With ``sharding=weights`` or ``gradients`` it is given to torch's
+    ``fully_shard`` over the replicas, which then adds the gradients: train it without ``ReplicatedModel``.
+
+    All instances call it with equal models, and before an optimizer is made. What the optimizer's state is sharded
+    over (``sharding=optimizer``) and the schedule of a pipeline are left to the program.
+
+    Args:
+        model: The whole model, on this instance's device or on ``meta``. It is changed in place.
+        mapping: A mapping, or the file that ``poprun-size --save`` wrote; None for that of the job, which is the
+            file or the sizes of ``poprun --parallelism``.
+        roles: What its modules are for; None for a Llama of transformers (``LlamaForCausalLM``).
+        mesh: A mesh with the dimensions of ``popdist.device_mesh()``; None for that one.
+
+    Returns:
+        The model; with several pieces of the pipeline on an instance (``interleave``) a ``ModuleList`` of them.
+
+    Raises:
+        WeightsError: If a role names no module, the mapping does not divide the model, or weights are tied over
+            stages or belong to none.
+        ContractError: If the mapping cannot be read, is for another job, or has what cannot be applied.
+        BackendError, CollectiveError: As ``popdist.device_mesh()``.
+    """
+    if roles is None:
+        roles = _roles_of_llama(model)
+    mesh = device_mesh() if mesh is None else mesh
+    found = _mapping(mapping, mesh)
+    _check_roles(model, roles)
+    if found.sequence_parallel and not roles.norms:
+        raise WeightsError("sequence_parallel=yes divides norms, too, and roles name none: norms=(...)")
+    stages = _dealt_layers(model, roles, found)
+    number = len(stages)
+    if number > 1:
+        _check_places(model, roles, stages)
+    own = range(mesh.get_local_rank("pipeline"), number, found.pipeline)
+    pieces = nn.ModuleList([model] if len(own) == 1 else [_copy(model) for _ in own])
+    for piece, stage in zip(pieces, own, strict=True):
+        layers = _keep_stage(piece, roles, stages, stage)
+        if found.tensor > 1:
+            _divide(piece, roles, layers, mesh["tensor"], found)
+        if found.recompute != "none":
+            recompute(piece, layers, what=found.recompute)
+        if found.sharding in ("gradients", "weights"):
+            for part in (*layers, piece):
+                fully_shard(part, mesh=mesh["replica"], reshard_after_forward=found.sharding == "weights")
+    return model if len(own) == 1 else pieces
+
+
+def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -> Mapping:
+    """The mapping that is meant; refused if it is for another job or says what cannot be done here."""
+    names = mesh.mesh_dim_names or ()
+    if not set(DIMENSIONS) <= set(names):
+        raise ContractError(f"mesh has the dimensions {names}: parallelize() needs {', '.join(DIMENSIONS)}")
+    sizes = {name: mesh[name].size() for name in DIMENSIONS}
+    tensor, pipeline, replicas = sizes["tensor"], sizes["pipeline"], sizes["replica"]
+    path = context.environment().contract.mapping_path if given is None else given
+    found = Mapping(tensor=tensor, pipeline=pipeline, replicas=replicas)
+    if isinstance(path, Mapping):
+        found = path
+    elif path is not None:
+        found = _read(path)
+    if (found.tensor, found.pipeline) != (tensor, pipeline):
+        raise ContractError(
+            f"the mapping has tensor={found.tensor},pipeline={found.pipeline}, and the job tensor={tensor},"
+            f"pipeline={pipeline}: start it with poprun --parallelism tensor={found.tensor},"
+            f"pipeline={found.pipeline}, or with the mapping's file"
+        )
+    wanted = [name for name in ("offload_activations", "offload_optimizer") if getattr(found, name)]
+    wanted += [f"phases={found.phases}"] * (found.phases > 1)
+    if found.sharding in ("gradients", "weights") and found.gradient_shards != replicas:
+        wanted.append(f"sharding={found.sharding} over {found.gradient_shards} of {replicas} replicas")
+    if wanted:
+        raise ContractError(
+            f"parallelize() cannot apply {' and '.join(wanted)} of the mapping: search one without (poprun-size "
+            "--fix offload_activations=no,offload_optimizer=no,phases=1), with shards over all replicas"
+        )
+    return found
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping:
+    """The mapping in a file."""
+    try:
+        return loaded(Path(path).read_text(encoding="utf-8"), os.fspath(path))[0]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(f"cannot read the mapping {os.fspath(path)}: {error}") from None
+    except MappingError as error:
+        raise ContractError(str(error)) from None
+
+
+def _roles_of_llama(model: nn.Module) -> Roles:
+    """What the modules of transformers' ``LlamaForCausalLM`` are for; refuses every other model."""
+    config: Any = getattr(model, "config", None)
+    if type(model).__name__ != "LlamaForCausalLM" or config is None:
+        raise WeightsError(
+            f"parallelize() does not know what the modules of {type(model).__name__} are for: give "
+            "roles=popdist.parallel.Roles(layers=..., columns=..., rows=...)"
+        )
+    attention = tuple(f"self_attn.{name}_proj" for name in "qkv")
+    return Roles(
+        layers="model.layers",
+        columns=(*attention, "mlp.gate_proj", "mlp.up_proj"),
+        rows=("self_attn.o_proj", "mlp.down_proj"),
+        norms=("input_layernorm", "post_attention_layernorm"),
+        dropouts=("self_attn",) if config.attention_dropout else (),
+        divisors=(
+            ("num_attention_heads", config.num_attention_heads),
+            ("num_key_value_heads", config.num_key_value_heads),
+        ),
+        embedding="model.embed_tokens",
+        last=("model.norm",),
+        head="lm_head",
+    )
+
+
+def _check_roles(model: nn.Module, roles: Roles) -> None:
+    """Refuse names of modules that are not there, or are of another class than torch can divide."""
+    layers = _module(model, roles.layers, nn.ModuleList)
+    for name in (*roles.before, *roles.behind):
+        _module(model, name, {roles.embedding: nn.Embedding, roles.head: nn.Linear}.get(name, nn.Module))
+    for number, layer in enumerate(layers):
+        for name in (*roles.columns, *roles.rows):
+            _module(layer, name, nn.Linear, f"{roles.layers}.{number}")
+        for name in (*roles.norms, *roles.dropouts):
+            _module(layer, name, nn.Module, f"{roles.layers}.{number}")
+        for name in roles.divided:
+            _count(layer, name, f"{roles.layers}.{number}")
+    if any(map(is_distributed, model.parameters())):
+        raise WeightsError(f"{type(model).__name__} has DTensors: parallelize() divides a whole model, once")
+
+
+def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "") -> Any:  # noqa: ANN401 - of that kind
+    """The module of this name, of a class that ``kind`` says."""
+    modules = dict(model.named_modules())
+    title = f"{place}.{name}" if place else name
+    if name not in modules:
+        near = get_close_matches(name, modules, 3, 0.4) or [it for it in modules if it]
+        raise WeightsError(f"roles name {title}, and there is no such module: it has {name_first(near) or 'none'}")
+    if not isinstance(modules[name], kind):
+        raise WeightsError(f"roles name {title}, a {type(modules[name]).__name__}: it must be a {kind.__name__}")
+    return modules[name]
+
+
+def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
+    """The owner, the key and the value of an attribute of a layer that counts something."""
+    path, _, key = name.rpartition(".")
+    owner = _module(layer, path, nn.Module, place)
+    value = getattr(owner, key, None)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WeightsError(f"roles divide {place}.{name}, which is {value!r}: it must be a whole number")
+    return owner, key, value
+
+
+def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[range]:
+    """The layers of each stage, or of each piece of a stage; refused if the mapping does not divide the model."""
+    layers = _module(model, roles.layers, nn.ModuleList)
+    widths = dict.fromkeys(
+        [
+            *((name, layer.get_submodule(name).out_features) for layer in layers for name in roles.columns),
+            *((name, layer.get_submodule(name).in_features) for layer in layers for name in roles.rows),
+            *((name, _count(layer, name, roles.layers)[2]) for layer in layers for name in roles.divided),
+        ]
+    )
+    as_planned = Model(
+        name=type(model).__name__,
+        sequence=mapping.tensor,  # that of the samples is not known yet
+        layers=(Layer(name="layer", count=len(layers), parameters=Split()),),
+        divisors=(*roles.divisors, *widths),
+    )
+    try:
+        check_model(mapping, as_planned)
+    except MappingError as error:
+        raise WeightsError(str(error)) from None
+    counts = [stage.layers[0][1] for stage in stages_of(as_planned, mapping.pipeline * mapping.interleave)]
+    return [range(sum(counts[:index]), sum(counts[: index + 1])) for index in range(len(counts))]
+
+
+def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> None:
+    """Refuse parameters that several stages would have, or none of them."""
+    last = len(stages) - 1
+    starts = {f"{name}.": 0 for name in roles.before} | {f"{name}.": last for name in roles.behind}
+    starts |= {f"{roles.layers}.{layer}.": stage for stage, layers in enumerate(stages) for layer in layers}
+    names: dict[Tensor, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = next((stage for start, stage in starts.items() if name.startswith(start)), None)
+        if stage is None:
+            raise WeightsError(f"{name} has no stage: roles name neither its module nor one around it")
+        other, place = names.setdefault(parameter, (name, stage))
+        if place != stage:
+            raise WeightsError(
+                f"{other} of stage {place} is also {name} of stage {stage}: weights tied over stages would get "
+                "the gradient of one of them only. Give each weights of its own (tie_word_embeddings=False), or "
+                "take pipeline=1"
+            )
+
+
+class _Absent(nn.Module):
+    """In the place of a module that another stage has."""
+
+    def __init__(self, *, is_added: bool = False) -> None:
+        super().__init__()
+        self._is_added = is_added
+
+    def forward(self, given: Any, *_args: Any, **_kwargs: Any) -> Any:  # noqa: ANN401 - hidden states, as others call it
+        """Return what it is given, or nothing to add to it."""
+        return 0.0 if self._is_added else given
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy whose tensors are those of ``model``."""
+    return deepcopy(model, {id(it): it for it in (*model.parameters(), *model.buffers())})
+
+
+def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: int) -> list[nn.Module]:
+    """Leave out what belongs to other stages; gives the layers of this one."""
+    absent = [
+        f"{roles.layers}.{layer}" for index, layers in enumerate(stages) if index != stage for layer in layers
+    ]
+    absent += roles.before if stage else ()
+    absent += roles.behind if stage < len(stages) - 1 else ()
+    for name in absent:
+        model.set_submodule(name, _Absent(is_added=name == roles.positions))
+    if len(stages) > 1 and type(model).__name__ == "LlamaForCausalLM":
+        model.config.use_cache = False  # type: ignore[union-attr] # of keys: it has one
+        model.register_forward_hook(_logits_of)
+    return [model.get_submodule(f"{roles.layers}.{layer}") for layer in stages[stage]]
+
+
+def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:  # noqa: ANN401 - of transformers
+    """What a stage sends on, or a loss reads."""
+    logits: Tensor = output.logits
+    return logits
+
+
+def _divide(
+    model: nn.Module, roles: Roles, layers: Sequence[nn.Module], mesh: DeviceMesh, mapping: Mapping
+) -> None:
+    """Divide the layers over a tensor group, and the embedding and the head by words where they are here."""
+    tied = _tied_names(model)
+    is_sequence_divided = mapping.sequence_parallel
+    output = Shard(1) if is_sequence_divided else Replicate()
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in roles.columns}
+    plan |= {name: RowwiseParallel(output_layouts=output) for name in roles.rows}
+    plan |= {name: SequenceParallel() for name in roles.norms if is_sequence_divided}
+    for layer in layers:
+        parallelize_module(layer, mesh, plan)
+        for name in roles.norms:
+            layer.get_submodule(name).register_forward_hook(partial(_give_whole, mesh))
+        for name in (
+            [""] if is_sequence_divided else roles.dropouts
+        ):  # all of a layer works on divided tensors then
+            drawing = layer.get_submodule(name)
+            drawing.forward = _OwnNumbers(drawing)
+        for name in roles.divided:
+            owner, key, value = _count(layer, name, roles.layers)
+            setattr(owner, key, value // mapping.tensor)
+    outer = {
+        roles.embedding: RowwiseParallel(input_layouts=Replicate()),
+        roles.head: ColwiseParallel(output_layouts=Replicate()),
+    }
+    for outer_name, style in outer.items():
+        if outer_name is not None and not isinstance(model.get_submodule(outer_name), _Absent):
+            parallelize_module(model.get_submodule(outer_name), mesh, style)
+    for names in tied:
+        source = next((name for name in names if is_distributed(model.get_parameter(name))), names[0])
+        for name in names:
+            owner_name, _, key = name.rpartition(".")
+            model.get_submodule(owner_name).register_parameter(key, model.get_parameter(source))
+    if is_sequence_divided:
+        layers[0].register_forward_pre_hook(partial(_cut_input, mesh))
+        layers[-1].register_forward_hook(partial(_join_output, mesh))
+    _make_alike(model, mesh)
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def _give_whole(mesh: DeviceMesh, _norm: nn.Module, _args: object, output: Tensor) -> Tensor:
+    """What columns read, as one DTensor for all: so its gradient is added over the tensor group once."""
+    whole: Tensor = (
+        output.redistribute(placements=_WHOLE)
+        if isinstance(output, DTensor)
+        else DTensor.from_local(output, mesh, _WHOLE, run_check=False)
+    )
+    return whole
+
+
+def _cut_input(mesh: DeviceMesh, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """This instance's part of the sequence, where the layers begin."""
+    if args[0].shape[1] % mesh.size():
+        raise BatchError(
+            f"sequence_parallel=yes divides the sequence over tensor={mesh.size()}, and {type(layer).__name__} "
+            f"got hidden states of shape {tuple(args[0].shape)}: pad the samples, or take sequence_parallel=no"
+        )
+    whole = DTensor.from_local(args[0], mesh, _WHOLE, run_check=False)
+    return whole.redistribute(placements=_CUT).to_local(), *args[1:]
+
+
+def _join_output(mesh: DeviceMesh, _layer: nn.Module, _args: object, output: Tensor) -> Tensor:
+    """The whole sequence, where the layers end."""
+    return DTensor.from_local(output, mesh, _CUT, run_check=False).redistribute(placements=_WHOLE).to_local()
+
+
+def _make_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give what is whole on each instance of a tensor group the values of the first one."""
+    for parameter in model.parameters():
+        is_whole = not isinstance(parameter, DTensor) or parameter.placements == _WHOLE
+        if is_whole and not parameter.is_meta:
+            dist.broadcast(local_part(parameter.detach()), group=mesh.get_group(), group_src=0)
+
+
+class _OwnNumbers:
+    """Takes the place of a module's ``forward``: in training it draws other numbers on each instance."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._forward: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+        """Run the module's forward pass."""
+        if not self._module.training:
+            return self._forward(*args, **kwargs)
+        with sharded_randomness():
+            return self._forward(*args, **kwargs)
