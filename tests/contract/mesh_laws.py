@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -18,6 +18,7 @@ from torch.utils.data import SequentialSampler
 import popdist
 from popdist import context, packing
 from popdist.layout import ReplicaPart
+from popdist.stubs import horovod_torch
 from tests.contract import training_recipes
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import laws_of
@@ -54,6 +55,30 @@ RECIPES = (
     training_recipes.recipe_closure,
     training_recipes.recipe_batch_norm_groups,
 )
+
+
+def lose_one() -> list[str]:
+    """The last instance is killed; what the others hear of it in a step, and in a barrier of the job."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS, checks="off")
+    model = popdist.ReplicatedModel(nn.Linear(1, 1))
+    popdist.barrier()
+    if popdist.instance_index() == popdist.num_instances() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    messages = []
+    try:
+        train_on_ones(model)
+    except popdist.BackendError as error:
+        messages.append(str(error))
+    with pytest.raises(popdist.BackendError) as raised:
+        popdist.barrier()
+    return [*messages, str(raised.value)]
+
+
+def train_on_ones(model: popdist.ReplicatedModel) -> None:
+    """One step's gradient."""
+    for x in model.micro_batches(torch.ones(1, 1)):
+        loss: Tensor = model(x).sum()
+        loss.backward()
 
 
 def train_sharded() -> nn.Module:
@@ -105,6 +130,11 @@ def law_counts_are_those_of_replicas() -> None:
     assert popdist.replica_index() == popdist.instance_index() // size()
     assert popdist.local_replicas() == range(popdist.replica_index(), popdist.replica_index() + 1)
     assert popdist.is_main() == (popdist.instance_index() == 0)
+    if size() > 1:
+        numbers_of_page = context.data_parallel_group().job_numbers
+        assert numbers_of_page == tuple(range(part().index, popdist.num_instances(), size()))
+        with refused(popdist.ContractError, "averages over all ranks, and . instances share . replicas"):
+            horovod_torch.init()
 
 
 def numbers(loader: Any) -> list[int]:  # noqa: ANN401 - any of popdist's

@@ -1,5 +1,7 @@
 """Replicas that several instances share: a mesh of torch's, and numbers that are those of replicas."""
 
+import re
+
 import pytest
 
 import popdist
@@ -33,6 +35,16 @@ def test_copies_of_a_model_have_the_bits_of_one(forked_world: ForkedWorlds) -> N
         for number, tensor in ((2, 1), (4, 2))
     )
     assert shared == alone * 2
+
+
+def test_a_lost_instance_is_named_with_its_part(forked_world: ForkedWorlds) -> None:
+    """In a step by those that hold the same part of other replicas; by all as the instance that it is."""
+    first, second, third, _ = forked_world(
+        mesh_laws.lose_one, num_instances=4, tensor=2, victim=3, timeout_seconds=DEADLINE_SECONDS
+    )
+    assert re.search(r"replica 0 \(stage 0, shard 1\), in .*replica 1 \(stage 0, shard 1\)", second[0])
+    assert [len(first), len(second), len(third)] == [1, 2, 1]
+    assert all(re.search(r"in barrier\(\): .*instance", it[-1]) for it in (first, second, third))
 
 
 def test_a_mesh_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from popdist import collectives, context
-from popdist.errors import CollectiveError, OptimizerError
+from popdist.errors import CollectiveError, ContractError, OptimizerError
 
 __all__ = [
     "Average",
@@ -75,10 +75,17 @@ def init(comm: object = None) -> None:
 
     Raises:
         CollectiveError: If ``comm`` names some processes of the job.
+        ContractError: If several instances share a replica: ranks would average gradients of different parts.
         ContractError, BackendError: As ``popdist.init()``.
     """
     if comm is not None:
         raise CollectiveError("horovod.torch.init(comm=...): the ranks are the job's instances; leave comm out")
+    if context.num_instances() > context.num_replicas():
+        raise ContractError(
+            f"horovod.torch averages over all ranks, and {context.num_instances()} instances share "
+            f"{context.num_replicas()} replicas in this job: start it without --parallelism and "
+            "--instances-per-replica, or train with popdist.ReplicatedModel"
+        )
     context.ensure_init()
 
 
