@@ -135,6 +135,8 @@ def law_counts_are_those_of_replicas() -> None:
         assert numbers_of_page == tuple(range(part().index, popdist.num_instances(), size()))
         with refused(popdist.ContractError, "averages over all ranks, and . instances share . replicas"):
             horovod_torch.init()
+        with refused(popdist.ContractError, "num_local_replicas=2, and in this job . instances share"):
+            popdist.ReplicatedModel(nn.Linear(1, 1), num_local_replicas=2)
 
 
 def numbers(loader: Any) -> list[int]:  # noqa: ANN401 - any of popdist's
@@ -195,6 +197,8 @@ def law_work_for_some_replicas_is_that_of_their_instances() -> None:
 def _train_alone() -> None:
     with refused(popdist.CollectiveError, rf"over all \d {noun()}s of the job, but this code runs on {noun()} 1"):
         popdist.all_reduce_gradients(nn.Linear(1, 1))
+    with refused(popdist.CollectiveError, "all instances of the job make it together"):
+        popdist.device_mesh()
 
 
 def law_other_weights_are_told_with_the_part() -> None:

@@ -52,6 +52,12 @@ class Environment:
         layout = self.contract.layout
         if num_local_replicas in (None, layout.num_local_replicas):
             return layout
+        if self.contract.parallelism.is_shared:
+            raise ContractError(
+                f"num_local_replicas={num_local_replicas}, and in this job "
+                f"{self.contract.parallelism.instances_per_replica} instances share each replica: leave "
+                "num_local_replicas out, or start the program without --parallelism and --instances-per-replica"
+            )
         if self.says_replicas:
             raise ContractError(
                 f"num_local_replicas={num_local_replicas}, and poprun gave each of the {layout.num_instances} "
