@@ -127,7 +127,7 @@ def loops(shape: Shape) -> dict[str, Step]:
     for name, group in sharded.items():
         made[name] = fully_sharded_step(shape, group, is_pooled=name == SHARDED_POOL)
     for name, group in {**groups, "none": sharded["FSDP2, none"]}.items():
-        made[f"tensor parallel, {name}"] = tensor_parallel_step(group)
+        made[f"tensor parallel, {name}"] = tensor_parallel_step(name, group)
     pipelines = {name: pipeline_step(groups.get(name, groups["popdist"])) for name in (*groups, "none")}
     made |= {f"pipeline, {name}": step for name, step in pipelines.items()}
     made["pipeline, none"] = partial(without_data, pipelines["none"])
@@ -197,14 +197,14 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(x)))
 
 
-def tensor_parallel_step(group: distributed.ProcessGroup) -> Step:
-    """Two blocks with their matrices cut as Megatron-LM cuts them; all-reduces of 2 MiB."""
+def tensor_parallel_step(name: str, group: distributed.ProcessGroup) -> Step:
+    """A block with its matrices cut as Megatron-LM cuts them; all-reduces of 2 MiB."""
     torch.manual_seed(0)
-    model, mesh = nn.Sequential(Block(128, 32), Block(128, 32)), DeviceMesh.from_group(group, "cpu")
-    for block in model:
-        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
-        parallelize_module(block, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(32, 128, 128)
+    # torch takes meshes of the same ranks and names for one, and would use the first one's group for all
+    model, mesh = Block(64, 16), DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+    columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+    parallelize_module(model, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(128, 64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -216,9 +216,9 @@ def tensor_parallel_step(group: distributed.ProcessGroup) -> Step:
 
 
 def pipeline_step(group: distributed.ProcessGroup) -> Step:
-    """A stage of two layers in each instance, four micro batches, and activations of 4 MiB."""
-    rank, size, rows = distributed.get_rank(), distributed.get_world_size(), torch.randn(4 * 8192, 128)
-    net = Shape(layers=2, width=128, batch_size=8192).net()
+    """A stage of one layer in each instance, four micro batches, and activations of 4 MiB."""
+    rank, size, rows = distributed.get_rank(), distributed.get_world_size(), torch.randn(4 * 16384, 64)
+    net = Shape(layers=1, width=64, batch_size=16384).net()
     stage = PipelineStage(net, rank, size, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=functional.mse_loss)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
