@@ -226,8 +226,26 @@ def law_gradients_and_losses_of_each_schedule_are_those_of_one_process() -> None
             num_layers = size * kind.num_local_stages
             numbers = kind.stages_of(dist.get_rank(group), size)
             check_gradients(model, mean_gradients(num_layers, numbers, kind.order), (kind, backend))
+            check_evaluation(model, schedule, kind, num_layers)
+            optimizer.zero_grad()
+            losses = model.pipeline_step(schedule, samples(replica), share_losses=True)
+            check_gradients(model, mean_gradients(num_layers, numbers, kind.order), (kind, backend))
             assert losses is not None
             assert losses.tolist() == one_process(num_layers, replica, kind.order)[1]
+
+
+@torch.no_grad()
+def check_evaluation(model: popdist.ReplicatedModel, schedule: object, kind: Kind, num_layers: int) -> None:
+    """Check the losses of the first half of the samples, so of micro batches of another shape."""
+    half = [it[: NUM_SAMPLES // 2] for it in samples(popdist.replica_index())]
+    if kind.is_v:
+        with pytest.raises(BatchError, match="torch cannot evaluate with"):
+            model.pipeline_step(schedule, half)
+        return
+    losses = model.pipeline_step(schedule, half, share_losses=True)
+    assert losses is not None
+    whole = nn.Sequential(*map(layer, range(num_layers)))
+    assert losses.mean().item() == pytest.approx(loss_fn(whole(half[0]), half[1]).item())
 
 
 def law_a_loader_s_micro_batches_are_those_of_the_schedule() -> None:

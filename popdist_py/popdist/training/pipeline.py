@@ -7,6 +7,7 @@ step, the gradient of one micro batch of the replica.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -47,8 +48,11 @@ class Pipeline:
         self._is_last = any(stage.is_last for stage in stages)
         self._group = stages[0].group
         self._device = stages[0].device
-        self._last_rank = stages[0].stage_index_to_group_rank[stages[0].num_stages - 1]
-        self._forms: list[str] | None = None  # of what the first run computed on
+        places = [stages[0].stage_index_to_group_rank[index] for index in range(stages[0].num_stages)]
+        self._last_rank = places[-1]
+        self._can_evaluate = all(here != after for here, after in pairwise(places))
+        # of what the first run computed on, and of the first one without gradients
+        self._forms: dict[bool, list[str]] = {}
 
     def num_runs(self, batch: Nest, num_local_replicas: int, accumulation: int) -> int:
         """How often the schedule runs for each replica in a step on ``batch``."""
@@ -63,6 +67,11 @@ class Pipeline:
     def _runs(
         self, num_local_replicas: int, accumulation: int, arguments: Arguments, batch: Nest
     ) -> list[PipelineRun]:
+        if not (self._can_evaluate or torch.is_grad_enabled()):
+            raise BatchError(
+                "torch cannot evaluate with a schedule that has consecutive stages on one instance, such as "
+                "ScheduleZBVZeroBubble and ScheduleDualPipeV: call pipeline_step outside torch.no_grad()"
+            )
         number, contents, sizes = split_batch(batch, num_local_replicas, accumulation)
         together = 1  # what the batch has of micro batches in each run
         if batches_of_loaders(batch) and number > 1:
@@ -88,21 +97,20 @@ class Pipeline:
         return runs
 
     def _check_forms(self, run: PipelineRun) -> None:
-        """Refuse tensors of other shapes than those of the first step: the stages keep memory for these only."""
+        """Refuse tensors of other shapes than in the first run: the stages keep memory for these only."""
         forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
-        if self._forms is None:
-            self._forms = forms
-        if forms != self._forms:
+        expected = self._forms.setdefault(torch.is_grad_enabled(), forms)
+        if forms != expected:
             raise BatchError(
                 f"the inputs of this run of the schedule are {', '.join(forms)}, and those of the first were "
-                f"{', '.join(self._forms)}: torch's stages take one shape only. Make the loader with "
+                f"{', '.join(expected)}: torch's stages take one shape only. Make the loader with "
                 "drop_last=True, pad the samples to one length, or make another schedule for other shapes"
             )
 
-    def run(self, schedule: Any, run: PipelineRun) -> list[Tensor]:  # noqa: ANN401 - torch's classes have no public base
-        """Run the schedule once; gives the losses of its micro batches if this instance has the last stage."""
+    def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
+        """Call ``step`` of a schedule; gives the losses of its micro batches where the last stage is here."""
         losses: list[Tensor] | None = [] if self._is_last else None
-        schedule.step(
+        step(
             *(run.inputs if self._is_first else ()),
             target=run.target if self._is_last else None,
             losses=losses,

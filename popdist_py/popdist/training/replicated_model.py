@@ -19,7 +19,7 @@ from popdist.gradients.step_headers import MeanOrSum
 from popdist.local_tensors import is_distributed
 from popdist.training.batch_norm import group_norms
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
-from popdist.training.micro_batches import Nest, Split
+from popdist.training.micro_batches import Nest, Split, to_device
 from popdist.training.model_steps import ModelSteps, WholeStep
 from popdist.training.norm_sync import check_group_size
 from popdist.training.pipeline import Arguments, pipeline_of
@@ -261,7 +261,7 @@ class ReplicatedModel(nn.Module):
 
     def pipeline_step(  # noqa: PLR0913 - those of micro_batches(), and the schedule
         self,
-        schedule: object,
+        schedule: Any,  # noqa: ANN401 - torch's schedules have no public class
         batch: Nest,
         accumulation: int = 1,
         *,
@@ -285,7 +285,8 @@ class ReplicatedModel(nn.Module):
 
         The schedule adds the gradients of its micro batches one after another, in its own order, and divides the
         sum by their number, unless it was made with ``scale_grads=False``. Then they are added over the replicas
-        as ``micro_batches`` does it, each with the weight of its samples.
+        as ``micro_batches`` does it, each with the weight of its samples. Within ``torch.no_grad()`` the schedule
+        only evaluates: there are losses, no gradients, and nothing is exchanged with other replicas.
 
         Args:
             schedule: Any of torch.distributed.pipelining, made with a ``loss_fn``.
@@ -313,8 +314,11 @@ class ReplicatedModel(nn.Module):
         pipeline, number = pipeline_of(steps.pipelines, schedule, steps.module), steps.layout.num_local_replicas
         split = pipeline.split(number, accumulation, arguments)
         num_runs = pipeline.num_runs(batch, number, accumulation)
-        asked = WholeStep(batch, num_runs, reduction, None, split, add)
-        runs = steps.run_micro_batches(asked, partial(pipeline.run, schedule))
+        if torch.is_grad_enabled():
+            asked = WholeStep(batch, num_runs, reduction, None, split, add)
+            runs = steps.run_micro_batches(asked, partial(pipeline.run, schedule.step))
+        else:
+            runs = [pipeline.run(schedule.eval, to_device(it, steps.gradients.device)) for it in split(batch)]
         losses = [loss for losses in runs for loss in losses]
         return pipeline.losses(losses, number * num_runs * pipeline.num_micro_batches, share=share_losses)
 
