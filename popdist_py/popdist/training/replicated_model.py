@@ -298,13 +298,11 @@ class ReplicatedModel(nn.Module):
             arguments: Gives for samples of the batch the inputs of the first stage, keyword arguments for all
                 stages, and the target. None, where they are tuples of inputs with the target at the end.
             share_losses: Give the losses to all instances of the replica, which wait for its last stage.
-            reduction: As of :meth:`micro_batches`; ``"sum"`` is for losses that are sums over samples, with
-                ``scale_grads=False``.
+            reduction: As of :meth:`micro_batches`; ``"sum"`` for sums over samples, with ``scale_grads=False``.
             add: As of :meth:`micro_batches`.
 
         Returns:
-            The losses of the replica's micro batches, in order and in float64, on instances that have its last
-            stage; None on others, unless ``share_losses``.
+            The losses of the replica's micro batches, in float64, where its last stage is; None elsewhere.
 
         Raises:
             BatchError: Also if the stages lie on other instances than this replica's, or the micro batches differ.
