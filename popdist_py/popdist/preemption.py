@@ -70,7 +70,8 @@ def on_preemption(
     Until then a signal changes nothing, and more of them change nothing either. One that comes before the first
     step takes effect after it; one that comes after the last step has none, and the program ends as it would have.
     Who sends it must give the program the time for one step and ``fn``: see ``--stop-timeout`` of poprun. A forked
-    child, such as a worker of a DataLoader, has the handlers that were there before this call.
+    child, such as a worker of a DataLoader, has the handlers that were there before this call. Where several
+    instances share a replica, all exchange a header at the end of each step, so all read a loader or none.
 
     Args:
         fn: Takes no arguments. It may call collectives; it is called once.
