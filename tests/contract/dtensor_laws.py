@@ -1,8 +1,10 @@
 """A transformer's block whose weights are cut over instances learns what one process does; a law for each way."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 
 import popdist
+from popdist import context
+from popdist.layout import Parallelism
 from popdist.optim import LAMB, LARS, LowPrecision
 from tests.running import DEADLINE_SECONDS
 
@@ -183,10 +187,12 @@ def clipped(model: nn.Module) -> list[Tensor]:
     return [norm, *(full(it.grad) for it in model.parameters() if it.grad is not None)]
 
 
-def train_alone(mesh: DeviceMesh) -> list[Any]:
-    """As :func:`train`, by ``fully_shard`` over all instances, which adds gradients itself."""
+def train_alone(mesh: DeviceMesh, cut: DeviceMesh | None = None) -> list[Any]:
+    """As :func:`train`, by ``fully_shard`` over replicas, which adds gradients itself; perhaps of cut layers."""
     torch.manual_seed(3)
     model = Block()
+    if cut is not None:
+        parallelize_module(model, cut, plain_styles())
     for part in (model.attention, model):
         fully_shard(part, mesh=mesh)
     with pytest.raises(popdist.WeightsError, match="fully_shard adds the gradients of these replicas itself"):
@@ -213,6 +219,13 @@ def run_ways(*ways: str) -> dict[str, tuple[list[Any], str]]:
     """What training comes to, in each way."""
     start()
     return {way: train(way) for way in ways} | {f"{way}, 2 micro batches": train(way, 2) for way in ways[:2]}
+
+
+def run_crossed() -> list[Any]:
+    """What training comes to over replicas whose instances have parts of layers."""
+    start()
+    both = mesh()
+    return train_alone(both["replica"], both["tensor"])
 
 
 def run_refusals() -> None:
@@ -273,6 +286,24 @@ def step_with_nan(model: popdist.ReplicatedModel, spoiled: DTensor | None, *, is
     finally:
         if handle is not None:
             handle.remove()
+
+
+def clip_without_mesh() -> None:
+    """Whether a plain parameter is a copy is not known, where the program makes the mesh; a DTensor says it."""
+    contract = replace(
+        context.environment().contract, num_replicas=1, parallelism=Parallelism(instances_per_replica=2)
+    )
+    os.environ.update(contract.to_env())
+    start()
+    over = init_device_mesh("cpu", (2,))
+    for placement, norm in ((Replicate(), 2.0), (Shard(0), 8**0.5)):
+        parameter = nn.Parameter(DTensor.from_local(torch.ones(4), over, [placement]))
+        parameter.grad = torch.ones_like(parameter)
+        assert popdist.clip_grad_norm_(parameter, 1.0) == torch.tensor(norm)
+    plain = nn.Parameter(torch.ones(4))
+    plain.grad = torch.ones(4)
+    with pytest.raises(popdist.GradientError, match=r"shape \(4,\) is no DTensor"):
+        popdist.clip_grad_norm_(plain, 1.0)
 
 
 def clip_stages() -> list[tuple[Tensor, Tensor]]:

@@ -71,6 +71,19 @@ def test_fully_sharded_models_are_clipped_alone(
             assert_close([it[:] for it in steps], whole["whole"][0])
 
 
+def test_layers_are_cut_and_fully_sharded(forked_world: ForkedWorlds, whole: dict[str, Any]) -> None:
+    """Over the instances of each replica, and over the replicas; what shards of a stage have alike counts once."""
+    found = forked_world(dtensor_laws.run_crossed, num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS)
+
+    for steps in found:
+        assert_close(steps, whole["whole"][0])
+
+
+def test_norms_where_the_program_makes_the_mesh(forked_world: ForkedWorlds) -> None:
+    """Of two instances that share a replica, nobody knows how."""
+    forked_world(dtensor_laws.clip_without_mesh, num_instances=2, timeout_seconds=DEADLINE_SECONDS)
+
+
 def test_stages_and_shards_are_clipped_together(forked_world: ForkedWorlds) -> None:
     """By the norm that torch finds of all of them in one process; what instances have alike counts once."""
     found = forked_world(

@@ -124,17 +124,14 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
     if norm_type <= 0:
         raise GradientError(f"{text}: norm_type must be greater than 0 where several instances share a model")
     replica = context.instances_of_replica()
-    part = context.environment().contract.replica_part
     within = list[Tensor]()  # what this replica has, and others have alike
     norms_across = list[float]()
     parameter: Any
     for parameter in parameters:
         gradient: Any = local_gradient(parameter)
-        if not is_distributed(parameter):
-            if part.shard == 0:
-                within.append(gradient)
-        elif _is_counted(parameter):
-            if all(rank in replica for rank in parameter.device_mesh.mesh.flatten().tolist()):
+        instances = _holders(text, parameter)
+        if _is_counted(parameter, instances):
+            if all(instance in replica for instance in instances):
                 within.append(gradient)
             else:
                 norms_across.append(float(torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))))
@@ -150,14 +147,31 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
     return torch.tensor(_joined(found, norm_type), dtype=dtype, device=device)
 
 
-def _is_counted(parameter: Any) -> bool:  # noqa: ANN401 - a DTensor
+def _holders(text: str, parameter: Any) -> list[int]:  # noqa: ANN401 - a DTensor, too
+    """The instances over which a DTensor is placed; this one alone for a plain parameter."""
+    contract = context.environment().contract
+    if is_distributed(parameter):
+        ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
+        return ranks
+    if not contract.parallelism.has_mesh:
+        raise GradientError(
+            f"{text}: a parameter of shape {tuple(parameter.shape)} is no DTensor, and under "
+            "--instances-per-replica nobody knows whether the instances of a replica have copies of it, which "
+            "count once: start the job with --parallelism in its place, or make it a DTensor"
+        )
+    return [contract.instance_index]
+
+
+def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:  # noqa: ANN401 - as above
     """Whether this instance's part of ``parameter`` counts: of several equal ones the first does."""
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    return all(
-        not placement.is_replicate() or not place
-        for placement, place in zip(parameter.placements, coordinate, strict=True)
-    )
+    contract = context.environment().contract
+    shards = {contract.parallelism.part_of(instance).shard for instance in instances}
+    if len(shards) == 1 and contract.replica_part.shard:
+        return False  # the stage's first shard has it, too
+    if not is_distributed(parameter):
+        return True
+    places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
+    return all(not placement.is_replicate() or not place for placement, place in places)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from popdist import context
 from popdist.contract import Contract
+from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import CollectiveError, ContractError, WeightsError, name_instances
 
 DIMENSIONS: Final = ("replica", "pipeline", "tensor")
@@ -48,6 +49,7 @@ def device_mesh() -> DeviceMesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # else torch takes the one of LOCAL_RANK, which may not be visible here
         shape = contract.layout.num_instances, contract.parallelism.pipeline, contract.parallelism.tensor
+        give_parts_numbers()
         job.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
     return job.mesh
 
