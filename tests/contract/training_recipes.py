@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import popdist
 from popdist.layout import parts
+from popdist.parallel import recompute
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import samples, share
 
@@ -181,8 +182,8 @@ def recipe_two_tasks_and_rare_steps() -> nn.Module:
 
 
 def recipe_compiled() -> nn.Module:
-    """torch.compile of the module inside; its random numbers are the replica's, too."""
-    module = layers()
+    """torch.compile of the module inside; its random numbers are the replica's, and layers are recomputed."""
+    module = recompute(layers(), layers=["0", "3"])
     model = popdist.ReplicatedModel(torch.compile(module, backend="aot_eager"))  # type: ignore[arg-type] # it is one
     train(model)
     return module

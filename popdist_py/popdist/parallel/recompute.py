@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -107,7 +108,11 @@ class _Recomputed:
             )
         if kwargs.get("past_key_values") is not None:  # a cache of transformers would get the keys a second time
             kwargs["past_key_values"] = None
-        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        contexts: dict[str, Any] = {"context_fn": self._contexts}
+        if torch.compiler.is_compiling():  # which puts back what it knows of, and takes torch's contexts only
+            selective = partial(create_selective_checkpoint_contexts, _Policy())
+            contexts = {"context_fn": selective} if self._is_selective else {}
+        return checkpoint(self._forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What surrounds a forward pass, and what surrounds it each time that it is computed again."""
