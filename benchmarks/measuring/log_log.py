@@ -8,7 +8,7 @@ from html import escape
 COLOURS = ("#8c564b", "#1f77b4", "#9467bd", "#ff7f0e", "#d62728", "#7f7f7f", "#2ca02c", "#17becf")
 WIDTH, HEIGHT = 460, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
-LEGEND_LEFT, LEGEND_STEP = 12, 120
+LEGEND_LEFT, LEGEND_STEP, LEGEND_HEIGHT = 12, 120, 18
 
 Curve = Mapping[int, tuple[float, float, float]]
 """At each x: the value, and the lower and the upper end of its interval."""
@@ -67,8 +67,10 @@ def svg(panels: Sequence[Panel], x_name: Callable[[int], str], y_name: Callable[
         for name, curve in panel.curves.items():
             parts += _curve(x, y, curve, colours[name])
     parts.append(_text(LEFT, 14, label, "start"))
-    parts += _legend(colours, HEIGHT + 8)
-    width, height = WIDTH * len(panels), HEIGHT + 30
+    width = WIDTH * len(panels)
+    in_a_row = (width - LEGEND_LEFT) // LEGEND_STEP
+    parts += _legend(colours, HEIGHT + 8, in_a_row)
+    height = HEIGHT + 30 + LEGEND_HEIGHT * ((len(names) - 1) // in_a_row)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     )
@@ -105,10 +107,11 @@ def _curve(x: Axis, y: Axis, curve: Curve, colour: str) -> list[str]:
     return parts
 
 
-def _legend(colours: Mapping[str, str], y: float) -> list[str]:
+def _legend(colours: Mapping[str, str], top: float, in_a_row: int) -> list[str]:
     parts = []
     for number, (name, colour) in enumerate(colours.items()):
-        left = LEGEND_LEFT + LEGEND_STEP * number
+        left = LEGEND_LEFT + LEGEND_STEP * (number % in_a_row)
+        y = top + LEGEND_HEIGHT * (number // in_a_row)
         parts.append(f'<line x1="{left}" y1="{y}" x2="{left + 20}" y2="{y}" stroke="{colour}" stroke-width="3"/>')
         parts.append(_text(left + 26, y + 4, name, "start"))
     return parts
