@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
 import hypothesis
 import pytest
+from measuring.control_group import ControlGroup, NoControlGroupError, control_group
 
 from tests import leftovers
 from tests.contract.forked_calls import ForkedWorlds
@@ -101,6 +103,20 @@ def _leaves_nothing(_leaves_environment: None, monkeypatch: pytest.MonkeyPatch) 
     assert described == []
     assert leftovers.wait_until_none(lambda: leftovers.threads() - threads) == []
     assert leftovers.abandoned_files(files) == []
+
+
+@pytest.fixture
+def limited_memory() -> Iterator[Callable[[int], ControlGroup]]:
+    """Makes a control group in which commands have so many bytes of memory; skips where there is none."""
+    with ExitStack() as groups:
+
+        def make(limit_bytes: int) -> ControlGroup:
+            try:
+                return groups.enter_context(control_group(limit_bytes))
+            except NoControlGroupError as why:
+                pytest.skip(str(why))
+
+        yield make
 
 
 @pytest.fixture

@@ -2,61 +2,28 @@
 
 import os
 import sys
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from measuring.control_group import ControlGroup
 
 from tests.faults.targets import named_processes
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Poprun, run
 
-CGROUPS = Path("/sys/fs/cgroup")
 LIMIT_BYTES = 160 * 2**20
 
 
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group with little memory, which processes may be put into."""
-    group = _memory_folder() / f"poprun-test-{uuid.uuid4().hex}"
-    is_unified = (CGROUPS / "cgroup.controllers").exists()
-    limits = ("memory.max", "memory.swap.max") if is_unified else ("memory.limit_in_bytes",)
-    try:
-        group.mkdir()
-        (group / limits[0]).write_text(str(LIMIT_BYTES))
-    except OSError as error:
-        if group.exists():
-            group.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
-    for name in limits[1:]:
-        if (group / name).exists():
-            (group / name).write_text("0")
-    yield group
-    wait_until(lambda: not (group / "cgroup.procs").read_text())
-    group.rmdir()
-
-
-def _memory_folder() -> Path:
-    """Where the groups around this process are, or their root when its own name is one from outside."""
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = CGROUPS / controllers
-            own = root / name.strip("/")
-            if (own / "cgroup.procs").exists() and (controllers or (CGROUPS / "cgroup.controllers").exists()):
-                return own
-    pytest.skip("this machine has no control groups for memory")
-
-
-def test_a_program_that_the_kernel_killed_for_want_of_memory(small_group: Path, tmp_path: Path) -> None:
+def test_a_program_that_the_kernel_killed_for_want_of_memory(
+    limited_memory: Callable[[int], ControlGroup], tmp_path: Path
+) -> None:
     """The report says so, and how much the instance held, although the program could not say anything."""
     words = write_program(tmp_path, "ready()\nif rank == 1: held = bytearray(2 ** 30)\ntime.sleep(600)")
     command = Poprun().command("--launcher", "local", "-n", "2", *words)
-    enter = f'echo $$ > {small_group}/cgroup.procs && exec "$@"'
+    group = limited_memory(LIMIT_BYTES)
 
-    finished = run(["sh", "-c", enter, "sh", *command])
+    finished = run(group.command(command))
 
     assert finished.code == 137
     assert "instance 1 failed first: SIGKILL, killed" in finished.err

@@ -1,16 +1,23 @@
 """What the benchmarks make of their samples."""
 
 import math
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measuring.control_group import ControlGroup, NoControlGroupError, control_group
 from measuring.documents import put, table
 from measuring.limits import LIMITS, duration_name, size_name, verdicts
 from measuring.log_log import Panel, svg
 from measuring.medians import CONFIDENCE, median, ratio
+
+from tests.running import DEADLINE_SECONDS, run
 
 
 @given(st.integers(6, 200))
@@ -78,3 +85,39 @@ def test_a_plot_draws_each_point_where_its_logarithm_is() -> None:
     assert y2 - y1 == pytest.approx(y3 - y2, abs=0.2)
     assert x1 < x2
     assert y1 > y2
+
+
+def test_a_control_group_enforces_its_limit(limited_memory: Callable[[int], ControlGroup]) -> None:
+    """A command within the limit ends well, one beyond it is killed; the group is removed with what it started."""
+    group = limited_memory(32 << 20)
+    words = [sys.executable, "-I", "-S", "-c", "import sys; b'x' * (int(sys.argv[1]) << 20)"]
+
+    assert run(group.command([*words, "4"])).code == 0
+    assert group.num_killed == 0
+    assert run(group.command([*words, "64"])).code == -signal.SIGKILL
+    assert group.num_killed == 1
+    assert (group.peak_bytes or group.limit_bytes) == group.limit_bytes
+    with subprocess.Popen(group.command(["sh", "-c", "echo in; sleep 600"]), stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        left.stdout.readline()
+        group.end()
+        assert left.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+    assert not group.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("mounts", "why"),
+    [("tmpfs / tmpfs rw 0 0\n", "are mounted here"), ("cgroup2 {root} cgroup2 rw 0 0\n", "can be made here")],
+)
+def test_a_machine_without_control_groups_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str, why: str
+) -> None:
+    """None are mounted, or the folder gives no limits, as one that is read-only."""
+    (tmp_path / "mounts").write_text(mounts.format(root=tmp_path / "groups"), encoding="utf-8")
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "membership").write_text("0::/a/b\n", encoding="utf-8")
+    monkeypatch.setattr(f"{control_group.__module__}._MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(f"{control_group.__module__}._MEMBERSHIP", tmp_path / "membership")
+    with pytest.raises(NoControlGroupError, match=why), control_group(1 << 30):
+        pass
+    assert not any((tmp_path / "groups").iterdir())
