@@ -13,14 +13,25 @@ from click.core import ParameterSource
 
 from popdist.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
-from poprun.probe.machine import find_gpus, gpu_model
+from poprun.plan.topology import Gpu
+from poprun.probe.machine import find_gpus
 from poprun.text.atomic_file import check_target, write_whole
 from poprun.text.input_files import parse_json, parse_yaml, read_text
 from poprun.text.screen import log, print_out, run_click, width
 from popsize.cases import COLUMNS, cases_text, header_of, predict_cases
 from popsize.catalogue import MODELS, config_model, model_of, named_model
 from popsize.errors import SizingError
-from popsize.hardware import DEVICES, FIGURES, GIB, PRECISIONS, Machine, Precision, machines_of, named_machine
+from popsize.hardware import (
+    DEVICES,
+    FIGURES,
+    GIB,
+    PRECISIONS,
+    Machine,
+    Precision,
+    is_called,
+    machines_of,
+    named_machine,
+)
 from popsize.mapping import OPTIMIZER_BYTES, Training, Workload, completed, loaded, parse_mapping, saved
 from popsize.mapping import Mapping as SizeMapping
 from popsize.model import Model, Transformer
@@ -278,7 +289,7 @@ def _explained(asked: _Asked, workload: Workload) -> Candidate:
     if file.endswith(".json"):
         if asked.values():
             raise UsageError(f"{file} has all values of a mapping: leave out --fix and sizes")
-        mapping, _ = loaded(read_text(file, "--explain"), file, workload.model)
+        mapping = loaded(read_text(file, "--explain"), file, workload.model).mapping
     else:
         mapping = completed(asked.values(file), workload.machine.num_devices)
     number = workload.machine.num_devices
@@ -343,7 +354,7 @@ def _machine(asked: _Asked, known: Mapping[str, Machine]) -> Machine:
     gpus = find_gpus(os.environ)
     if not gpus:
         raise UsageError("this machine has no GPU: give --devices, --pod, or --cpu 4")
-    return named_machine(f"{len(gpus)}x{_known_device(*gpu_model())}", known)
+    return named_machine(f"{len(gpus)}x{_known_device(gpus[0])}", known)
 
 
 def _described_machines(path: str) -> dict[str, Machine]:
@@ -354,14 +365,14 @@ def _described_machines(path: str) -> dict[str, Machine]:
         raise PlanError(f"{path} is not YAML: {error}") from None
 
 
-def _known_device(name: str, memory_bytes: float) -> str:
-    """Our name of a GPU that nvidia-smi calls ``name``."""
-    fits = [key for key in DEVICES if key.split("-")[0] in name]
+def _known_device(gpu: Gpu) -> str:
+    """Our name of what ``gpu`` is."""
+    fits = [key for key in DEVICES if is_called(key, gpu.model)]
     if not fits:
         raise UsageError(
-            f"the GPUs here are {name}: describe them in a YAML file (--machines) and name them (--devices)"
+            f"the GPUs here are {gpu.model}: describe them in a YAML file (--machines) and name them (--devices)"
         )
-    return min(fits, key=lambda key: abs(DEVICES[key].device.memory_bytes - memory_bytes))
+    return min(fits, key=lambda key: abs(DEVICES[key].device.memory_bytes - gpu.memory_bytes))
 
 
 def _measured_cpu(num_instances: int) -> Machine:

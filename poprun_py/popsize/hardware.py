@@ -5,7 +5,7 @@ All figures are those of data sheets; `constants` says how much of them programs
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeGuard
@@ -64,6 +64,35 @@ class Machine:
     link_bytes_per_second: float  # what one device sends to its neighbours in the host, one way
     network_bytes_per_second: float  # what one host sends to others, all its network cards together, one way
     collective_seconds: float = 0.0  # what a collective of two devices waits for beside its bytes; 0: as on GPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDevices:
+    """What the file of a mapping keeps of the machine that it is for."""
+
+    machine: str
+    device: str
+    memory_gib: float  # of each device
+    per_host: int
+    are_gpus: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what another program has written."""
+        are_numbers = _is_number(self.memory_gib, 0), _is_number(self.per_host, 1)
+        if not (all(are_numbers) and {type(self.machine), type(self.device)} == {str}):
+            raise ValueError(f"{shown(asdict(self))} are no devices")
+
+    @classmethod
+    def of(cls, machine: Machine) -> "PlannedDevices":
+        """What is kept of ``machine``."""
+        device = machine.device
+        return cls(
+            machine=machine.name,
+            device=device.name,
+            memory_gib=device.memory_bytes / GIB,
+            per_host=min(machine.devices_per_host, machine.num_devices),
+            are_gpus=device.launches_ahead,
+        )
 
 
 _LARGEST: Final = 10**12
@@ -198,6 +227,12 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
     )
 )
 """The devices that a name is enough for: machines of one device, with the links of the usual host."""
+
+
+def is_called(name: str, model: str) -> bool:
+    """Whether a driver calls a device of `DEVICES` ``model``, such as ``NVIDIA A100-SXM4-80GB``."""
+    return name.partition("-")[0] in model
+
 
 _ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB", "IPU": "GC200"}
 _PODS: Final = ("POD16", "POD64", "POD128", "POD256")

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from popsize.catalogue import model_digest
 from popsize.constants import CONSTANTS, Constants
 from popsize.errors import MappingError
-from popsize.hardware import PRECISIONS, Machine, Precision
+from popsize.hardware import PRECISIONS, Machine, PlannedDevices, Precision
 from popsize.model import RECOMPUTE, Model, Recompute
 from popsize.stages import most_phases
 
@@ -378,15 +378,24 @@ def saved(mapping: Mapping, workload: Workload) -> str:
         "model": workload.model.name,
         "model_sha256": model_digest(workload.model),
         "parameters": workload.model.num_parameters,
-        "machine": workload.machine.name,
+        "machine": asdict(PlannedDevices.of(workload.machine)),
         "training": asdict(workload.training),
         "mapping": asdict(mapping),
     }
     return json.dumps(table, indent=2) + "\n"
 
 
-def loaded(text: str, origin: str, model: Model | None = None) -> tuple[Mapping, Training]:
-    """The mapping that `saved` wrote, and its training; with ``model`` only one that is planned for it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedMapping:
+    """What the file of a mapping holds."""
+
+    mapping: Mapping
+    training: Training
+    devices: PlannedDevices
+
+
+def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
+    """What `saved` wrote; with ``model`` only a mapping that is planned for it."""
     try:
         table = json.loads(text)
         if table["schema"] != SCHEMA:
@@ -398,7 +407,11 @@ def loaded(text: str, origin: str, model: Model | None = None) -> tuple[Mapping,
                 f"{origin} was planned for {table['model']} of {table['parameters']:,.0f} parameters, and not for "
                 f"this {model.name} of {model.num_parameters:,.0f}: plan again, or give the same model"
             )
-        return from_table(table["mapping"]), Training(**table["training"])
+        return SavedMapping(
+            mapping=from_table(table["mapping"]),
+            training=Training(**table["training"]),
+            devices=PlannedDevices(**table["machine"]),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MappingError(f"{origin} is no mapping that poprun-size --save wrote: {error}") from None
 

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 import popdist.contract
+from popsize.catalogue import named_model
+from popsize.hardware import named_machine
+from popsize.mapping import Mapping, Training, Workload, saved
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import TMPDIR, Network
 from tests.running import Finished, MpiEnvironment, run
@@ -29,6 +32,10 @@ SUM = (
 )
 SUM_BOTH_WAYS = SUM.replace(
     "print(float", "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(float(x)), float"
+)
+MAPPING = saved(
+    Mapping(tensor=2, replicas=3),
+    Workload(model=named_model("gpt2"), machine=named_machine("6xA100"), training=Training(global_batch=6)),
 )
 HELLO = (sys.executable, "-c", "print('hello')")
 
@@ -65,11 +72,13 @@ def copy_key(network: Network, source: str, target: str) -> None:
 
 
 def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun, tmp_path: Path) -> None:
-    """A changed host key, another poprun, another torch, no program, no folder, no host: each with its remedy."""
+    """A host key, another poprun, another torch, no program, mapping, folder or host: each with its remedy."""
     program, folder = tmp_path / "there" / "program", tmp_path / "jobs" / "job"
     for made in (program.parent, folder):
         made.mkdir(parents=True)
     shutil.copy("/bin/true", program)
+    mapping = program.parent / "mapping.json"
+    mapping.write_text(MAPPING)
     old = tmp_path / "contract.py"
     old.write_text(CONTRACT.read_text().replace(popdist.contract.VERSION, "0.0.9"))
     copy_key(spoilt, "n1", "n2")
@@ -81,7 +90,7 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
     spoilt.hosts["n5"].run("mount", "-t", "tmpfs", "none", str(folder.parent))
     spoilt.hosts["n6"].kill()
 
-    rows = table(poprun(spoilt, "--host", "n[1-6]", "-n", "6", str(program), cwd=folder))
+    rows = table(poprun(spoilt, "--host", "n[1-6]", "--parallelism", str(mapping), str(program), cwd=folder))
 
     version = popdist.contract.VERSION
     assert [row[:2] for row in rows] == [
@@ -89,6 +98,7 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
         ["n3", f"poprun and popdist are 0.0.9 there, {version} here"],
         ["n4", f"torch is 1.2.3 there, {torch.__version__} here, in {Path(torch.__file__).parents[1]}"],
         ["n4", f"there is no {program}"],
+        ["n4", f"there is no {mapping}"],
         ["n5", f"there is no directory {folder}"],
         ["n6", "it does not answer"],
     ]

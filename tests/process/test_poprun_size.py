@@ -42,14 +42,14 @@ def test_every_format_of_an_answer(tmp_path: Path) -> None:
     found = json.loads(size(*ASKED, "--top", "2", "--format", "json").succeeded().out)
     rows = list(csv.DictReader(io.StringIO(size(*ASKED, "--top", "2", "--format", "csv").succeeded().out)))
     root = ET.fromstring(size(*ASKED, "--format", "svg").succeeded().out)  # noqa: S314 - our own
-    mapping, training = loaded((tmp_path / "mapping.json").read_text(encoding="utf-8"), "mapping.json")
+    kept = loaded((tmp_path / "mapping.json").read_text(encoding="utf-8"), "mapping.json")
 
     assert [path.name for path in tmp_path.iterdir()] == ["mapping.json"]
-    assert training == Training(global_batch=64)
+    assert kept.training == Training(global_batch=64)
     assert "     a step  peak  bubble" in table
     assert len(found["mappings"]) == len(rows) == 2
     assert float(rows[0]["seconds"]) == pytest.approx(found["mappings"][0]["seconds"], rel=1e-5)
-    assert found["mappings"][0]["mapping"]["replicas"] == int(rows[0]["replicas"]) == mapping.replicas
+    assert found["mappings"][0]["mapping"]["replicas"] == int(rows[0]["replicas"]) == kept.mapping.replicas
     assert root.tag.endswith("svg")
 
 
@@ -189,7 +189,7 @@ def test_a_file_is_saved_where_a_link_leads_and_only_in_a_file(tmp_path: Path) -
     finished = size(*ASKED, "--save", "pipe", cwd=tmp_path)
 
     assert (tmp_path / "link.json").is_symlink()
-    assert loaded((tmp_path / "mapping.json").read_text(encoding="utf-8"), "mapping.json")
+    assert loaded((tmp_path / "mapping.json").read_text(encoding="utf-8"), "mapping.json").mapping.replicas
     assert finished.err == "poprun-size: error: cannot write pipe: it is no ordinary file\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "mapping.json", "pipe"]
 

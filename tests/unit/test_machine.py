@@ -376,12 +376,18 @@ def test_this_machine() -> None:
     assert {cpu.number for cpu in read_cpus(os.sched_getaffinity(0))} == os.sched_getaffinity(0)
 
 
-def test_gpus_tell_their_node(tmp_path: Path) -> None:
+def test_gpus_tell_their_node_and_kind(tmp_path: Path) -> None:
     """By their address on the PCI bus, which the driver writes longer than the kernel; -1 is none."""
     for address, node in [("0000:3b:00.0", "1"), ("0000:86:00.0", "-1")]:
         (tmp_path / address).mkdir()
         (tmp_path / address / "numa_node").write_text(f"{node}\n")
-    inventory = "0, GPU-a, 00000000:3B:00.0\n1, GPU-b, 00000000:86:00.0\n2, GPU-c, 00000000:AF:00.0\n3, GPU-d\n"
+    inventory = (
+        "0, GPU-a, 00000000:3B:00.0, NVIDIA H200, 143771 MiB\n1, GPU-b, 00000000:86:00.0\n"
+        "2, GPU-c, 00000000:AF:00.0\n3, GPU-d\n"
+    )
 
+    first, second, *_ = read_gpus(inventory, "", None, str(tmp_path))
+    assert (first.model, first.memory_bytes >> 20) == ("NVIDIA H200", 143771)
+    assert (second.model, second.memory_bytes) == ("", 0)
     assert [gpu.node for gpu in read_gpus(inventory, "", None, str(tmp_path))] == [1, None, None, None]
     assert [gpu.node for gpu in read_gpus(inventory, "", "GPU-a", str(tmp_path))] == [1]

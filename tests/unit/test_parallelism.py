@@ -11,14 +11,14 @@ from poprun.plan.advice import advise
 from poprun.plan.parallelism import mapping_in_file, mapping_in_words
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict
-from poprun.plan.planner import make_plan
+from poprun.plan.planner import make_advised_plan, make_plan
 from poprun.plan.pods import named_pod
 from poprun.plan.request import AskedMapping, LaunchRequest, VipuSettings
 from poprun.plan.topology import Allocation
 from poprun.render import render_plan
 from poprun.text.screen import TopologyFormat
 from popsize.catalogue import named_model
-from popsize.hardware import named_machine
+from popsize.hardware import machines_of, named_machine
 from popsize.mapping import Mapping, Training, Workload, saved
 from tests.planning import LAPTOP, planned, with_gpus
 
@@ -103,6 +103,54 @@ def test_a_saved_mapping_says_all_counts() -> None:
     assert (plan.num_instances, plan.num_replicas) == (8, 2)
     assert plan.contract(0).to_env()["POPDIST_MAPPING"] == "/jobs/mapping.json"
     assert plan.contract(5).replica_part.stage == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "hosts", "told"),
+    [
+        (
+            "8xA100",
+            None,
+            1,
+            "8xA100, and the job computes on the CPU: memory and seconds are not as predicted; plan",
+        ),
+        ("8xA100", ("NVIDIA A100-SXM4-80GB", 81920), 1, ""),
+        ("8xA100", ("", 0), 1, ""),
+        ("8xA100", ("NVIDIA A100-PCIE-40GB", 40960), 1, "NVIDIA A100-PCIE-40GB with 40.00 GiB, not 79.20"),
+        (
+            "8xA100",
+            ("NVIDIA H200", 143771),
+            1,
+            "NVIDIA H200 with 140.40 GiB, not 79.20: memory and seconds are not",
+        ),
+        ("8xA100", ("NVIDIA A100-SXM4-80GB", 81920), 2, "on 4 devices a host, not 8: memory and seconds are not"),
+        ("8xcpu", None, 1, ""),
+        ("8xcpu", ("NVIDIA H200", 143771), 1, "8xcpu, and the job computes on GPUs: memory and seconds are not"),
+        ("8xcpu", None, 2, "4 devices a host, not 8: memory and seconds are not as predicted; nearest: 1 host"),
+    ],
+)
+def test_a_mapping_for_other_devices_is_warned_of(
+    kind: str, gpu: tuple[str, int] | None, hosts: int, told: str
+) -> None:
+    """What it was planned for, what the job computes on, and what is nearest."""
+    cpu = {"memory_gib": 1, "tflops": 1, "memory_gb_per_second": 1, "link_gb_per_second": 1} | {
+        "network_gb_per_second": 1,
+        "devices_per_host": 8,
+        "operator_seconds": 1e-6,
+    }
+    machine = named_machine(kind, machines_of({"cpu": cpu}, "m.yaml"))
+    workload = Workload(model=named_model("gpt2"), machine=machine, training=Training(global_batch=64))
+    asked = mapping_in_file(saved(Mapping(tensor=2, replicas=4), workload), "m.json", "/m.json")
+    request = LaunchRequest(mapping=asked, hosts=tuple("ab"[:hosts]) if hosts > 1 else ())
+    gpus = () if gpu is None else with_gpus("f" * 8).gpus
+    found = tuple(replace(one, model=gpu[0], memory_bytes=gpu[1] << 20) for one in gpus if gpu)
+    facts = replace(LAPTOP, gpus=found, cores=tuple(range(64)))
+
+    _, advice = make_advised_plan(request, facts, is_counted=False, are_hosts_seen=True)
+
+    lines = [line for line in advice if "m.json" in line]
+    assert len(lines) == bool(told)
+    assert told in "".join(lines)
 
 
 def test_a_task_of_slurm_is_an_instance() -> None:

@@ -165,7 +165,8 @@ def test_a_saved_mapping_is_read_as_it_was(mapping: Mapping, training: Training)
     """All fields, and how the model is trained."""
     planned = Workload(model=named_model("gpt2"), machine=named_machine("8xH100"), training=training)
 
-    assert loaded(saved(mapping, planned), "mapping.json") == (mapping, training)
+    found = loaded(saved(mapping, planned), "mapping.json")
+    assert (found.mapping, found.training) == (mapping, training)
 
 
 def test_the_schema_of_a_saved_mapping() -> None:
@@ -174,7 +175,14 @@ def test_the_schema_of_a_saved_mapping() -> None:
 
     assert table["schema"] == SCHEMA == 1
     assert sorted(table) == ["machine", "mapping", "model", "model_sha256", "parameters", "schema", "training"]
-    assert (table["model"], table["machine"]) == ("gpt2-xl", "8xA100-80GB")
+    assert table["model"] == "gpt2-xl"
+    assert table["machine"] == {
+        "machine": "8xA100-80GB",
+        "device": "A100-80GB",
+        "memory_gib": 79.2,
+        "per_host": 8,
+        "are_gpus": True,
+    }
     assert sorted(table["training"]) == [
         "full_weights",
         "global_batch",
@@ -195,6 +203,8 @@ def test_the_schema_of_a_saved_mapping() -> None:
         (lambda table: table["mapping"].update(tensor=0), "tensor=0: give a whole number"),
         (lambda table: table["mapping"].update(width=1), "a mapping has no 'width'"),
         (lambda table: table["training"].update(steps=1), "steps"),
+        (lambda table: table.update(machine="8xA100"), "mapping"),
+        (lambda table: table["machine"].update(per_host="8"), "are no devices"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_named(change: Any, said: str) -> None:  # noqa: ANN401 - any change of a table
@@ -312,7 +322,7 @@ def test_a_saved_mapping_is_of_one_model() -> None:
     """With another model at hand it is refused, also with one of the same name."""
     text = saved(Mapping(tensor=5), workload())
 
-    assert loaded(text, "mapping.json", named_model("gpt2-xl"))[0] == Mapping(tensor=5)
+    assert loaded(text, "mapping.json", named_model("gpt2-xl")).mapping == Mapping(tensor=5)
     with pytest.raises(MappingError, match=r"was planned for gpt2-xl of 1,557,.* and not for this gpt2-xl of"):
         loaded(text, "mapping.json", named_model("gpt2-xl", ["layers=47"]))
 

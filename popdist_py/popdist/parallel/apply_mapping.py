@@ -175,7 +175,7 @@ def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -
 def _read(path: str | os.PathLike[str]) -> Mapping:
     """The mapping in a file."""
     try:
-        return loaded(Path(path).read_text(encoding="utf-8"), os.fspath(path))[0]
+        return loaded(Path(path).read_text(encoding="utf-8"), os.fspath(path)).mapping
     except (OSError, UnicodeDecodeError) as error:
         raise ContractError(f"cannot read the mapping {os.fspath(path)}: {error}") from None
     except MappingError as error:

@@ -182,6 +182,7 @@ class _Examiner:
 
     async def _ask_for_facts(self) -> dict[str, Answer]:
         plan = self._plan
+        files = [*program_files(plan.program), *([plan.mapping_path] if plan.mapping_path else [])]
         question = {
             "ask": "facts",
             "folders": list(_FOLDERS),
@@ -189,7 +190,7 @@ class _Examiner:
             "packages": package_places(plan.program, sysconfig.get_path("purelib")),
             "mpi": plan.mpi.path if plan.mpi else "",
             "working_directory": plan.working_directory,
-            "files": [os.path.join(plan.working_directory, file) for file in program_files(plan.program)],
+            "files": [os.path.join(plan.working_directory, file) for file in files],
             "names": () if plan.remote.slurm_job else plan.hosts[:_MOST_NAMES],
         }
         return await self._ask(dict.fromkeys((self._here, *plan.hosts), question), _FACTS_SECONDS)

@@ -114,7 +114,8 @@ def problems_of(
         if here["files"][file]:
             continue  # a word that names no file here needs to name none there
         if problem == "missing":
-            yield Problem(host, f"there is no {file}", "copy the program to it")
+            what = "the file of --parallelism" if file == plan.mapping_path else "the program"
+            yield Problem(host, f"there is no {file}", f"copy {what} to it")
         if problem and problem != "missing":
             yield Problem(host, f"{file} is {problem}", "let this user read it: chmod a+r")
 

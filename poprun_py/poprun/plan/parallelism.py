@@ -1,13 +1,21 @@
 """Replicas that several instances share: what was asked and the counts that follow from it. Pure."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from popdist.layout import Parallelism
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import MAX_COUNT, AskedMapping, LaunchRequest, check_count
+from poprun.plan.topology import Gpu
+from poprun.text.ranges import counted
 
+if TYPE_CHECKING:
+    from popsize.hardware import PlannedDevices
+
+_ENOUGH: Final = 0.95  # of the planned memory: drivers keep some of a device for themselves
 _OF_JOB = ("tensor", "pipeline", "replicas")
 
 
@@ -34,12 +42,18 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
     from popsize.mapping import loaded  # noqa: PLC0415 - as above
 
     try:
-        mapping, _ = loaded(content, name)
+        found = loaded(content, name)
     except MappingError as error:
         where = "" if str(error).startswith(name) else f"{name}: "
         raise PlanError(f"--parallelism {where}{error}") from None
+    mapping = found.mapping
     return AskedMapping(
-        text=name, tensor=mapping.tensor, pipeline=mapping.pipeline, replicas=mapping.replicas, path=path
+        text=name,
+        tensor=mapping.tensor,
+        pipeline=mapping.pipeline,
+        replicas=mapping.replicas,
+        path=path,
+        devices=found.devices,
     )
 
 
@@ -109,3 +123,34 @@ def check_found(plan: LaunchPlan, asked: AskedMapping | None, num_gpus: int) -> 
         f"--parallelism {asked.text} is for {plan.num_gpus_per_host * len(plan.hosts)} GPUs, and found are "
         f"{there}; nearest: {nearest}, or --offline-mode to compute on the CPU"
     )
+
+
+def other_devices(plan: LaunchPlan, asked: AskedMapping | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """Advice if the devices are others than the mapping was planned for; ``gpus`` are those of a host."""
+    if asked is None or asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
+        return ()
+    planned, on_gpus = asked.devices, bool(plan.devices)
+    num_devices = plan.num_replicas * plan.parallelism.instances_per_replica
+    per_host = num_devices // len(plan.hosts)
+    if planned.are_gpus != on_gpus:
+        found = "GPUs" if on_gpus else "the CPU"
+        cure = f"plan for {found}: poprun-size {'--devices' if on_gpus else f'--cpu {num_devices}'}"
+    elif on_gpus and (other := _other_kind(planned, next(gpu for gpu in gpus if gpu.name == plan.devices[0]))):
+        found, cure = other, "plan for these: poprun-size without --devices"
+    elif per_host != planned.per_host and plan.vipu.pod is None:
+        found = f"{per_host} devices a host, not {planned.per_host}"
+        cure = f"nearest: {counted(max(1, num_devices // planned.per_host), 'host')}"
+    else:
+        return ()
+    start = f"{asked.text} was planned for {planned.machine}"
+    return (f"{start}, and the job computes on {found}: memory and seconds are not as predicted; {cure}",)
+
+
+def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
+    """What ``gpu`` is, if it is of another kind or has less memory than planned; else nothing."""
+    from popsize.hardware import DEVICES, GIB, gib, is_called  # noqa: PLC0415 - few jobs have a mapping
+
+    is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)
+    if is_other or 0 < gpu.memory_bytes < _ENOUGH * planned.memory_gib * GIB:
+        return f"{gpu.model} with {gib(gpu.memory_bytes)} GiB, not {planned.memory_gib:.2f}"
+    return ""

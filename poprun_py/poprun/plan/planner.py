@@ -15,7 +15,7 @@ from popdist.layout import Parallelism
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.advice import advise
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
-from poprun.plan.parallelism import check_found, choose_parallelism, with_counts
+from poprun.plan.parallelism import check_found, choose_parallelism, other_devices, with_counts
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan, LeasedDevices
 from poprun.plan.request import (
@@ -79,7 +79,8 @@ def make_advised_plan(
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
     """The plan of :func:`make_plan` with advice on it; ``are_hosts_seen`` says if other hosts are examined."""
     plan, left_out = _decide(request, facts, pod, is_counted=is_counted)
-    return plan, advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen)
+    advice = advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen)
+    return plan, (*other_devices(plan, request.mapping, facts.gpus), *advice)
 
 
 def _decide(

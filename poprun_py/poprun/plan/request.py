@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from poprun.errors import PlanError
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.ranges import fold_numbers
+
+if TYPE_CHECKING:
+    from popsize.hardware import PlannedDevices
 
 MAX_COUNT: Final = 2**31 - 1  # ranks are 32-bit numbers in MPI and torch
 _NUM_CHOICES: Final = 3
@@ -153,6 +156,7 @@ class AskedMapping:
         pipeline: Stages that the layers are cut into.
         replicas: Model replicas in the whole job; None where the words do not say.
         path: Absolute path of the file, or None for words.
+        devices: What the file was planned for; None for words.
     """
 
     text: str
@@ -160,6 +164,7 @@ class AskedMapping:
     pipeline: int = 1
     replicas: int | None = None
     path: str | None = None
+    devices: "PlannedDevices | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

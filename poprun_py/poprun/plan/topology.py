@@ -68,6 +68,8 @@ class Gpu:
         occupants: Processes that hold memory on it.
         is_leased: Whether a job of the pool holds it.
         node: NUMA node that it is attached to, or None where the machine does not say.
+        model: What the driver calls its kind, such as ``NVIDIA H200``; empty when it is not known.
+        memory_bytes: Size of its memory; 0 when it is not known.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Gpu:
     occupants: tuple[Occupant, ...] = ()
     is_leased: bool = False
     node: int | None = None
+    model: str = ""
+    memory_bytes: int = 0
 
     @property
     def is_free(self) -> bool:

@@ -125,7 +125,7 @@ PCI: Final = "/sys/bus/pci/devices"
 _SMI_SECONDS: Final = 10.0
 _SMI: Final = "nvidia-smi"
 _DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
-_INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id"
+_INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id,name,memory.total"
 _PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
 _ALLOWED: Final = "Mems_allowed_list:"
 _SIBLINGS: Final = ("core_cpus_list", "thread_siblings_list")
@@ -198,18 +198,12 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
 
 
-def gpu_model() -> tuple[str, float]:
-    """What the driver calls the first GPU, and its memory in bytes; an empty name where it does not answer."""
-    name, _, mebibytes = _ask("--query-gpu=name,memory.total").partition("\n")[0].rpartition(",")
-    return name.strip(), float(_last_number(mebibytes)) * 2**20
-
-
 def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
     """The devices that the driver lists and ``visible``, the value of ``CUDA_VISIBLE_DEVICES``, leaves visible."""
-    # lines such as "index, uuid, address on the PCI bus"; and in processes "uuid, pid"
+    # lines such as "index, uuid, address on the PCI bus, kind, 141312 MiB"; and in processes "uuid, pid"
     rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
     uuids = {index: uuid for index, uuid, *_ in rows}
-    nodes = {uuid: _node_of(address, pci) for _, uuid, *rest in rows for address in rest}
+    about = {uuid: (*rest, "", "", "")[:3] for _, uuid, *rest in rows}
     occupants = _occupants(processes)
     found = list(uuids.items()) if visible is None else []
     for name in map(str.strip, visible.split(",") if visible is not None else ()):
@@ -217,9 +211,16 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
         if uuid is None:  # CUDA reads no further, either
             break
         found.append((name, uuid))
-    return tuple(
-        Gpu(name=name, uuid=uuid, occupants=occupants.get(uuid, ()), node=nodes.get(uuid)) for name, uuid in found
-    )
+    gpus = []
+    for name, uuid in found:
+        address, model, mebibytes = about.get(uuid, ("", "", ""))
+        node = _node_of(address, pci) if address else None
+        memory_bytes = _last_number(mebibytes.removesuffix(" MiB")) * 2**20
+        occupied = occupants.get(uuid, ())
+        gpus.append(
+            Gpu(name=name, uuid=uuid, occupants=occupied, node=node, model=model, memory_bytes=memory_bytes)
+        )
+    return tuple(gpus)
 
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
