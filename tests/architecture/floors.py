@@ -8,8 +8,8 @@ from typing import Final
 from tests.architecture.source_tree import words
 
 _LOWEST_FIRST: Final = {
-    "popsize": "errors < hardware model < constants stages < catalogue < mapping < duration footprint < search"
-    " < cases tables < picture",
+    "popsize": "errors phases < hardware model < constants stages < catalogue < mapping < duration footprint"
+    " < search < cases tables < picture",
     "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < devices"
     " < job monitor emit doctor < cli vipu < start size < command < __main__",
     "popdist": "errors layout local_tensors tree stack_signal startup < contract torch_private extension"

@@ -1,0 +1,192 @@
+"""Phases: which units are read together, how much memory that takes, and what a step waits for.
+
+Holds popsize.phases.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from popsize.phases import PhasePlan, StoreSpeed, TooLarge, UnitCost, even_cuts, plan_phases, plan_with
+
+SPEED = StoreSpeed(read_bytes_per_second=2.0, write_bytes_per_second=1.0)
+UNIT = UnitCost(
+    weight_bytes=8,
+    updated_bytes=8,
+    gradient_bytes=8,
+    state_bytes=16,
+    input_bytes=2,
+    running_bytes=5,
+    forward_seconds=10,
+    backward_seconds=30,
+    update_seconds=1,
+)
+
+
+@st.composite
+def units(draw: st.DrawFn, most: int = 7) -> list[UnitCost]:
+    """Units of any sizes, of which some are not trained, or compute in no time."""
+    number = st.integers(0, 40)
+    found = []
+    for _ in range(draw(st.integers(1, most))):
+        weights, trained = draw(st.integers(1, 40)), draw(st.booleans())
+        found.append(
+            UnitCost(
+                weight_bytes=weights,
+                updated_bytes=trained * weights,
+                gradient_bytes=trained * weights,
+                state_bytes=trained * draw(number),
+                input_bytes=draw(number),
+                running_bytes=draw(number),
+                forward_seconds=draw(number),
+                backward_seconds=draw(number),
+                update_seconds=draw(number),
+            )
+        )
+    return found
+
+
+MICRO_BATCHES = st.integers(1, 7)
+
+
+def step_seconds(model: Sequence[UnitCost], cuts: Sequence[int], num_micro_batches: int) -> float:
+    """The seconds of a step as the longest path: each visit of a phase, each read and each write is a node."""
+    phases = [model[a:b] for a, b in pairwise((*cuts, len(model)))]
+    count = len(phases)
+    order = [p for _ in range(num_micro_batches) for p in (*range(count), *reversed(range(count)))]
+    slots: list[int] = [0, 1]
+    reads, writes, computing = list[float](), list[float](), list[float]()
+    for place, phase in enumerate(order):
+        number, inside = divmod(place, 2 * count)
+        is_back, is_last = inside >= count, number == num_micro_batches - 1
+        gradients, state, weights, updated = (
+            sum(float(getattr(unit, name)) for unit in phases[phase])
+            for name in ("gradient_bytes", "state_bytes", "weight_bytes", "updated_bytes")
+        )
+        read = is_back * (gradients * (number > 0) + state * is_last)
+        if phase not in slots:
+            slots.remove(next(it for it in slots if it != order[place - 1]))
+            slots.append(phase)
+            read += weights
+        reads.append(read / SPEED.read_bytes_per_second)
+        writes.append(is_back * (updated + state if is_last else gradients) / SPEED.write_bytes_per_second)
+        names = ("backward_seconds", *(["update_seconds"] if is_last else [])) if is_back else ("forward_seconds",)
+        computing.append(sum(float(getattr(unit, name)) for unit in phases[phase] for name in names))
+
+    @cache
+    def ended(kind: str, place: int) -> float:
+        """When a node has ended: behind those that it needs, and behind the transfer before it."""
+        if place < 0:
+            return 0.0
+        if kind == "compute":
+            needs = [ended("compute", place - 1), *([ended("read", place)] if reads[place] else [])]
+            return max(needs) + computing[place]
+        if kind == "write":
+            return max(ended("compute", place), ended("read", min(place + 1, len(order) - 1))) + writes[place]
+        started = ended("compute", place - 2) if place > 1 else 0.0
+        if reads[place] and place:  # no earlier than the visit before it starts
+            started = max(started, ended("compute", place - 1) - computing[place - 1])
+        return max(started, ended("write", place - 2), ended("read", place - 1)) + reads[place]
+
+    last = len(order) - 1
+    return max(ended("compute", last), max(ended("write", last - 1), ended("compute", last)) + writes[last])
+
+
+def test_a_step_waits_for_transfers_that_take_longer_than_a_phase() -> None:
+    """While one phase computes for 31 s, that before is written in 24 s and the next one is read in 12 s."""
+    plan = plan_with([UNIT] * 4, range(4), SPEED)
+
+    assert plan.cuts == (0, 1, 2, 3)
+    assert (plan.memory.slots, plan.memory.activations) == (2 * 24, 4 * 2 + 5 + 8)
+    assert (plan.step.computing, plan.step.reading, plan.step.writing) == (4 * 41, 2 * 5, 24)
+    assert plan.step.read_bytes == 4 * 16 + (2 + 2) * 8  # state; weights but for two at each turn
+    assert plan.step.written_bytes == 4 * 24
+
+
+def test_partial_sums_are_written_and_read_between_micro_batches() -> None:
+    """Each micro batch but the last one writes them, each but the first one reads them."""
+    one, four = (plan_with([UNIT] * 4, range(4), SPEED, number) for number in (1, 4))
+
+    assert four.memory.slots == one.memory.slots + 2 * 8
+    assert four.step.written_bytes == one.step.written_bytes + 3 * 4 * 8
+    assert four.step.read_bytes == one.step.read_bytes + 3 * (4 * 8 + 4 * 8)
+
+
+@settings(max_examples=150)
+@given(units(), MICRO_BATCHES, st.data())
+def test_the_walk_is_the_longest_path(model: list[UnitCost], num_micro_batches: int, data: st.DataObject) -> None:
+    """Whatever the units and the phases are."""
+    cuts = sorted({0, *data.draw(st.lists(st.integers(0, len(model) - 1)))})
+    plan = plan_with(model, cuts, SPEED, min(4, num_micro_batches))
+
+    assert plan.step.seconds == pytest.approx(step_seconds(model, cuts, min(4, num_micro_batches)))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
+def test_the_largest_phase_is_as_small_as_it_can_be(sizes: list[int], data: st.DataObject) -> None:
+    """Of all ways to cut, tried one by one; each unit is in one phase."""
+    number = data.draw(st.integers(1, len(sizes)))
+    cuts = even_cuts(sizes, number)
+
+    def largest(places: Sequence[int]) -> int:
+        return max(sum(sizes[a:b]) for a, b in pairwise((*places, len(sizes))))
+
+    assert cuts[0] == 0
+    assert sorted(set(cuts)) == list(cuts)
+    assert len(cuts) == number
+    assert largest(cuts) == min(largest((0, *rest)) for rest in combinations(range(1, len(sizes)), number - 1))
+
+
+@settings(max_examples=100)
+@given(units(), MICRO_BATCHES, st.integers(1, 900), st.integers(0, 300))
+def test_more_memory_is_never_slower(
+    model: list[UnitCost], num_micro_batches: int, budget: int, more: int
+) -> None:
+    """But for the hundredth that fewer phases may cost; what fits keeps to its budget."""
+    found, larger = (plan_phases(model, size, SPEED, num_micro_batches) for size in (budget, budget + more))
+
+    if isinstance(found, TooLarge):
+        assert found.needed_bytes > budget
+        enough = plan_phases(model, found.needed_bytes, SPEED, num_micro_batches)
+        assert isinstance(enough, PhasePlan)
+        assert enough.memory.total <= found.needed_bytes
+    else:
+        assert found.memory.total <= budget
+        assert isinstance(larger, PhasePlan)
+        assert larger.step.seconds <= found.step.seconds * 1.0101
+
+
+def test_faster_stores_of_more_micro_batches_take_no_longer() -> None:
+    """What is not walked is what is walked: many micro batches take as much more as a few."""
+    plans = [plan_with([UNIT] * 5, (0, 2, 4), SPEED, number).step for number in (3, 4, 100)]
+    quick = StoreSpeed(read_bytes_per_second=1e9, write_bytes_per_second=1e9)
+
+    assert plans[2].seconds == pytest.approx(plans[1].seconds + 96 * (plans[1].seconds - plans[0].seconds))
+    fast = plan_with([UNIT] * 5, (0, 2, 4), quick, 100).step
+    assert fast.computing == plans[2].computing == 5 * (100 * 40 + 1)
+    assert fast.reading + fast.writing < 1e-3
+
+
+def test_what_a_person_reads() -> None:
+    """Sizes and times with their units; where nothing fits, what takes how much and what would do."""
+    gib = 2**30
+    large = replace(UNIT, weight_bytes=gib, updated_bytes=gib, gradient_bytes=gib, state_bytes=2 * gib)
+    speed = StoreSpeed(read_bytes_per_second=gib, write_bytes_per_second=gib)
+    plan, none = (plan_phases([large] * 6, size, speed) for size in (14 * gib, gib))
+
+    assert isinstance(plan, PhasePlan)
+    assert plan.sentence == (
+        "6 phases of up to 3.00 GiB, and 1.00 GiB of activations: a step is predicted to take 249 s "
+        "(246 s computing, 0 s waiting for reads, 3 s waiting for writes)"
+    )
+    assert isinstance(none, TooLarge)
+    assert none.sentence([f"block.{place}" for place in range(6)]) == (
+        "phases of one layer each need 7.00 GiB and have 1.00 GiB: 6.00 GiB for two layers as large as block.0, "
+        "and 1.00 GiB for activations while block.5 runs, which smaller micro batches lessen"
+    )
