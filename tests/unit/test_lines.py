@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poprun.errors import PlanError
 from poprun.job.output.lines import MAX_LINE_BYTES, LineSplitter, Tags, tagged
+from poprun.plan.parallelism import mapping_in_words
 from poprun.plan.request import OutputSettings
 from tests.planning import planned
 
@@ -150,8 +152,12 @@ def test_every_field_of_a_template(instances: tuple[int, ...], expected: bytes) 
 
 
 def test_a_replica_that_instances_share_is_in_a_tag_once() -> None:
-    """A line that several of its instances print alike names it once."""
-    output = OutputSettings(tag_format="{instance} {replicas}")
-    plan = planned(num_instances=4, instances_per_replica=2, output=output)
+    """A line that several of its instances print alike names it once, with their stages and shards."""
+    output = OutputSettings(tag_format="{instance} {replicas}/{stage}.{shard}")
+    plan = planned(num_instances=8, mapping=mapping_in_words("tp=2,pp=2"), output=output)
+    tags = Tags(plan, "stdout", is_terminal=False, is_coloured=False)
 
-    assert Tags(plan, "stdout", is_terminal=False, is_coloured=False).of((0, 1, 2)) == b"0-2 0-1"
+    assert [tags.of(instances) for instances in ((6,), (0, 1, 4))] == [b"6 1/1.0", b"0-1,4 0-1/0.0-1"]
+    assert tag(3, output=output) == b"3 6-7/0.0"
+    with pytest.raises(PlanError, match=r"there is no \{stage\} where --instances-per-replica stands for"):
+        planned(num_instances=4, instances_per_replica=2, output=output)

@@ -16,7 +16,15 @@ from poprun.plan.request import (
     legal_instances,
 )
 
-VALUES = {"instance": "3", "local_instance": "1", "host": "b", "replicas": "6-7", "stream": "stderr"}
+VALUES = {
+    "instance": "3",
+    "local_instance": "1",
+    "host": "b",
+    "replicas": "6-7",
+    "stage": "1",
+    "shard": "0",
+    "stream": "stderr",
+}
 
 pieces = st.lists(
     st.sampled_from(
@@ -47,7 +55,7 @@ def test_fields_become_values(template: str, tag: str) -> None:
 @pytest.mark.parametrize(
     ("template", "what"),
     [
-        ("{rank}", "there is no {rank}; there are {instance}, {local_instance}, {host}, {replicas}, {stream}"),
+        ("{rank}", "there is no {rank}; there are {instance}, {local_instance}, {host}, {replicas}, {stage}, {sh"),
         ("{}", "there is no {}; there are {instance}"),
         ("{instance", "there is no field at '{instance'"),
         ("[{instance}}", "there is no field at '}'"),

@@ -80,7 +80,7 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
         )
         check_ipus_per_replica(plan.ipus_per_replica, plan.parallelism.instances_per_replica)
         check_path("--parallelism", plan.mapping_path)
-        check_settings(plan, plan.num_instances)
+        check_settings(plan, plan.num_instances, plan.parallelism)
         check_instance_variables(plan.instance_variables, plan.num_instances)
     except PlanError as error:
         message = _OPTION.sub(lambda option: _KEYS.get(option[1].replace("-", "_"), option[0]), str(error))

@@ -89,7 +89,7 @@ def _decide(
     """Make the plan; with it come the words for an MPI launcher that this job's launcher cannot be told."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
-    check_settings(request, num_instances)
+    check_settings(request, num_instances, counts.parallelism)
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
@@ -262,11 +262,11 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
         )
 
 
-def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int) -> None:
+def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parallelism: Parallelism) -> None:
     """Check that the values of a request, or of a plan, are possible in a job of ``num_instances``."""
     if asked.threads_per_replica is not None:
         check_count("--threads-per-replica", asked.threads_per_replica)
-    check_output(asked.output, num_instances)
+    check_output(asked.output, num_instances, has_mesh=parallelism.has_mesh)
     check_ending(asked.ending)
     check_vipu(asked.vipu, num_instances)
     check_path("--executable-cache-path", asked.executable_cache_path)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_COUNT: Final = 2**31 - 1  # ranks are 32-bit numbers in MPI and torch
 _NUM_CHOICES: Final = 3
 
-TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stream")
+TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stage", "shard", "stream")
 """What the template of a tag may name."""
 
 PIPE_TAG: Final = "[1,{instance}]<{stream}>:"  # PopRun's own tag, which tools read
@@ -218,8 +218,8 @@ class LaunchRequest:
     remote: RemoteSettings = field(default_factory=RemoteSettings)
 
 
-def check_output(output: OutputSettings, num_instances: int) -> None:
-    """Check that the values of ``output`` are possible in a job of ``num_instances``."""
+def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
+    """Check that ``output`` is possible for ``num_instances``; ``has_mesh``: their stages and shards are known."""
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(
@@ -227,7 +227,7 @@ def check_output(output: OutputSettings, num_instances: int) -> None:
             f"--num-instances {num_instances} numbers them from 0 to {num_instances - 1}"
         )
     if output.tag_format is not None:
-        check_tag_format(output.tag_format)
+        check_tag_format(output.tag_format, has_mesh=has_mesh)
         if output.is_tagged is False:
             raise PlanError("--tag-format is of no use with --no-tag-output: leave one of them out")
     check_path("--log-dir", output.log_dir)
@@ -309,17 +309,19 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
             raise PlanError(f"{option} {name!r} is not possible: a name has characters that can be printed")
 
 
-def check_tag_format(template: str) -> None:
+def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
     """Check that ``template`` names only fields that there are, and that its braces match."""
-    fields = ", ".join(f"{{{name}}}" for name in TAG_FIELDS)
+    known = [name for name in TAG_FIELDS if has_mesh or name not in ("stage", "shard")]
+    fields = ", ".join(f"{{{name}}}" for name in known)
     for piece in _PIECE.finditer(template):
         if piece["brace"]:
             raise PlanError(
                 f"--tag-format {template!r}: there is no field at {template[piece.start() :]!r}; there are "
                 f"{fields}, each with a width if you like, such as {{instance:>3}}, and {{{{ }}}} for braces"
             )
-        if piece["name"] is not None and piece["name"] not in TAG_FIELDS:
-            raise PlanError(f"--tag-format {template!r}: there is no {piece[0]}; there are {fields}")
+        if piece["name"] is not None and piece["name"] not in known:
+            why = " where --instances-per-replica stands for --parallelism" if piece["name"] in TAG_FIELDS else ""
+            raise PlanError(f"--tag-format {template!r}: there is no {piece[0]}{why}; there are {fields}")
 
 
 def check_count(option: str, count: int, *, minimum: int = 1) -> None:

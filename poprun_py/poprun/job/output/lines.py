@@ -87,5 +87,7 @@ class Tags:
             "local_instance": fold_numbers(sorted({plan.local_index for plan in plans})),
             "host": fold_hosts(dict.fromkeys(plan.host for plan in plans)),
             "replicas": fold_numbers(sorted({replica for plan in plans for replica in plan.replicas})),
+            "stage": fold_numbers(sorted({plan.part.stage for plan in plans})),
+            "shard": fold_numbers(sorted({plan.part.shard for plan in plans})),
             "stream": self._stream,
         }
