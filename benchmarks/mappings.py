@@ -76,10 +76,10 @@ def main() -> None:
 def _picture(found: Sequence[Sequence[float]]) -> str:
     """The loss of one process, and how far those of the others lie from it."""
     alone, *others = found
-    curves = {"loss, one process": _curve(alone)}
+    curves = {"loss of one": _curve(alone)}
     for name, losses in zip(("t = 2", "p = 2", "t = 2, p = 2", "r = 8", "fully sharded"), others, strict=True):
         curves[name] = _curve([max(abs(a - b), LEAST) for a, b in zip(alone, losses, strict=True)])
-    panel = Panel(title="Difference of the other losses, by step (none: 1e-08)", curves=curves)
+    panel = Panel(title="Loss by step, and how far the others are from it (1e-08: none)", curves=curves)
     return svg([panel], str, lambda value: f"{value:g}", "")
 
 
