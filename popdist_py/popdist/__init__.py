@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import OptimizerError as OptimizerError
     from popdist.errors import PopdistError as PopdistError
     from popdist.errors import PopdistWarning as PopdistWarning
+    from popdist.errors import StoreError as StoreError
     from popdist.errors import WeightsError as WeightsError
     from popdist.errors import WorldError as WorldError
     from popdist.gradients.clipping import clip_grad_norm_ as clip_grad_norm_
@@ -105,7 +106,7 @@ _NAMES_OF_MODULES = {
     "errors": (
         "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError "
         "DescriptionError GradientError MicroBatchError NotInitializedError OptimizerError PopdistError "
-        "PopdistWarning WeightsError WorldError"
+        "PopdistWarning StoreError WeightsError WorldError"
     ),
     "gradients.clipping": "clip_grad_norm_",
     "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",

@@ -59,6 +59,10 @@ class CheckpointError(PopdistError):
     """A checkpoint cannot be written or read, or is one of something else than it is loaded into."""
 
 
+class StoreError(PopdistError):
+    """What a model in phases stores cannot be kept, read or written, or is that of another model."""
+
+
 class DescriptionError(PopdistError):
     """A module cannot be measured without its weights, or on the device that was asked for."""
 

@@ -11,7 +11,7 @@ import popdist
 PUBLIC = """
 BackendError BatchError CheckpointError CollectiveError ContractError DatasetError DescriptionError
 GradientError MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning
-WeightsError WorldError
+StoreError WeightsError WorldError
 checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption
 Mean ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable

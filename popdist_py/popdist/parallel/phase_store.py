@@ -1,0 +1,374 @@
+"""Where the weights, gradients and optimizer state of a model in phases are kept: a folder, or host memory.
+
+The instances of a host share one store. The first of them makes it and holds its lock; the others open it then. A
+store is working memory: what an earlier run has left in it is overwritten, and checkpoints are what lasts.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self
+
+import psutil
+import torch
+
+from popdist.collectives import gather_bytes
+from popdist.contract import VERSION
+from popdist.errors import StoreError, name_first, name_instances
+from popdist.groups import Group
+from popdist.host_memory import forks
+from popdist.host_memory.segments import open_through_proc
+from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, lay_out, total_bytes
+from popdist.parallel.store_file import StoreFile, StoreThreads, Transfer, allocate
+
+HOST_MEMORY: Final = "host"
+"""In place of a folder: the store is in the memory of the host."""
+
+FORMAT: Final = 1
+
+_HEADER: Final = "store.json"
+_LOCK: Final = "lock"
+_FILES: Final = ("weights", "state", "gradients")
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+_NAMESPACES: Final = ("/proc/self/ns/mnt", "/proc/self/ns/pid")
+
+
+class PhaseStore:
+    """The store of one model on one host; made by :meth:`open`.
+
+    Attributes:
+        weights: The file of the weights.
+        regions: Where each weight lies in it, by name.
+        host_index: The number of this instance among those that share the store.
+        host_size: How many share it.
+        step: The last step that was begun.
+        is_torn: Whether that step has not ended, so that some of the weights are those of the step before.
+    """
+
+    weights: StoreFile
+    regions: dict[str, Region]
+
+    def __init__(self, folder: "_Folder | None", group: Group, device: torch.device) -> None:
+        place = HOST_MEMORY if folder is None else f"{folder.path.resolve()}"
+        places = _on_all(group, "phased(), its stores", lambda: f"{_machine()} {place}")
+        own = group.instances.index(group.backend.instance_index)
+        sharing = [index for index, it in enumerate(places) if it == places[own]]
+        self.host_index, self.host_size = sharing.index(own), len(sharing)
+        self.step, self.is_torn = 0, False
+        self.folder = folder
+        self._group, self._first = group, sharing[0]
+        self._threads = StoreThreads(device)
+        self._files: list[StoreFile] = []
+        self._close = weakref.finalize(self, _close_all, self._threads, self._files, folder)
+
+    @classmethod
+    def open(
+        cls, place: str | os.PathLike[str], forms: Mapping[str, Form], *, group: Group, device: torch.device
+    ) -> Self:
+        """Make the store in the folder ``place``, or open the one that is there; all instances call it.
+
+        Args:
+            place: The folder, or ``"host"`` for the memory of the host.
+            forms: Those of the weights by name, in the order in which they are to lie in the file.
+            group: The instances that train copies of these weights.
+            device: Where the model computes.
+
+        Raises:
+            StoreError: If there is no room, the place is in memory and the model on the CPU, another job uses the
+                store, it is that of another model, or the folder is none of a store; on every instance.
+        """
+        is_in_memory = os.fspath(place) == HOST_MEMORY
+        store = cls(None if is_in_memory else _Folder(Path(place).absolute(), forms), group, device)
+        try:
+            _on_all(group, "phased(), its folder", lambda: store._claim(device))
+            store.weights, store.regions = store._add("weights", forms)
+            store.end_step(0)
+        except BaseException:
+            store.close()
+            if store.folder is not None and store.host_index == 0:
+                store.folder.remove_if_new()
+            raise
+        return store
+
+    def create_state(self, forms: Mapping[str, Form]) -> tuple[StoreFile, dict[str, Region]]:
+        """Make the file of the optimizer's state, with room for these tensors; all instances call it."""
+        return self._add("state", forms)
+
+    def create_gradients(self, forms: Mapping[str, Form]) -> tuple[StoreFile, dict[str, Region]]:
+        """Make the file of the gradients; as :meth:`create_state`."""
+        return self._add("gradients", forms)
+
+    def begin_step(self, step: int) -> None:
+        """Mark the store as torn: from now on weights of ``step`` stand beside those of the step before."""
+        self._mark(step, is_torn=True)
+
+    def end_step(self, step: int, transfers: Iterable[Transfer] = ()) -> None:
+        """Wait for ``transfers`` and for all instances, and mark the store as whole; all instances call it."""
+        failure: StoreError | None = None
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except StoreError as error:
+                failure = failure or error
+        told = self._group.start("phased(), the end of a step", [failure is not None]).wait()
+        if failed := [index for index, (is_failed,) in zip(self._group.instances, told, strict=True) if is_failed]:
+            raise failure or StoreError(f"{self._group.name(failed)} could not write weights of step {step}")
+        self._mark(step, is_torn=False)
+
+    def check_whole(self) -> None:
+        """Raise a StoreError if a step was begun and has not ended."""
+        if self.is_torn:
+            raise StoreError(
+                f"step {self.step} is half made: some of the weights are those of the step before. Load the last "
+                "checkpoint, with popdist.checkpoint.load_latest()"
+            )
+
+    def wait_for_host(self) -> None:
+        """Wait until all instances are here: each sees then what the others have written before."""
+        self._group.agree("phased(), reading what others wrote")
+
+    def file_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """The file's name, and the place in it, of a tensor that :meth:`StoreFile.mapped` has given."""
+        for name, file in zip(_FILES, self._files, strict=False):
+            if (start := file.start_of(tensor)) is not None:
+                return name, start
+        return None
+
+    def close(self) -> None:
+        """End the threads and release the lock; the files stay as they are. May be called again."""
+        self._close()
+
+    def _claim(self, device: torch.device) -> None:
+        if self.folder is not None and self.host_index == 0:
+            self.folder.claim(is_on_cpu=device.type == "cpu")
+
+    def _add(self, name: str, forms: Mapping[str, Form]) -> tuple[StoreFile, dict[str, Region]]:
+        """Make, or open, a file with room for tensors of these forms."""
+        regions = lay_out(forms)
+        num_bytes = max(total_bytes(regions), BLOCK_BYTES)
+        path = None if self.folder is None else self.folder.path / name
+        descriptors: list[int] = []
+
+        def create() -> list[int]:
+            if self.host_index == 0:
+                descriptors.append(_create(path, num_bytes))
+            return [os.getpid(), *descriptors]
+
+        def open_created() -> None:
+            if self.host_index:
+                descriptors.append(_open_created(path, *made[self._first]))
+
+        try:
+            made = _on_all(self._group, f"phased(), its {name} of {num_bytes} bytes", create)
+            _on_all(self._group, f"phased(), opening its {name}", open_created)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        file = StoreFile(descriptors[0], path, num_bytes, self._threads)
+        self._files.append(file)
+        return file, regions
+
+    def _mark(self, step: int, *, is_torn: bool) -> None:
+        self.step, self.is_torn = step, is_torn
+        if self.folder is not None and self.host_index == 0:
+            self.folder.write_header(step, is_torn=is_torn)
+
+
+class _Folder:
+    """A store's folder: whose it is, and what its header says."""
+
+    def __init__(self, path: Path, forms: Mapping[str, Form]) -> None:
+        self.path = path
+        self._forms = {name: form.to_json() for name, form in forms.items()}
+        self._lock = -1
+        self._is_new = False
+        forks.call_in_children(self._close_lock)
+
+    def claim(self, *, is_on_cpu: bool) -> None:
+        """Make the folder or take the one that is there, for as long as this process has it."""
+        try:
+            is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._is_new = is_new
+            if is_on_cpu and (kind := _file_system_of(self.path.resolve())) in _IN_MEMORY:
+                raise StoreError(
+                    f"{self.path} is on a {kind}, which is the memory that the store is to save: name a folder on "
+                    "a disk"
+                )
+            if strange := sorted(
+                {it.name for it in self.path.iterdir()} - {*_FILES, _LOCK, _HEADER, _new(_HEADER)}
+            ):
+                raise StoreError(
+                    f"{self.path} is no store, and not empty: it has {name_first(strange)}. Name an empty folder, "
+                    "or one that is not there"
+                )
+            self._acquire_lock()
+            self._check_same()
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be a store: {error.strerror} ({error.filename})") from error
+
+    def write_header(self, step: int, *, is_torn: bool) -> None:
+        """Say which step the store is at."""
+        header = {"format": FORMAT, "popdist": VERSION, "step": step, "is_torn": is_torn, "weights": self._forms}
+        new = self.path / _new(_HEADER)
+        try:
+            new.write_text(json.dumps(header), encoding="utf-8")
+            new.rename(self.path / _HEADER)
+        except OSError as error:
+            raise StoreError(f"{new} could not be written: {error.strerror}") from error
+
+    def remove_if_new(self) -> None:
+        """Remove what was made here, if there was nothing before."""
+        if self._is_new:
+            for name in (*_FILES, _LOCK, _HEADER, _new(_HEADER)):
+                (self.path / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.rmdir()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock >= 0:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        self._close_lock()
+
+    def _acquire_lock(self) -> None:
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 1000, 0).decode(errors="replace")
+            self._close_lock()
+            self._is_new = False
+            raise StoreError(
+                f"{self.path} is in use by {holder or 'another process'}: wait for its end, or name another folder"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _close_lock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _check_same(self) -> None:
+        """Refuse the store of another model or format."""
+        try:
+            header = json.loads((self.path / _HEADER).read_bytes())
+            found, weights = header["format"], header["weights"]
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"{self.path / _HEADER} cannot be read ({error!r}): name another folder, or remove this one"
+            ) from error
+        if found != FORMAT:
+            raise StoreError(
+                f"{self.path} was made by popdist {header['popdist']} in format {found}, and this is popdist "
+                f"{VERSION}, which has format {FORMAT}: name another folder, or remove this one"
+            )
+        if differences := _differences(weights, self._forms):
+            raise StoreError(
+                f"{self.path} is the store of another model: {'; '.join(differences)}. Name another folder, or "
+                "remove this one"
+            )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What differs between the weights of two models, in words."""
+    changed = [
+        f"{name} ({Form.from_json(there[name])} there, {Form.from_json(form)} here)"
+        for name, form in here.items()
+        if name in there and there[name] != form
+    ]
+    named = {
+        "only it has": [name for name in there if name not in here],
+        "it does not have": [name for name in here if name not in there],
+        "different are": changed,
+    }
+    return [f"{what} {name_first(names)}" for what, names in named.items() if names]
+
+
+def _create(path: Path | None, num_bytes: int) -> int:
+    """A descriptor of a file of this size, which is there or not, or of so much host memory."""
+    if path is None:
+        if num_bytes > psutil.virtual_memory().available:
+            raise StoreError(
+                f"the store needs {num_bytes} bytes of host memory, and {psutil.virtual_memory().available} are "
+                "available: name a folder in place of it"
+            )
+        descriptor, name = os.memfd_create("popdist-store", os.MFD_CLOEXEC), "the store in host memory"
+    else:
+        descriptor, name = _opened(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), str(path)
+    try:
+        allocate(descriptor, num_bytes, name)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
+    """Open what another instance of the host has made."""
+    if path is not None:
+        return _opened(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return open_through_proc(pid, descriptor)
+    except OSError as error:
+        raise StoreError(f"the host memory of process {pid} cannot be opened: {error.strerror}") from error
+
+
+def _opened(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror}") from error
+
+
+def _new(name: str) -> str:
+    return f"{name}.new"
+
+
+def _file_system_of(path: Path) -> str:
+    """The kind of the file system on which ``path`` is."""
+    mounts = [it for it in psutil.disk_partitions(all=True) if path.is_relative_to(it.mountpoint)]
+    return max(reversed(mounts), key=lambda it: len(it.mountpoint)).fstype if mounts else ""
+
+
+def _machine() -> str:
+    """What is equal for two processes if they have the same files and see each other."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = socket.gethostname()
+    with suppress(OSError):
+        boot += "".join(f" {Path(name).readlink()}" for name in _NAMESPACES)
+    return boot
+
+
+def _on_all(group: Group, text: str, make: Callable[[], Any]) -> list[Any]:
+    """What ``make`` returns on each instance, as JSON; an error of one of them is raised on all."""
+    value, failure = None, None
+    try:
+        value = make()
+    except StoreError as error:
+        failure = error
+    message = json.dumps([value, None if failure is None else str(failure)]).encode()
+    told = [json.loads(data) for data in gather_bytes(group, text, message)]
+    for instance, (_, words) in zip(group.instances, told, strict=True):
+        if words is not None:
+            raise failure or StoreError(f"{name_instances([instance])}: {words}")
+    return [it for it, _ in told]
+
+
+def _close_all(threads: StoreThreads, files: Iterable[StoreFile], folder: _Folder | None) -> None:
+    threads.close()
+    for file in files:
+        file.close()
+    if folder is not None:
+        folder.close()

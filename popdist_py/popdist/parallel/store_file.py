@@ -1,0 +1,326 @@
+"""A file of a store, or memory in place of it, which threads read and write in large pieces.
+
+Reads and writes go past the page cache (O_DIRECT) where the file system has that; elsewhere each piece is dropped
+from the cache at once, so what a model has in its store never takes the memory that it is to save.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from popdist.errors import StoreError
+from popdist.host_memory import forks
+from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region
+
+PIECE_BYTES: Final = 8 << 20
+"""How much a thread reads or writes at a time: with two threads more is not faster."""
+
+NUM_THREADS: Final = 2
+
+_WAIT_SECONDS: Final = 1800.0
+"""How long a transfer is waited for: a file system that answers later than that is taken for lost."""
+
+_CLONE: Final = 0x40049409
+"""``FICLONE`` of ioctl(2): have a file share the blocks of another one until one of them is written."""
+
+
+def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned: bool = False) -> Tensor:
+    """A flat tensor of bytes for reads and writes; on the CPU it begins at a multiple of ``BLOCK_BYTES``."""
+    if torch.device(device).type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if is_pinned:
+        memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return memory[-memory.data_ptr() % BLOCK_BYTES :][:num_bytes]
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    window = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+def allocate(descriptor: int, num_bytes: int, name: str) -> None:
+    """Give a file of a store all the room that it will need; a StoreError if it is not there."""
+    present = os.fstat(descriptor).st_blocks * 512
+    system = os.fstatvfs(descriptor)
+    free = system.f_bavail * system.f_frsize
+    fault = os.strerror(errno.ENOSPC) if num_bytes - present > free > 0 else ""
+    try:
+        if not fault:
+            os.ftruncate(descriptor, num_bytes)
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        fault = os.strerror(error.errno or errno.EIO)
+        os.ftruncate(descriptor, 0)
+    if fault:
+        raise StoreError(
+            f"{name} needs {num_bytes} bytes, and {free + present} are free there ({fault}): make room, or name "
+            "another place"
+        )
+
+
+class Transfer:
+    """A read or a write that has begun; what it reads into or writes from stays as it is until it is done."""
+
+    def __init__(self, pieces: Sequence[Future[None]] = ()) -> None:
+        self._pieces = pieces
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return all(piece.done() for piece in self._pieces)
+
+    def wait(self) -> None:
+        """Wait until it is done; a StoreError if it failed. May be called again."""
+        if wait(self._pieces, _WAIT_SECONDS).not_done:
+            raise StoreError(f"a read or write of the store is not done after {_WAIT_SECONDS:g} seconds")
+        for piece in self._pieces:
+            piece.result()
+
+
+class StoreThreads:
+    """The threads that read and write a store's files; they end with it, and a forked child has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="popdist-store")
+        self._device = device
+        self._own = threading.local()
+        self._is_child = False
+        self._is_closed = False
+        forks.call_in_children(self._refuse)
+
+    def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
+        """Run ``pieces`` in the threads, in about this order."""
+        if self._is_child:
+            raise StoreError("this process was forked from one that trains in phases: only that one has the store")
+        if self._is_closed:
+            raise StoreError("the store is closed")
+        return Transfer([self._threads.submit(piece) for piece in pieces])
+
+    def staging(self) -> tuple[Tensor, Any]:
+        """Pinned memory for one piece, and a stream of the device, both of the thread that asks."""
+        if not hasattr(self._own, "memory"):
+            self._own.memory = make_buffer(PIECE_BYTES, is_pinned=True)
+            self._own.stream = torch.cuda.Stream(self._device)
+        return self._own.memory, self._own.stream
+
+    def close(self) -> None:
+        """Wait for what has begun, and end the threads."""
+        self._is_closed = True
+        if not self._is_child:
+            self._threads.shutdown()
+
+    def _refuse(self) -> None:
+        self._is_child = True
+
+
+class StoreFile:
+    """One file of a store: ``descriptor`` is open for reading and writing, ``path`` is None for host memory."""
+
+    def __init__(self, descriptor: int, path: Path | None, num_bytes: int, threads: StoreThreads) -> None:
+        self.descriptor = descriptor
+        self.num_bytes = num_bytes
+        self.path = path
+        self._threads = threads
+        self._mapped: dict[int, int] = {}
+        self._direct = None if path is None else _open_direct(path)
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return "the store in host memory" if self.path is None else str(self.path)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        return self._direct is not None
+
+    def read(self, start: int, into: Tensor) -> Transfer:
+        """Begin to read from ``start`` on into a flat tensor of bytes, on the CPU or a CUDA device.
+
+        ``start``, the length and, on the CPU, the address are multiples of ``BLOCK_BYTES``.
+        """
+        return self._begin(start, into, self._read_piece, self._read_to_device)
+
+    def write(self, start: int, data: Tensor) -> Transfer:
+        """Begin to write a flat tensor of bytes; as :meth:`read`."""
+        return self._begin(start, data, self._write_piece, self._write_from_device)
+
+    def mapped(self, region: Region, form: Form) -> Tensor:
+        """A tensor of ``form`` that shows what stands in the file, and is not written into it."""
+        tensor = self._map(region, form, mmap.MAP_PRIVATE)
+        self._mapped[tensor.data_ptr()] = region.start
+        return tensor
+
+    def shared_mapped(self, region: Region, form: Form) -> Tensor:
+        """A tensor of ``form`` that is the file: what is written into it stands there."""
+        return self._map(region, form, mmap.MAP_SHARED)
+
+    def start_of(self, tensor: Tensor) -> int | None:
+        """Where a tensor that :meth:`mapped` has given, or a view that begins with it, lies in the file."""
+        return self._mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" and tensor.numel() else None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether :meth:`mapped` has given the tensor, or what it is a view of from its beginning."""
+        return self.start_of(tensor) is not None
+
+    def copy_to(self, path: Path) -> str:
+        """Copy the file to a new one, sharing its blocks where the file system can; gives its BLAKE2b digest."""
+        with path.open("xb") as copy:
+            is_shared = _share_blocks(self.descriptor, copy.fileno())
+            if not is_shared:
+                allocate(copy.fileno(), self.num_bytes, str(path))
+        target = StoreFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, self.num_bytes, self._threads)
+        try:
+            return self._copy_pieces(None if is_shared else target)
+        finally:
+            target.close()
+
+    def close(self) -> None:
+        """Close the descriptors; what is mapped stays until its last view has gone."""
+        for descriptor in (self.descriptor, self._direct):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self.descriptor, self._direct = -1, None
+
+    def _copy_pieces(self, target: "StoreFile | None") -> str:
+        """Read all of the file, write it to ``target`` if there is one, and give its digest."""
+        digest = blake2b()
+        buffers = [make_buffer(PIECE_BYTES) for _ in range(NUM_THREADS + 1)]
+        writes = [Transfer() for _ in buffers]
+        starts = range(0, self.num_bytes, PIECE_BYTES)
+
+        def read(index: int) -> tuple[Tensor, Transfer]:
+            place = index % len(buffers)
+            writes[place].wait()
+            data = buffers[place][: self.num_bytes - starts[index]]
+            return data, self.read(starts[index], data)
+
+        ahead = [read(index) for index in range(min(1, len(starts)))]
+        for index, start in enumerate(starts):
+            data, transfer = ahead.pop()
+            if index + 1 < len(starts):
+                ahead.append(read(index + 1))
+            transfer.wait()
+            digest.update(_view(data))
+            if target is not None:
+                writes[index % len(buffers)] = target.write(start, data)
+        for transfer in writes:
+            transfer.wait()
+        return digest.hexdigest()
+
+    def _map(self, region: Region, form: Form, kind: int) -> Tensor:
+        if not form.num_bytes:
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
+        readable = mmap.PROT_READ | mmap.PROT_WRITE
+        window = mmap.mmap(self.descriptor, region.length, kind, readable, offset=region.start)
+        memory = torch.frombuffer(window, dtype=torch.uint8)
+        weakref.finalize(window, self._mapped.pop, memory.data_ptr(), None).atexit = False
+        return form.view(memory)
+
+    def _begin(
+        self,
+        start: int,
+        memory: Tensor,
+        run: Callable[[int, memoryview], None],
+        run_on_device: Callable[[int, Tensor, Any], None],
+    ) -> Transfer:
+        is_on_cpu = memory.device.type == "cpu"
+        length = len(memory)
+        if (start | length | (memory.data_ptr() if is_on_cpu else 0)) % BLOCK_BYTES:
+            raise StoreError(f"bytes {start} to {start + length} of {self.name} are not whole blocks")
+        if not 0 <= start <= start + length <= self.num_bytes:
+            raise StoreError(
+                f"bytes {start} to {start + length} are not in {self.name}, of {self.num_bytes} bytes"
+            )
+        parts = [(start + at, memory[at : at + PIECE_BYTES]) for at in range(0, length, PIECE_BYTES)]
+        if is_on_cpu:
+            return self._threads.start([partial(run, at, _view(part)) for at, part in parts])
+        ready = torch.cuda.current_stream(memory.device).record_event()
+        return self._threads.start([partial(run_on_device, at, part, ready) for at, part in parts])
+
+    def _read_piece(self, start: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = self._called("read", os.preadv, start + done, into[done:])
+            if not count:
+                raise StoreError(f"{self.name} ends at byte {start + done}: it was cut, so its model is lost")
+            done += count
+        self._drop(start, len(into))
+
+    def _write_piece(self, start: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += self._called("written", os.pwritev, start + done, data[done:])
+        if self.path is not None and self._direct is None:
+            os.fdatasync(self.descriptor)  # only what is on the disk can be dropped
+        self._drop(start, len(data))
+
+    def _called(
+        self, what: str, call: Callable[[int, list[memoryview], int], int], at: int, data: memoryview
+    ) -> int:
+        descriptor = self.descriptor if self._direct is None else self._direct
+        try:
+            return call(descriptor, [data], at)
+        except OSError as error:
+            raise StoreError(
+                f"bytes {at} to {at + len(data)} of {self.name} could not be {what}: {error.strerror}"
+            ) from error
+
+    def _drop(self, start: int, num_bytes: int) -> None:
+        if self.path is not None and self._direct is None:
+            os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _read_to_device(self, start: int, into: Tensor, ready: Any) -> None:  # noqa: ANN401 - a CUDA event
+        memory, stream = self._threads.staging()
+        self._read_piece(start, _view(memory[: len(into)]))
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            into.copy_(memory[: len(into)], non_blocking=True)
+        stream.synchronize()
+
+    def _write_from_device(self, start: int, data: Tensor, ready: Any) -> None:  # noqa: ANN401 - as above
+        memory, stream = self._threads.staging()
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            memory[: len(data)].copy_(data, non_blocking=True)
+        stream.synchronize()
+        self._write_piece(start, _view(memory[: len(data)]))
+
+
+def _view(memory: Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that goes past the page cache; None where the file system has none."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        os.preadv(descriptor, [_view(make_buffer(BLOCK_BYTES))], 0)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _share_blocks(source: int, target: int) -> bool:
+    """Have the file ``target`` share the blocks of ``source``, if the file system can."""
+    try:
+        fcntl.ioctl(target, _CLONE, source)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""What several instances may expect of the store that they share."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import popdist
+from popdist import context
+from popdist.parallel.phase_layout import BLOCK_BYTES, Form
+from popdist.parallel.phase_store import PhaseStore
+from popdist.parallel.store_file import make_buffer
+from tests.running import DEADLINE_SECONDS
+
+FORMS = {"weight": Form.of(torch.zeros(1024)), "bias": Form.of(torch.zeros(3))}
+
+
+def run_all(folder: Path) -> tuple[list[int], list[list[int]]]:
+    """All laws; the numbers of this instance among those that share, and what the stores held in the end."""
+    popdist.init(timeout_seconds=DEADLINE_SECONDS)
+    index, size = popdist.instance_index(), popdist.num_instances()
+    found = [_shared(place, index, size) for place in (str(folder / "shared"), "host")]
+    apart = PhaseStore.open(folder / f"{index}", FORMS, group=context.current_group(), device=torch.device("cpu"))
+    numbers = [apart.host_index, apart.host_size]
+    apart.close()
+    return numbers, found
+
+
+def _shared(place: str, index: int, size: int) -> list[int]:
+    store = PhaseStore.open(place, FORMS, group=context.current_group(), device=torch.device("cpu"))
+    assert (store.host_index, store.host_size) == (index, size)
+    store.begin_step(1)
+    own = make_buffer(BLOCK_BYTES).fill_(index + 1)
+    store.end_step(1, [store.weights.write(index * BLOCK_BYTES, own)])
+    back = make_buffer(BLOCK_BYTES)
+    store.weights.read((size - 1 - index) * BLOCK_BYTES, back).wait()
+    store.wait_for_host()
+
+    too_large = {"weight": Form(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
+    with pytest.raises(popdist.StoreError, match=f"needs {4 << 50} bytes"):  # on each, though one has tried
+        store.create_gradients(too_large)
+    if index == 0:
+        os.truncate(store.weights.descriptor, 0)
+    failures = [] if index else [store.weights.read(0, own)]
+    with pytest.raises(popdist.StoreError, match="instance 0 could not write" if index else "ends at byte 0"):
+        store.end_step(2, failures)
+    store.close()
+    return [int(back[0]), int(back[-1])]

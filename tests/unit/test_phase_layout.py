@@ -1,0 +1,49 @@
+"""Tensors lie in blocks, one behind the other, and parameters are dealt evenly."""
+
+import torch
+
+from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, deal, lay_out, span, total_bytes
+
+
+def test_each_tensor_begins_with_a_block() -> None:
+    """In their order, without a shared block; what has no elements takes no room."""
+    tensors = {
+        "a": torch.zeros(1025),
+        "empty": torch.zeros(0, 3),
+        "b": torch.zeros(3, dtype=torch.bfloat16),
+        "scalar": torch.zeros((), dtype=torch.int64),
+    }
+    regions = lay_out({name: Form.of(tensor) for name, tensor in tensors.items()})
+
+    assert {name: (it.start, it.num_bytes) for name, it in regions.items()} == {
+        "a": (0, 4100),
+        "empty": (2 * BLOCK_BYTES, 0),
+        "b": (2 * BLOCK_BYTES, 6),
+        "scalar": (3 * BLOCK_BYTES, 8),
+    }
+    assert total_bytes(regions) == 4 * BLOCK_BYTES
+    assert span([regions["b"], regions["a"]]) == Region(start=0, num_bytes=3 * BLOCK_BYTES)
+    assert (lay_out({}), total_bytes({}), span([])) == ({}, 0, Region(start=0, num_bytes=0))
+
+
+def test_a_form_keeps_the_order_of_memory() -> None:
+    """A tensor in channels-last order is so again, and the file holds its elements without gaps."""
+    tensor = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    form = Form.of(tensor[:, :, :, :])
+    memory = torch.zeros(form.num_bytes + 8, dtype=torch.uint8)
+    form.view(memory).copy_(tensor)
+
+    assert form.view(memory).stride() == tensor.stride()
+    assert torch.equal(form.view(memory), tensor)
+    assert Form.of(torch.zeros(4, 4)[:, :2]).num_bytes == 32
+    assert Form.from_json(form.to_json()) == form
+    assert str(form) == "int64[2, 3, 2, 2]"
+
+
+def test_each_unit_is_dealt_evenly() -> None:
+    """Within each unit as far as it goes, then over all; a tied parameter has one owner."""
+    units = [{"embedding": 100}, {"w1": 40, "w2": 40, "b": 1}, {"head": 3, "embedding": 100}]
+
+    assert deal(units, 1) == dict.fromkeys(["embedding", "w1", "w2", "b", "head"], 0)
+    assert deal(units, 2) == {"embedding": 0, "w1": 1, "w2": 0, "b": 1, "head": 1}
+    assert deal([], 3) == {}

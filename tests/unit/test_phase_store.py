@@ -1,0 +1,181 @@
+"""A store keeps bytes in a folder or in host memory, and refuses a place that would not do; here in a job of one.
+
+Holds popdist.parallel.store_file.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import popdist
+from popdist import context
+from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region
+from popdist.parallel.phase_store import PhaseStore
+from popdist.parallel.store_file import PIECE_BYTES, make_buffer
+
+WEIGHT = Form.of(torch.zeros(3, 700))
+FORMS = {"weight": WEIGHT, "bias": Form.of(torch.zeros(3))}
+
+
+@pytest.fixture(autouse=True)
+def _job_of_one() -> Iterator[None]:
+    popdist.init()
+    before = threading.active_count()
+    yield
+    popdist.finalize()
+    assert threading.active_count() == before
+
+
+def open_store(place: Path | str, forms: dict[str, Form] | None = None) -> PhaseStore:
+    """Open a store of two weights."""
+    return PhaseStore.open(place, forms or FORMS, group=context.current_group(), device=torch.device("cpu"))
+
+
+def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    """A buffer of random bytes."""
+    buffer = make_buffer(num_bytes)
+    return buffer.random_(256, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("place", ["host", None])
+def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
+    """In pieces and mapped; a shared mapping writes, a private one does not."""
+    store = open_store(place or tmp_path / "run" / "store")
+    big = Form.of(torch.zeros(PIECE_BYTES + BLOCK_BYTES, dtype=torch.uint8))
+    file, regions = store.create_state({"first": WEIGHT, "big": big})
+    data, back = bytes_of(regions["big"].length), make_buffer(regions["big"].length)
+    transfer = file.write(regions["big"].start, data)
+    transfer.wait()
+    transfer.wait()
+    assert transfer.is_done
+    file.read(regions["big"].start, back).wait()
+    assert torch.equal(back, data)
+
+    mapped, shared = (kind(regions["big"], big) for kind in (file.mapped, file.shared_mapped))
+    assert torch.equal(mapped, data)
+    assert store.file_of(mapped) == ("state", regions["big"].start)
+    assert store.file_of(shared) is None
+    mapped[0] += 1
+    shared[1] += 1
+    file.read(regions["big"].start, back).wait()
+    assert (back - data)[:3].tolist() == [0, 1, 0]
+    del mapped, shared
+    assert store.weights.mapped(store.regions["bias"], FORMS["bias"]).shape == (3,)
+    store.close()
+    store.close()
+
+
+def test_a_file_is_copied(tmp_path: Path) -> None:
+    """Whole, with the digest of what stands in the copy."""
+    store = open_store(tmp_path / "store", {"w": Form.of(torch.zeros(2 * PIECE_BYTES + 5, dtype=torch.uint8))})
+    store.weights.write(0, bytes_of(store.weights.num_bytes)).wait()
+    digest = store.weights.copy_to(tmp_path / "copy")
+    store.close()
+
+    content = (tmp_path / "copy").read_bytes()
+    assert content == (tmp_path / "store" / "weights").read_bytes()
+    assert digest == hashlib.blake2b(content).hexdigest()
+
+
+def test_a_torn_store_says_so(tmp_path: Path) -> None:
+    """Between the begin and the end of a step, here and in the folder; a failed write leaves it so."""
+    store = open_store(tmp_path)
+    store.check_whole()
+    store.begin_step(17)
+    with pytest.raises(popdist.StoreError, match=r"step 17 is half made.*load_latest"):
+        store.check_whole()
+    assert json.loads((tmp_path / "store.json").read_bytes())["is_torn"]
+    os.truncate(tmp_path / "weights", BLOCK_BYTES)
+    failed = store.weights.read(0, make_buffer(store.weights.num_bytes))
+    with pytest.raises(popdist.StoreError, match=rf"weights ends at byte {BLOCK_BYTES}"):
+        store.end_step(17, [failed])
+    assert store.is_torn
+    store.end_step(17)
+    assert not json.loads((tmp_path / "store.json").read_bytes())["is_torn"]
+    for start, data in ((0, make_buffer(100)), (8, make_buffer(BLOCK_BYTES)), (1 << 20, make_buffer(BLOCK_BYTES))):
+        with pytest.raises(popdist.StoreError, match=r"are not (whole blocks|in )"):
+            store.weights.write(start, data)
+    store.close()
+    with pytest.raises(popdist.StoreError, match="closed"):
+        store.weights.read(0, make_buffer(BLOCK_BYTES))
+
+
+def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
+    """By the process that has it; after its end the same model takes it over, a larger one does not."""
+    store = open_store(tmp_path)
+    store.weights.write(0, bytes_of(store.weights.num_bytes)).wait()
+    with pytest.raises(popdist.StoreError, match=rf"in use by process {os.getpid()} on "):
+        open_store(tmp_path)
+    child = forked(lambda: store.weights.read(0, make_buffer(BLOCK_BYTES)))
+    assert "forked" in child
+    store.close()
+
+    again, back = open_store(tmp_path), make_buffer(BLOCK_BYTES)
+    again.weights.read(0, back).wait()
+    assert back.any()
+    again.close()
+    kept = (tmp_path / "weights").read_bytes()
+    other = {"weight": Form.of(torch.zeros(4, 700)), "other": FORMS["bias"]}
+    words = r"another model: only it has bias; it does not have other; different are weight \(float32\[3, 700\]"
+    with pytest.raises(popdist.StoreError, match=words):
+        open_store(tmp_path, other)
+    header = json.loads((tmp_path / "store.json").read_bytes())
+    (tmp_path / "store.json").write_text(json.dumps(header | {"format": 99, "popdist": "9.9"}))
+    with pytest.raises(popdist.StoreError, match=r"made by popdist 9\.9 in format 99"):
+        open_store(tmp_path)
+    (tmp_path / "store.json").write_text("{")
+    with pytest.raises(popdist.StoreError, match="cannot be read"):
+        open_store(tmp_path)
+    assert (tmp_path / "weights").read_bytes() == kept
+
+
+def forked(call: Callable[[], object]) -> str:
+    """The error of ``call`` in a forked child, which ends without a word."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        pid = os.fork()
+    if not pid:
+        try:
+            call()
+        except popdist.StoreError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read, "rb") as told:
+        return told.read().decode()
+
+
+def test_a_place_that_will_not_do(tmp_path: Path) -> None:
+    """Each is an error that says why, and nothing stays behind."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    too_large = {"weight": Form(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
+    faults: list[tuple[Path | str, dict[str, Form], str]] = [
+        (tmp_path / "full", FORMS, r"is no store, and not empty: it has thesis\.txt"),
+        (tmp_path / "full" / "thesis.txt" / "store", FORMS, "cannot be a store: Not a directory"),
+        (tmp_path / "new", too_large, rf"weights needs {4 << 50} bytes, and \d+ are free"),
+        ("host", too_large, rf"needs {4 << 50} bytes of host memory, and \d+ are available"),
+        (Path("/dev/shm") / f"popdist-{os.getpid()}", FORMS, "is on a tmpfs, which is the memory"),
+    ]
+    for place, forms, words in faults:
+        with pytest.raises(popdist.StoreError, match=words):
+            open_store(place, forms)
+
+    assert [it.name for it in tmp_path.rglob("*")] == ["full", "thesis.txt"]
+    assert not (Path("/dev/shm") / f"popdist-{os.getpid()}").exists()
+    store = open_store(tmp_path / "new")
+    with pytest.raises(popdist.StoreError, match=re.escape(str(tmp_path / "new" / "gradients"))):
+        store.create_gradients(too_large)
+    assert store.weights.mapped(Region(start=0, num_bytes=0), Form.of(torch.zeros(0, 2))).shape == (0, 2)
+    store.close()
