@@ -1,0 +1,316 @@
+"""The weights of a model, a few layers at a time: made without the whole model ever being in memory.
+
+They come from a model in memory, from safetensors files, or from the modules of a model on the meta device.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from popdist.errors import WeightsError, name_first
+from popdist.torch_private import num_writes
+
+Initialize: TypeAlias = Callable[[nn.Module], object]
+"""Sets the weights of one module, of those that it knows."""
+
+_SHOWN: Final = 5
+"""So many names stand in an error."""
+
+_INDEX: Final = "model.safetensors.index.json"
+
+
+def unit_weights(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    *,
+    initialize: Initialize | None = None,
+    weights: str | os.PathLike[str] | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Make the weights of ``units``, modules of ``model``, one after another.
+
+    Before the first is made, what cannot be made is refused by name. Each dict has the tensors of a unit, or of a
+    part of one, by the names of ``model.named_parameters()``; together they have each parameter of the units once.
+    From then on the model has them, until the caller gives the parameters other data. What is outside the units
+    stays in the model. Parameters on the meta device become other objects, tied as before.
+
+    The order is that of ``model.apply``: children first. A model in memory draws the same random numbers, unless
+    its constructors draw in another order. Of a tied parameter the values of its first module are taken.
+    """
+    files = None if weights is None else _Files(Path(weights), model)
+    maker = _Maker(model, initialize, files)
+    maker.refuse_unknown()
+    return maker.made(units)
+
+
+class _Maker:
+    """Makes the tensors of a model, some modules at a time."""
+
+    def __init__(self, model: nn.Module, initialize: Initialize | None, files: "_Files | None") -> None:
+        self._model = model
+        self._initialize = initialize
+        self._files = files
+        self._names: dict[tuple[nn.Module, str], str] = {}
+        self._holders: dict[str, list[tuple[nn.Module, str]]] = {}
+        names = _names_of(model)
+        for module in model.modules():
+            for key, tensor in _tensors_of(module):
+                self._names[module, key] = names[tensor]
+                self._holders.setdefault(names[tensor], []).append((module, key))
+        self._made: set[str] = set()
+
+    def refuse_unknown(self) -> None:
+        """Refuse tensors on the meta device that neither a file, nor their module, nor ``initialize`` can set."""
+        unknown = []
+        for path, module in self._model.named_modules():
+            lacking = [
+                key for key, tensor in _tensors_of(module) if tensor.is_meta and not self._has_file(module, key)
+            ]
+            if self._initialize is None and not callable(getattr(module, "reset_parameters", None)):
+                unknown += [f"{path}.{key} ({type(module).__name__})" for key in lacking]
+            plain = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+            unknown += [f"{path}.{key} (an attribute of {type(module).__name__})" for key in plain]
+        if unknown:
+            raise WeightsError(
+                f"{type(self._model).__name__} is on the meta device, and nothing says what these are: "
+                f"{name_first([name.removeprefix('.') for name in unknown], _SHOWN)}. A module sets its own in "
+                "reset_parameters(); for those without it give initialize=function(module), or make them on the "
+                "CPU"
+            )
+
+    def made(self, units: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
+        """Make all, and give those of ``units``."""
+        numbers = {unit: number for number, unit in enumerate(units)}
+        order = _in_order(self._model, None, numbers, set())
+        for number, group in groupby(order, itemgetter(1)):
+            modules = [module for module, _ in group]
+            names = self._make(modules, is_unit=number is not None)
+            if number is not None and names:
+                yield {name: self._now(name).detach() for name in names}
+
+    def _make(self, modules: list[nn.Module], *, is_unit: bool) -> list[str]:
+        """Make the tensors of ``modules`` that are not made yet; the names of the parameters among them."""
+        names = dict.fromkeys(self._names[module, key] for module in modules for key, _ in _tensors_of(module))
+        new = [name for name in names if name not in self._made]
+        self._made.update(new)
+        blank: dict[str, tuple[Tensor, int]] = {}
+        for name in new:
+            if self._files is not None and name in self._files:
+                self._set(name, self._files.read(name))
+            elif self._now(name).is_meta:
+                self._set(name, _blank(self._now(name)))
+                blank[name] = (self._now(name), num_writes(self._now(name)))
+        if blank:
+            with torch.no_grad(), self._others_replaced(modules, blank):
+                self._call(modules, blank, is_unit=is_unit)
+            self._refuse_blank(blank)
+        return [name for name in new if isinstance(self._now(name), nn.Parameter)]
+
+    def _call(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]], *, is_unit: bool) -> None:
+        """Have the modules set their blank tensors."""
+        for module in modules:
+            has_blank = any(self._names.get((module, key)) in blank for key, _ in _tensors_of(module))
+            if self._initialize is not None and (is_unit or has_blank):
+                self._initialize(module)
+            elif self._initialize is None and has_blank:
+                module.reset_parameters()  # type: ignore[operator]  # it has it: see refuse_unknown
+
+    @contextmanager
+    def _others_replaced(
+        self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]
+    ) -> Iterator[None]:
+        """Give the modules other memory for what is made already, and afterwards what they had.
+
+        A module sets all of its tensors, and draws random numbers for each.
+        """
+        others = [
+            (module, key, tensor)
+            for module in modules
+            for key, tensor in _tensors_of(module)
+            if self._names[module, key] not in blank
+        ]
+        for module, key, tensor in others:
+            setattr(module, key, _like(tensor, _blank(tensor)))
+        yield
+        for module, key, tensor in others:
+            setattr(module, key, tensor)
+
+    def _refuse_blank(self, blank: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Refuse tensors that nothing has written."""
+        left = [name for name, before in blank.items() if not _is_written(self._now(name), *before)]
+        if left:
+            who = "reset_parameters() of its module" if self._initialize is None else "initialize"
+            raise WeightsError(
+                f"{who} did not set {name_first(left, _SHOWN)} of {type(self._model).__name__}, which is on the "
+                "meta device: give initialize=function(module) that does"
+            )
+
+    def _has_file(self, module: nn.Module, key: str) -> bool:
+        return self._files is not None and self._names[module, key] in self._files
+
+    def _now(self, name: str) -> Tensor:
+        """The tensor that the model has under ``name``."""
+        module, key = self._holders[name][0]
+        tensor: Tensor = getattr(module, key)
+        return tensor
+
+    def _set(self, name: str, data: Tensor) -> None:
+        """Give all that hold a tensor ``data`` in its place; a parameter in memory stays the same object."""
+        tensor = self._now(name)
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            tensor.data = data.to(tensor.device)
+            return
+        made = _like(tensor, data)
+        for module, key in self._holders[name]:
+            setattr(module, key, made)
+
+
+def _in_order(
+    module: nn.Module, unit: int | None, units: Mapping[nn.Module, int], seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, int | None]]:
+    """Each module once, behind its children, with the number of the innermost unit that it is in."""
+    seen.add(module)
+    unit = units.get(module, unit)
+    for child in module.children():
+        if child not in seen:
+            yield from _in_order(child, unit, units, seen)
+    yield module, unit
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that a module itself holds."""
+    return [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU of the same dtype, shape and memory order, NaN where the dtype has it."""
+    made = torch.zeros_like(tensor, device="cpu", requires_grad=False)
+    return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
+
+
+def _is_written(tensor: Tensor, blank: Tensor, num_writes_before: int) -> bool:
+    """Whether anything has written a tensor that was blank; torch does not count writes of ``.data``."""
+    if tensor is not blank or num_writes(tensor) != num_writes_before or not tensor.numel():
+        return not tensor.is_meta
+    return tensor.is_floating_point() and not bool(tensor.isnan().all())
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    """``data`` as a parameter where ``tensor`` is one."""
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The first name of each parameter and buffer of ``model``."""
+    names: dict[Tensor, str] = {}
+    for path, module in model.named_modules():
+        for key, tensor in _tensors_of(module):
+            names.setdefault(tensor, f"{path}.{key}".removeprefix("."))
+    return names
+
+
+class _Files:
+    """The safetensors files of a folder, which have exactly the state of a model."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self._library = _library()
+        self._folder = folder
+        self._sources: dict[str, tuple[str, Path]] = {}
+        try:
+            faults = self._compared(model, self._places())
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            self._library.SafetensorError,
+        ) as error:
+            raise WeightsError(
+                f"weights={str(folder)!r} is no folder of safetensors files that can be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if faults:
+            raise WeightsError(
+                f"the safetensors files in {folder} are not those of this {type(model).__name__}: they "
+                f"{'; they '.join(faults)}"
+            )
+
+    def __contains__(self, name: object) -> bool:
+        """Whether they have the tensor that the model calls ``name``."""
+        return name in self._sources
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; the file is open no longer than that."""
+        key, path = self._sources[name]
+        try:
+            with self._library.safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(key)
+        except (OSError, self._library.SafetensorError) as error:
+            raise WeightsError(f"{key} of {path} cannot be read: {error}") from error
+        return tensor
+
+    def _places(self) -> dict[str, Path]:
+        """The file of each tensor, by its name in the files."""
+        index = self._folder / _INDEX
+        if index.exists():
+            table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {key: self._folder / Path(file).name for key, file in table.items()}
+        places: dict[str, Path] = {}
+        for path in sorted(self._folder.glob("*.safetensors")):
+            with self._library.safe_open(path, framework="pt") as file:
+                places |= dict.fromkeys(file.keys(), path)
+        if not places:
+            raise FileNotFoundError(f"no *.safetensors in {self._folder}")
+        return places
+
+    def _compared(self, model: nn.Module, places: Mapping[str, Path]) -> list[str]:
+        """Note which tensor is where; what is wrong with the files."""
+        own = _names_of(model)
+        state = {key: it for key, it in model.state_dict(keep_vars=True).items() if isinstance(it, Tensor)}
+        wrong = []
+        for path, keys in groupby(
+            sorted(places.keys() & state.keys(), key=places.__getitem__), places.__getitem__
+        ):
+            with self._library.safe_open(path, framework="pt") as file:
+                for key in keys:
+                    self._sources.setdefault(own[state[key]], (key, path))
+                    header, tensor = file.get_slice(key), state[key]
+                    found, asked = (
+                        (header.get_dtype(), header.get_shape()),
+                        (_dtype_word(tensor.dtype), [*tensor.shape]),
+                    )
+                    if found != asked:
+                        wrong.append(f"{key} as {found[0]}{found[1]} in place of {asked[0]}{asked[1]}")
+        lacking = [key for key, tensor in state.items() if own[tensor] == key not in self._sources]
+        texts = {"lack": lacking, "have besides": sorted(places.keys() - state.keys()), "have": wrong}
+        return [f"{what} {name_first(names, _SHOWN)}" for what, names in texts.items() if names]
+
+
+def _dtype_word(dtype: torch.dtype) -> str:
+    """What safetensors files call a dtype."""
+    word = str(dtype).removeprefix("torch.").upper().removesuffix("FN")
+    for long, short in {"BFLOAT": "BF", "FLOAT": "F", "UINT": "U", "INT": "I", "COMPLEX": "C"}.items():
+        word = word.replace(long, short)
+    return word
+
+
+def _library() -> Any:  # noqa: ANN401 - a module that need not be there
+    """The library safetensors."""
+    try:
+        import safetensors  # noqa: PLC0415 - an extra, asked for by those who give weights=
+    except ImportError:
+        raise WeightsError(
+            "weights= needs safetensors, which is not installed: pip install 'poprun[safetensors]'"
+        ) from None
+    return safetensors
