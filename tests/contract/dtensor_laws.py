@@ -272,6 +272,10 @@ def differ() -> None:
         ):
             for micro in model.micro_batches(torch.ones(2, 4)):
                 model(micro).sum().backward()
+    part = DTensor.from_local(torch.ones(2 + popdist.instance_index(), 4), mesh()["tensor"], [Shard(0)])
+    longer = nn.ParameterDict({"alike": torch.ones(4), "longer": nn.Parameter(part)})
+    with pytest.raises(popdist.WeightsError, match=r"fit together: longer of instance 1 is not that"):
+        next(iter(popdist.ReplicatedModel(longer).micro_batches(torch.ones(2, 4))))
 
 
 def step_with_nan(model: popdist.ReplicatedModel, spoiled: DTensor | None, *, is_outside: bool) -> None:

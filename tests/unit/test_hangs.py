@@ -161,6 +161,21 @@ def test_the_words_of_a_hang() -> None:
     ]
 
 
+def test_several_that_did_not_arrive_are_told_of_at_once() -> None:
+    """In words for several."""
+    told = [
+        (
+            Progress(has_joined=True, num_steps=2, collective="all_gather()"),
+            "each has done 2 steps; its last call was",
+        ),
+        (Progress(has_joined=True, collective="all_gather()"), "the last call of each was all_gather()"),
+        (Progress(pid=5), "none has called popdist yet"),
+    ]
+    for progress, text in told:
+        line = words([waiting(0), status(1, progress), status(2, progress)])[1]
+        assert line.startswith(f"instances 1 and 2 did not arrive: {text}")
+
+
 def test_the_words_when_all_have_arrived_or_some_have_ended() -> None:
     """It is nobody's fault that can be seen, or that of one who has gone."""
     together = [waiting(0), waiting(1)]

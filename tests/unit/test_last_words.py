@@ -202,6 +202,24 @@ def test_a_cause_inside_a_library_has_no_place() -> None:
     assert said.lines == ("RuntimeError: killed", sentence, TRACEBACK, CALL, "RuntimeError: exited")
 
 
+def test_a_long_message_leaves_no_heading_without_calls() -> None:
+    """As torch's stages of a pipeline raise, whose message has the arguments."""
+    sentence = "The above exception was the direct cause of the following exception:"
+    torchs = (
+        CALL,
+        "    loss()",
+        '  File "/usr/lib/python3.11/site-packages/torch/stage.py", line 9, in forward',
+        "    step(",
+    )
+    stage = ("RuntimeError:", "    [Stage 1] failed to run forward:", "    args: (1,)", "    kwargs: {}")
+    said = words(TRACEBACK, CALL, "ValueError: bad", "", sentence, "", TRACEBACK, *torchs, *stage)
+
+    assert said.lines[:2] == (f"ValueError: bad ({CALL.strip()})", sentence)
+    assert TRACEBACK not in said.lines
+    assert said.lines[-4:] == stage
+    assert said.summary == "RuntimeError: [Stage 1] failed to run forward:"
+
+
 @pytest.mark.parametrize(
     ("name", "call", "error"),
     [

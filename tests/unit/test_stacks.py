@@ -57,6 +57,24 @@ def test_the_main_thread_comes_first_and_the_latest_call_last() -> None:
     ]
 
 
+def test_a_thread_of_a_process_group_that_has_no_work_is_not_shown() -> None:
+    """It is there in each program that has called torch's collectives; at work it is shown."""
+    main = (StackFrame("train.py", 14, "<module>"),)
+    idle = (
+        StackFrame("/usr/lib/threading.py", 9, "run"),
+        StackFrame(f"{LIBRARY}/process_group/work_queue.py", 4, "_work"),
+    )
+    busy = (*idle, StackFrame(f"{LIBRARY}/host_memory/barriers.py", 7, "wait"))
+
+    assert len(render_standings({0: Standing(threads=(main, idle))}, read_line)) == 2
+    assert render_standings({0: Standing(threads=(main, busy))}, read_line)[2:] == [
+        "  | thread 1:",
+        '  | File "/usr/lib/threading.py", line 9, in run',
+        f'  | File "{LIBRARY}/process_group/work_queue.py", line 4, in _work',
+        "  | … 1 calls inside popdist …",
+    ]
+
+
 def test_instances_that_stand_alike_are_shown_once() -> None:
     """In the order in which they are given, and of many groups the first ones."""
     waiting = Standing(threads=((StackFrame("train.py", 14, "<module>"),),))
@@ -186,6 +204,17 @@ POPDIST = "/env/python3.11/site-packages/popdist"
                 (f"{TORCH}/futures/__init__.py", "wait"),
             ],
             "wait() of the backend popdist",
+        ),
+        (
+            [
+                ("train.py", "main"),
+                (f"{POPDIST}/training/pipeline.py", "run"),
+                (f"{TORCH}/distributed/pipelining/schedules.py", "step"),
+                (f"{TORCH}/distributed/pipelining/schedules.py", "_wait_batch_p2p"),
+                (f"{POPDIST}/process_group/message_calls.py", "wait"),
+                ("/usr/lib/python3.11/threading.py", "wait"),
+            ],
+            "step() of torch.distributed.pipelining",
         ),
         ([(f"{POPDIST}/process_group/work_queue.py", "wait"), ("train.py", "main")], ""),
         ([("train.py", "main"), ("/usr/lib/python3.11/threading.py", "wait")], ""),

@@ -70,19 +70,25 @@ def compare_weights(
 
 
 def compare_copies(module: nn.Module) -> None:
-    """Raise a WeightsError, on all shards of a stage, that names the first parameter they should have alike."""
+    """Raise a WeightsError, on all shards of a stage, that names the first parameter of which one does not fit."""
     contract = context.environment().contract
     first, size = contract.instance_index - contract.replica_part.shard, contract.parallelism.tensor
     if size == 1:
         return
     group = context.current_group().limited_to(tuple(range(first, first + size)))
-    named = [(name, it) for name, it in module.named_parameters() if is_comparable(it) and is_copied(it)]
-    sums = sum_tensors(named)
+    named = [(name, it) for name, it in module.named_parameters() if is_comparable(it)]
+    copies = sum_tensors((name, it) for name, it in named if is_copied(it))
+    cut = [(name, it) for name, it in named if not is_copied(it)]
+    sums = ParameterSums(
+        names=[*copies.names, *(name for name, _ in cut)],
+        parameters=[*copies.parameters, *(it for _, it in cut)],
+        sums=[*copies.sums, *(_word_of_cut(it) for _, it in cut)],
+    )
     words = [word for (word,) in group.start("compare what shards have alike", [sums.word]).wait()]
     if difference := find_difference(group, "weights", words, sums):
         raise WeightsError(
-            f"the shards of a stage do not have the same weights where they should: {difference}. The usual "
-            "reasons: another seed on each instance; a layer on a part of the sequence whose weights are no "
+            f"the shards of a stage do not fit together: {difference}. The usual reasons: another seed on each "
+            "instance; a layer that is larger on one; a layer on a part of the sequence whose weights are no "
             "DTensor (SequenceParallel makes them so); torch.nn.utils.clip_grad_norm_, which knows of no other "
             "shards, as popdist.clip_grad_norm_ does; weights cut by hand, which need --instances-per-replica in "
             "place of --parallelism"
@@ -129,12 +135,20 @@ def is_comparable(parameter: Tensor) -> bool:
     return type(parameter.data) is Tensor or is_distributed(parameter)
 
 
+def _word_of_cut(parameter: Any) -> int:  # noqa: ANN401 - a DTensor
+    """A 64-bit checksum of the shape of a whole DTensor, and of how it is cut."""
+    return _digest(f"{tuple(parameter.shape)} {parameter.placements}".encode())
+
+
 def _word(sums: Sequence[int]) -> int:
     """A signed 64-bit digest of 64-bit sums; of one, the sum itself."""
     if len(sums) == 1:
         return sums[0]
-    digest = hashlib.blake2b(struct.pack(f"={len(sums)}q", *sums), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return _digest(struct.pack(f"={len(sums)}q", *sums))
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 class OtherParameters:

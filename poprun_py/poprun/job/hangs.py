@@ -99,7 +99,10 @@ def describe_hang(
     for index in hang.absent:
         text = _describe_absence(statuses[index].progress or Progress(), hang.waiting)
         groups.setdefault(f": {text}" if hang.is_told_by_programs else "", []).append(index)
-    lines += [f"{name_with_place(indices, parallelism)} did not arrive{text}" for text, indices in groups.items()]
+    lines += [
+        f"{name_with_place(indices, parallelism)} did not arrive{text if len(indices) == 1 else _of_several(text)}"
+        for text, indices in groups.items()
+    ]
     if hang.ended:
         lines.append(
             f"{name_with_place(hang.ended, parallelism)} {'has' if len(hang.ended) == 1 else 'have'} ended"
@@ -113,6 +116,13 @@ def describe_hang(
         else:
             lines.append(f"each waits in one of these: all must make the same calls in the same order; or {stuck}")
     return lines
+
+
+def _of_several(text: str) -> str:
+    """What is said of one instance, said of several."""
+    words = {": it has not ": ": none has ", ": it ": ": each ", ": its last call": ": the last call of each"}
+    start = next((start for start in words if text.startswith(start)), "")
+    return words.get(start, "") + text.removeprefix(start)
 
 
 def _verb(indices: Sequence[int], verb: str) -> str:

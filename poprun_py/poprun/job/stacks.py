@@ -39,6 +39,8 @@ _OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\
 _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _BACKWARD: Final = "/torch/autograd/graph.py"
 _OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
+_WORK_QUEUE: Final = "/popdist/process_group/work_queue.py"
+_PIPELINING: Final = "/torch/distributed/pipelining/"
 _OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)|/torch/futures/")
 ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty text: `linecache.getline`
 _MOST_ANSWER_SECONDS = 4.0  # how long agents are waited for; each gives its program half of it
@@ -104,6 +106,8 @@ def collective_of(standing: Standing) -> str:
     ):  # DistributedDataParallel waits in C++, below Python's last call
         return "backward() of torch"
     inside = list(takewhile(lambda frame: _OF_GROUPS.search(frame.file), reversed(main)))
+    if inside and _PIPELINING in inside[-1].file:
+        return f"{inside[-1].function}() of torch.distributed.pipelining"
     called = [frame.function for frame in reversed(inside) if frame.file.endswith(_GROUPS)]
     named = called or [frame.function for frame in inside]
     if named:
@@ -149,12 +153,18 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 def _render(standing: Standing, read_line: ReadLine) -> list[str]:
     if not standing.threads:
         return list(standing.processes) or ["it has no process"]
-    main, *helpers = standing.threads
+    main, *others = standing.threads
+    helpers = [stack for stack in others if not _is_idle(stack)]
     lines = _render_thread(main, MAX_FRAMES, _FIRST_FRAMES, read_line)
     for number, helper in enumerate(helpers[:MAX_HELPERS], 1):
         lines += [f"thread {number}:", *_render_thread(helper, MAX_HELPER_FRAMES, 0, read_line)]
     num_left = len(helpers) - MAX_HELPERS
     return [*lines, f"… {num_left} more threads …"] if num_left > 0 else lines
+
+
+def _is_idle(thread: Sequence[StackFrame]) -> bool:
+    """Whether a thread is that of a process group, and waits for the next call."""
+    return bool(thread) and thread[-1].function == "_work" and thread[-1].file.endswith(_WORK_QUEUE)
 
 
 def _render_thread(frames: Sequence[StackFrame], most: int, num_first: int, read_line: ReadLine) -> list[str]:

@@ -100,7 +100,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
         excerpt = _last_lines(lines)
         return LastWords(summary=excerpt[-1].strip() if excerpt else "", lines=tuple(excerpt))
     excerpt = [_shorten(line) for line in _condense(chosen, tracebacks)[:MAX_EXCERPT_LINES]]
-    return LastWords(summary=chosen.message[0] if chosen.message else chosen.header, lines=tuple(excerpt))
+    return LastWords(summary=_first_words(chosen) or chosen.header, lines=tuple(excerpt))
 
 
 def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
@@ -226,16 +226,24 @@ def _condense(traceback: Traceback, tracebacks: Sequence[Traceback]) -> list[str
     if first < at:
         between = at - first - 1
         head += [_summary(same[first]), f"… {between} more …" if between else traceback.link]
-    head += [traceback.header] if traceback.header else []
+    header = [traceback.header] if traceback.header else []
     message = _condense_message(traceback)
-    return [*head, *_condense_frames(traceback.frames, MAX_EXCERPT_LINES - len(head) - len(message)), *message]
+    num_others = len(head) + len(header) + len(message)
+    frames = _condense_frames(traceback.frames, MAX_EXCERPT_LINES - num_others)
+    return [*head, *(header if frames else ()), *frames, *message]
 
 
 def _summary(traceback: Traceback) -> str:
     """A traceback in one line: the exception, and the place in the user's code that is nearest to it, if any."""
-    said = traceback.message[0] if traceback.message else traceback.header
+    said = _first_words(traceback) or traceback.header
     own = [frame for frame in traceback.frames if not _LIBRARY.search(frame[0])]
     return f"{said} ({own[-1][0].strip()})" if own else said
+
+
+def _first_words(traceback: Traceback) -> str:
+    """The first line of the exception, with the next where it is a heading: ``RuntimeError: [Stage 1] failed``."""
+    lines = [line.strip() for line in traceback.message if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def _condense_message(traceback: Traceback) -> list[str]:
