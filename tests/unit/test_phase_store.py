@@ -61,14 +61,18 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
 
     mapped, shared = (kind(regions["big"], big) for kind in (file.mapped, file.shared_mapped))
     assert torch.equal(mapped, data)
-    assert store.file_of(mapped) == ("state", regions["big"].start)
-    assert store.file_of(shared) is None
+    assert store.place_of(mapped) == (file, regions["big"].start)
+    assert store.place_of(shared) is None
     mapped[0] += 1
     shared[1] += 1
     file.read(regions["big"].start, back).wait()
     assert (back - data)[:3].tolist() == [0, 1, 0]
     del mapped, shared
-    assert store.weights.mapped(store.regions["bias"], FORMS["bias"]).shape == (3,)
+    values = torch.arange(2100).view(700, 3).T
+    file.write_tensor(regions["first"], WEIGHT, values)
+    assert torch.equal(file.mapped(regions["first"], WEIGHT), values.to(torch.float32))
+    file.write_tensor(regions["big"], big, data + 1)
+    assert torch.equal(file.mapped(regions["big"], big), data + 1)
     store.close()
     store.close()
 

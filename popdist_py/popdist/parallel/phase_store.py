@@ -132,11 +132,11 @@ class PhaseStore:
         """Wait until all instances are here: each sees then what the others have written before."""
         self._group.agree("phased(), reading what others wrote")
 
-    def file_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """The file's name, and the place in it, of a tensor that :meth:`StoreFile.mapped` has given."""
-        for name, file in zip(_FILES, self._files, strict=False):
+    def place_of(self, tensor: torch.Tensor) -> tuple[StoreFile, int] | None:
+        """The file, and the place in it, of a tensor that :meth:`StoreFile.mapped` has given."""
+        for file in self._files:
             if (start := file.start_of(tensor)) is not None:
-                return name, start
+                return file, start
         return None
 
     def close(self) -> None:
@@ -156,6 +156,8 @@ class PhaseStore:
 
         def create() -> list[int]:
             if self.host_index == 0:
+                if path is not None and name != "weights":  # what maps the old file keeps it
+                    path.unlink(missing_ok=True)
                 descriptors.append(_create(path, num_bytes))
             return [os.getpid(), *descriptors]
 
