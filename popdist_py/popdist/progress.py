@@ -22,7 +22,7 @@ from popdist.errors import PopdistError, runs_of, whole_number
 PAGE_BYTES: Final = 4096
 """Where the page ends and the text about threads begins."""
 
-USED_BYTES: Final = 264
+USED_BYTES: Final = 272
 """So much of the page is in use; the rest is zeros."""
 
 MAX_NAME_BYTES: Final = 96
@@ -38,11 +38,15 @@ ANNOUNCEMENT_AT: Final = 8
 ANNOUNCEMENT_FORMAT: Final = "=qi"
 """Where and how (`struct`) the page names its process and the signal at which that writes its stacks."""
 
+RECORDER_AT: Final = stack_signal.RECORDER_AT
+"""Where it names, as an ``=i``, the descriptor through which torch's recorder is asked."""
+
 _COUNT: Final = struct.Struct("=Q")
 _VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}4?QqdQd{MAX_NAME_BYTES}s")
 _RUNS: Final = struct.Struct(f"={2 * MAX_MEMBER_RUNS}I")
 _RUNS_AT: Final = ANNOUNCEMENT_AT + _VALUES.size
 _BEGUN_AT: Final = _RUNS_AT + _RUNS.size
+_RECORDER: Final = struct.Struct("=i")
 _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
 _NAME_AT: Final = 64
@@ -71,6 +75,8 @@ class Progress:
     # whether it had an optimizer of torch's, and nothing that it used connected it to others. The start-up hook
     # says so when the program ends (``startup/sitecustomize.py``)
     has_trained_alone: bool = False
+    # the program's descriptor through which torch's recorder of collectives is asked, which the hook writes; or 0
+    recorder: int = 0
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
@@ -94,6 +100,7 @@ class Progress:
             collective=name.rstrip(b"\0").decode(errors="replace"),
             member_runs=tuple((first, stop - 1) for first, stop in runs if stop),
             has_trained_alone=is_alone,
+            recorder=_RECORDER.unpack_from(page, RECORDER_AT)[0],
         )
 
 
@@ -124,7 +131,8 @@ class ProgressPage:
         signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
         self.is_watched = True
         self._use(memory)
-        self.write(Progress(pid=os.getpid(), stack_signal=signum))
+        recorder = found.recorder if is_announced else 0
+        self.write(Progress(pid=os.getpid(), stack_signal=signum, recorder=recorder))
         os.register_at_fork(after_in_child=self.close)
 
     def _use(self, memory: memoryview) -> None:
@@ -158,6 +166,7 @@ class ProgressPage:
             _encode(progress.collective),
         )
         _RUNS.pack_into(self._memory, _RUNS_AT, *_bounds_of(progress.member_runs))
+        _RECORDER.pack_into(self._memory, RECORDER_AT, progress.recorder)
         self._collective = progress.collective
         self._words[0] = self._words[_BEGUN]
 

@@ -21,6 +21,9 @@ _SIGNAL_AT, _SIGNAL_BYTES = 16, 4
 _TRAINED_ALONE_AT = 23
 """Where it says that the process has trained without others."""
 
+RECORDER_AT, _RECORDER_BYTES = 264, 4
+"""Where it names the descriptor through which the recorder of torch's collectives can be asked."""
+
 _FIRST, _LAST = 40, 63
 """Real-time signals (signal(7)) that no C library keeps for itself."""
 
@@ -55,12 +58,24 @@ def announce_lone_training(descriptor: int) -> None:
     os.pwrite(descriptor, b"\1", _TRAINED_ALONE_AT)
 
 
+def announce_recorder(descriptor: int, recorder: int) -> None:
+    """Say on the page through which descriptor of this process torch's recorder can be asked."""
+    os.pwrite(descriptor, recorder.to_bytes(_RECORDER_BYTES, sys.byteorder), RECORDER_AT)
+
+
 def register(descriptor: int) -> int:
     """Register an unused real-time signal at which this process writes its stacks to ``descriptor``; or 0."""
     signum = _free_signal()
     if signum:
         faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)
     return signum
+
+
+def watch_crashes(descriptor: int) -> None:
+    """Have Python write its stacks behind the page when a signal such as SIGSEGV ends it, if nobody else does."""
+    if not faulthandler.is_enabled():
+        os.lseek(descriptor, os.sysconf("SC_PAGE_SIZE"), os.SEEK_SET)
+        faulthandler.enable(file=descriptor)
 
 
 def catches(signum: int) -> bool:

@@ -92,8 +92,13 @@ def _may_read(module: Module) -> bool:
 
 
 def test_nothing_writes_the_environment() -> None:
-    """A program finds its environment as its launcher made it, and a test cannot leak into the next one."""
-    assert {module.name for module in modules() if any(map(_writes, module.nodes))} == set()
+    """A program finds its environment as its launcher made it, and a test cannot leak into the next one.
+
+    But torch's worker server takes the path of its socket from there only: one call long, it stands there.
+    """
+    assert {module.name for module in modules() if any(map(_writes, module.nodes))} == {
+        "popdist.startup.recorder_server"
+    }
 
 
 def _writes(node: ast.AST) -> bool:

@@ -1,6 +1,6 @@
 """What poprun has every Python program do when it starts, seen from the program: next to nothing.
 
-Holds popdist.startup.sitecustomize.
+Holds popdist.startup.sitecustomize and popdist.startup.recorder_server.
 """
 
 import json
@@ -16,6 +16,7 @@ from popdist import stack_signal, startup
 from popdist.contract import PROGRESS_DESCRIPTOR
 from popdist.progress import PAGE_BYTES, Progress
 from popdist.startup import sitecustomize
+from poprun.job.evidence import read_evidence
 from tests.running import DEADLINE_SECONDS, Poprun, run
 
 LOOK = """
@@ -252,6 +253,30 @@ if "joins" in sys.argv:
 """A program that has trained, as far as its modules show; torch itself would take seconds."""
 
 
+def test_a_crash_is_written_behind_the_page_and_nowhere_else(tmp_path: Path) -> None:
+    """Where the program has said nothing of faulthandler; its exit and its output are its own."""
+    code, _, err, _ = end(tmp_path, "import ctypes\nctypes.string_at(0)", is_watched=False)
+    page = os.memfd_create(stack_signal.PAGE_NAME)
+    os.ftruncate(page, PAGE_BYTES)
+    added = {PROGRESS_DESCRIPTOR: str(page), "PYTHONPATH": os.pathsep.join([*startup.__path__, str(tmp_path)])}
+    watched = subprocess.run(
+        [sys.executable, "program.py"],
+        env=os.environ | added,
+        cwd=tmp_path,
+        pass_fds=[page],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECONDS,
+    )
+    event = {"crash": os.pread(page, os.fstat(page).st_size, PAGE_BYTES).decode()}
+    os.close(page)
+    (frames,) = read_evidence(event).crash.threads
+
+    assert (watched.returncode, watched.stderr) == (code, err) == (-11, "")
+    assert (Path(frames[0].file).name, frames[-1].function) == ("program.py", "string_at")
+
+
 def test_processes_that_trained_alone_are_told_of_at_the_end(poprun: Poprun) -> None:
     """One line, in a job of several instances, none of which was connected to others."""
     words = (sys.executable, "-c", TRAINS)
@@ -262,6 +287,55 @@ def test_processes_that_trained_alone_are_told_of_at_the_end(poprun: Poprun) -> 
 
     assert [it.succeeded().told.count("2 processes trained alone") for it in (lone, tensorflow)] == [1, 1]
     assert "trained alone" not in joined.succeeded().told + single.succeeded().told
+
+
+RECORDS = """
+import os, sys, time
+before = set(os.listdir(os.environ["TMPDIR"]))
+import torch, torch.distributed as dist
+from popdist.progress import Progress
+from poprun.launch.recorder import RecorderQuestion
+
+if os.fork() == 0:
+    sys.exit(5)  # takes down what it has inherited of the server, as far as Python knows of it
+print(os.waitstatus_to_exitcode(os.wait()[1]), set(os.listdir(os.environ["TMPDIR"])) - before)
+page = int(os.environ["POPDIST_PROGRESS_DESCRIPTOR"])
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+question = RecorderQuestion(os.getpid(), Progress.read(os.pread(page, 4096, 0)).recorder)
+while (answer := question.answer()) is None:
+    time.sleep(0.001)
+print([call["name"] for group in answer["groups"] for call in group["calls"]])
+print("TORCH_WORKER_SERVER_SOCKET" in os.environ, file=sys.stderr)
+raise ValueError("bad batch")
+"""
+
+
+def test_torchs_recorder_answers_and_is_left_behind_by_a_failure(tmp_path: Path) -> None:
+    """A forked child does not end the server, which says nothing by itself and leaves no file."""
+    (tmp_path / "program.py").write_text(RECORDS)
+    page = os.memfd_create(stack_signal.PAGE_NAME)
+    os.ftruncate(page, PAGE_BYTES)
+    added = {PROGRESS_DESCRIPTOR: str(page), "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
+    finished = subprocess.run(
+        [sys.executable, "program.py"],
+        env=os.environ | added | {"PYTHONPATH": os.pathsep.join(startup.__path__)},
+        cwd=tmp_path,
+        pass_fds=[page],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECONDS,
+    )
+    record = json.loads(os.pread(page, os.fstat(page).st_size, PAGE_BYTES))
+    os.close(page)
+
+    assert finished.stdout == "5 set()\n['gloo:all_reduce']\n"
+    assert (finished.returncode, "WorkerServer" in finished.stderr) == (1, False)
+    assert finished.stderr.startswith("False\n")
+    assert [call["profiling_name"] for call in record["entries"]] == ["gloo:all_reduce"]
+    assert [place.name for place in tmp_path.iterdir()] == ["program.py"]
 
 
 @pytest.mark.parametrize("caches", [("_clear_internal_caches", "_clear_type_cache"), ()])

@@ -176,8 +176,9 @@ def test_a_process_writes_on_its_page_and_on_nothing_else(descriptor: int) -> No
 def test_the_hook_writes_what_the_page_says(descriptor: int) -> None:
     """It spells places and names by itself: it must run in a Python that has no popdist."""
     stack_signal.announce(descriptor, 63)
+    stack_signal.announce_recorder(descriptor, 9)
 
-    assert read(descriptor) == Progress(pid=os.getpid(), stack_signal=63)
+    assert read(descriptor) == Progress(pid=os.getpid(), stack_signal=63, recorder=9)
     assert stack_signal.announced_pid(descriptor) == os.getpid()
     assert sitecustomize.PROGRESS_DESCRIPTOR == PROGRESS_DESCRIPTOR
     assert sitecustomize.FINALIZE.decode() == FINALIZE

@@ -13,10 +13,14 @@ import sys
 
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 """As the contract calls it, which a Python without popdist cannot import."""
+
+WORLD_SIZE = "WORLD_SIZE"
+"""Where the contract has the number of instances: a single one has nobody to wait for."""
 
 MPI_PREFIXES = ("PMI_", "PMIX_")
 """How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
@@ -41,9 +45,13 @@ def begin() -> None:
     if holder not in (0, os.getpid()) and signals.is_alive(holder):
         return
     signals.announce(page, signals.register(page))
+    signals.watch_crashes(page)
     import atexit  # noqa: PLC0415 - only the program itself pays for it
 
     atexit.register(announce_lone_training, os.getpid(), page, signals)
+    if os.environ.get(WORLD_SIZE, "1") != "1":
+        finder = load_module("startup", "after_import").AfterImport()
+        finder.call("torch", lambda _torch: serve_recorder(page, signals))
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
 
@@ -58,6 +66,32 @@ def load_module(*place: str) -> ModuleType:
     module = type(sys)(name)
     loader.exec_module(module)
     return module
+
+
+def serve_recorder(page: int, signals: ModuleType) -> None:
+    """Have torch's recorder of collectives answer poprun, and tell of itself when the program fails."""
+    import atexit  # noqa: PLC0415 - only programs that use torch pay for it
+
+    server = load_module("startup", "recorder_server")
+    descriptor = server.start()
+    if descriptor:
+        signals.announce_recorder(page, descriptor)
+        atexit.register(write_record, os.getpid(), page, signals, lambda: server.read_recorder(descriptor))
+
+
+def write_record(pid: int, page: int, signals: ModuleType, read: Callable[[], bytes]) -> None:
+    """Write behind the page of progress which collectives a program has called that an exception has ended."""
+    if os.getpid() != pid or not signals.is_page(page) or not has_ended_program(last_error()):
+        return
+    try:
+        os.pwrite(page, read(), os.sysconf("SC_PAGE_SIZE"))
+    except Exception:  # noqa: BLE001 - the program ends as without it
+        return
+
+
+def last_error() -> BaseException | None:
+    """The exception that Python printed last, which has ended the program if it came out of it."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def announce_lone_training(pid: int, page: int, signals: ModuleType) -> None:
@@ -146,7 +180,7 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or os.getpid() != pid or not mpi.Is_initialized() or mpi.Is_finalized():
         return
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = last_error()
     status = exit_status(ending.last_words[0]) if ending.last_words else int(has_ended_program(error))
     if status == 0:
         announce_finalize(page)
