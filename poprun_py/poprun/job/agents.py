@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
-from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
+from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, RECORDER_AT, USED_BYTES
 from poprun.errors import LaunchError, describe_error
 from poprun.job.identity import JobIdentity
 from poprun.messages.control import (
@@ -270,6 +270,7 @@ def start_order(
         "progress_variable": PROGRESS_DESCRIPTOR,
         "progress_bytes": USED_BYTES,
         "announcement_at": ANNOUNCEMENT_AT,
+        "recorder_at": RECORDER_AT,
         "announcement_format": ANNOUNCEMENT_FORMAT,
         "open_files": identity.open_files if identity.network is None else 0,
         "grace_seconds": plan.ending.stop_timeout_seconds,

@@ -117,9 +117,8 @@ class Attempt:
 
     def _supervise(self) -> None:
         while True:
-            is_calm = (
-                self._record.phase is Phase.RUNNING and not self._launcher.has_ended and self._inquiry is None
-            )
+            is_asking = self._inquiry is not None or self._record.awaits_evidence(time.monotonic())
+            is_calm = self._record.phase is Phase.RUNNING and not self._launcher.has_ended and not is_asking
             self._listen(_LOOK_SECONDS if is_calm else _TICK_SECONDS)
             now = time.monotonic()
             self._stopped_children.continue_them()
@@ -255,6 +254,10 @@ class Attempt:
         if decision.action is Action.START:
             self._enter(Phase.RUNNING)
             self._start_programs()
+        elif decision.action is Action.ASK:
+            self._inquiry = None  # a failure explains what seemed to be a hang
+            for instance in self._record.ask(time.monotonic()):
+                self._links.send_order(instance, {"order": "stacks", "most_helpers": 0})
         elif decision.action is Action.INTERRUPT:
             self._enter(Phase.INTERRUPTED)
             self._streams.leave_out_interrupts()

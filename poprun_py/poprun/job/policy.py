@@ -22,6 +22,7 @@ class Action(StrEnum):
     WAIT = "wait"
     START = "start"
     INTERRUPT = "interrupt"
+    ASK = "ask"
     STOP = "stop"
     TIME_OUT = "time out"
     REPORT_HANG = "report a hang"
@@ -73,12 +74,19 @@ def _decide_undisturbed(job: JobSnapshot, ending: EndingSettings) -> Decision:
         action = Action.STOP if job.phase is Phase.STARTING else Action.INTERRUPT
         return Decision(action, "Ctrl-C was pressed")
     if job.failed_instance is not None:
-        return Decision(Action.STOP, f"instance {job.failed_instance} failed")
+        return _decide_failure(job)
     if job.has_launcher_ended:
         return Decision(Action.STOP, "the launcher has ended before its instances")
     if job.phase is Phase.STARTING:
         return _decide_start(job, ending)
     return _decide_hang(job, ending)
+
+
+def _decide_failure(job: JobSnapshot) -> Decision:
+    """Ask the others where they stand before they are stopped, for a moment only."""
+    if job.has_witnesses:
+        return Decision(Action.ASK, f"instance {job.failed_instance} failed: where do the others stand?")
+    return _WAIT if job.awaits_evidence else Decision(Action.STOP, f"instance {job.failed_instance} failed")
 
 
 def _decide_hang(job: JobSnapshot, ending: EndingSettings) -> Decision:

@@ -37,6 +37,7 @@ from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
+    from poprun.job.evidence import InstanceEvidence
     from poprun.job.hangs import Hang
     from poprun.job.report.findings import Findings
     from poprun.job.signals import ReceivedSignals
@@ -154,6 +155,9 @@ def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> I
     return replace(status, problem=problem, exited_at_seconds=status.exited_at_seconds or now_seconds)
 
 
+EVIDENCE_SECONDS: Final = 0.4
+"""How long programs have to say where they stand, after a failure, before they are stopped."""
+
 CAUSE_SECONDS: Final = 1.0
 """How long another host's shim has to say that what started it was killed, when shims or the launcher are lost."""
 
@@ -250,6 +254,11 @@ class Record:
         self.is_timed_out = False  # whether it is stopped because the job takes too long
         self.is_hung = False  # whether it is stopped because no instance makes progress
         self.stop_reason = ""  # why poprun stops it; empty when it does not
+        # what instances have told when they were asked last, or left behind when they failed, by index
+        self.evidence: dict[int, InstanceEvidence] = {}
+        self._is_asked = False  # whether they were asked because of a failure
+        self._asked: set[int] = set()  # those that have not answered yet
+        self._asked_at_seconds = 0.0
         self._awake_seconds = 0.0  # time in which poprun ran; in a pause of the whole job nothing can be heard
         self._looked_at_seconds = now_seconds
         self._heard_at_seconds = [0.0] * plan.num_instances  # of that time, when each instance was last heard of
@@ -260,11 +269,36 @@ class Record:
             event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
         self._heard_at_seconds[instance] = self._awake_seconds
+        if event["event"] in ("exited", "ended", LOST):
+            self._asked.discard(instance)
+        if event["event"] == "stacks" or any(event.get(name) for name in _REMAINS):
+            from poprun.job.evidence import read_evidence  # noqa: PLC0415 - most programs are never asked
+
+            self._asked.discard(instance)
+            self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             self.runtimes[instance] = event["runtime"]
             if instance == 0:
                 self.endpoints = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
+
+    def ask(self, now_seconds: float) -> list[int]:
+        """Begin to ask who may know of a failure; the instances to be asked, whose programs record their calls."""
+        self._is_asked = True
+        self._asked_at_seconds = now_seconds
+        self._asked = set(self._witnesses())
+        for index in self._asked:
+            self.evidence.pop(index, None)  # of a hang that is over
+        return sorted(self._asked)
+
+    def awaits_evidence(self, now_seconds: float) -> bool:
+        """Whether an instance that was asked because of a failure may still answer in time."""
+        return bool(self._asked) and now_seconds - self._asked_at_seconds < EVIDENCE_SECONDS
+
+    def _witnesses(self) -> list[int]:
+        statuses = self.statuses
+        running = (status for status in statuses if status.state is InstanceState.RUNNING)
+        return [status.index for status in running if status.progress is not None and status.progress.recorder]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
         """Begin a new phase."""
@@ -323,12 +357,15 @@ class Record:
             is_hang_told=self.hang_watch.is_told,
             is_hang_suspected=self.hang_watch.is_suspected,
             awaits_stacks=awaits_stacks,
+            has_witnesses=failed is not None and not self._is_asked and bool(self._witnesses()),
+            awaits_evidence=self.awaits_evidence(now_seconds),
             has_lost_shim=start_watch.has_lost_one,
             no_shim_seconds=start_watch.idle_seconds,
             has_launcher_ended=has_launcher_ended,
         )
 
 
+_REMAINS: Final = ("recorder", "crash", "full_disks")  # what the event of an exit may hold beside its code
 _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124
 _LEFT: Final = 128 + signal.SIGTERM

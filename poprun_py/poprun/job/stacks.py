@@ -45,6 +45,7 @@ _OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)
 ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty text: `linecache.getline`
 _MOST_ANSWER_SECONDS = 4.0  # how long agents are waited for; each gives its program half of it
 _MAX_GROUPS_OF_HANG = 6
+_MOST_HELPERS: Final = 8  # processes below a program, such as a data loader's workers, that are asked for stacks
 _NOT_SHARED: Final = Parallelism()
 
 
@@ -209,7 +210,7 @@ class StackInquiry:
         self._answers: dict[int, dict[str, Any] | None] = dict.fromkeys((*first, *running))
         self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
         for index in running:
-            send_order(index, {"order": "stacks"})
+            send_order(index, {"order": "stacks", "most_helpers": _MOST_HELPERS})
 
     def add_answer(self, instance: int, event: dict[str, Any]) -> None:
         """Store the answer of an instance."""

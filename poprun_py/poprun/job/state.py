@@ -152,6 +152,8 @@ class JobSnapshot:
     # whether it is not known yet that they wait: some compute nothing, and are to be asked
     is_hang_suspected: bool = False
     awaits_stacks: bool = False  # whether programs have been asked where they stand, and not all have answered
+    has_witnesses: bool = False  # whether programs may know more of a failure, and have not been asked
+    awaits_evidence: bool = False  # whether they have been asked, and may still answer in time
     has_lost_shim: bool = False  # whether the MPI runtime has lost a shim that had not reported
     # for how long, while the job starts, the MPI runtime has had no shim that may still report
     no_shim_seconds: float = 0.0

@@ -13,7 +13,7 @@ import select
 import time
 
 from poprun.launch.mpi_leftovers import remove_abandoned
-from poprun.launch.program_watch import ProgramWatch, StackQuestion
+from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
 from poprun.messages.control import RECEIVE_BYTES, Link, connect, is_remote, notice_death
 from poprun.messages.json_lines import Message, ProtocolError
 from poprun.process.process_tree import (
@@ -217,8 +217,9 @@ class Agent:
         self._is_orphan = False
         self._began_at_seconds = time.monotonic()
         self._watch = ProgramWatch()
-        self._question: StackQuestion | None = None
+        self._question: ProgramQuestion | None = None
         self._lease_address = ""
+        self._surroundings: tuple[dict[str, str], str] = ({}, "/")
         self._unsent: list[Message] = []
 
     def run(self) -> None:
@@ -347,7 +348,7 @@ class Agent:
         elif order["order"] == "offer_signal" and self._program is not None:
             self._pass_signal(order["signal"])
         elif order["order"] == "stacks" and self._program is not None:
-            self._question = self._watch.ask_for_stacks()
+            self._question = self._watch.ask_for_stacks(order["most_helpers"])
         elif order["order"] == "stop":
             self._ending.grace_seconds = order["grace_seconds"]
             self._ending.stop(self._program)
@@ -416,6 +417,7 @@ class Agent:
             self._fail({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
         else:
             self._watch.begin()
+            self._surroundings = (environment, order["working_directory"])
             self._queue({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
@@ -440,5 +442,6 @@ class Agent:
                 self._queue(self._watch.last_event())
                 event = {"event": "exited", "code": ended.code, "at_seconds": time.monotonic()}
                 end = {"peak_bytes": ended.peak_bytes, "was_stopped": self._ending.was_stopped}
-                self._queue({**event, **end})
+                remains = {} if ended.code == 0 else self._watch.remains(*self._surroundings)
+                self._queue({**event, **end, **remains})
                 self._ending.stop_leftovers()

@@ -16,9 +16,10 @@ from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, s
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from typing import Any, Final
 
+    from poprun.launch.recorder import RecorderQuestion
     from poprun.messages.json_lines import Message
 else:
     import _signal as signal  # signal itself loads enum and more
@@ -65,6 +66,9 @@ LONGEST_SECONDS = 2.0  # how long a program may take to write its stacks
 _STILL_SECONDS = 0.1
 _MOST_BYTES = 64 * 1024
 _MOST_PROCESSES = 8
+_RECORD = b"{"  # how the record begins that a failing program leaves where stacks are written
+_CRASH = b"Fatal Python error: "  # and so what Python writes there when a signal ends it
+_FULL_BYTES = 64 * 1024  # a disk that has less is full
 _LOOK_SECONDS = 1.0
 _LOOKS_PER_WALK = 5
 _PAUSE_SECONDS = 7 * 24 * 3600.0
@@ -148,32 +152,58 @@ def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
 
 
 class StackQuestion:
-    """One question to the program, from its signal to the answer behind its page of progress."""
+    """One question to the program, and then its helpers, from each signal to the stacks behind the page."""
 
-    def __init__(self, page: int, text_at: int, pid: int, signum: int) -> None:
+    def __init__(self, page: int, text_at: int, pid: int, signum: int, most_helpers: int = 0) -> None:
         self._page = page
         self._text_at = text_at
+        self._signum = signum
         self._deadline_seconds = time.monotonic() + LONGEST_SECONDS
         self._num_bytes = 0
         self._grown_at_seconds = 0.0
-        self._is_asked = False
-        key = _listener(page, pid, signum)
-        if key is not None:
-            os.ftruncate(page, text_at)
-            os.lseek(page, text_at, os.SEEK_SET)  # the program's descriptor has the same offset
-            send([key], signum)
-            self._is_asked = True
+        self._text = ""
+        self._helpers: list[Message] = []
+        self._asked: ProcessKey | None = None
+        self._unasked = [key for key in own_tree() if key.pid != pid][:most_helpers] if pid else []
+        self._is_about_helpers = False
+        self._ask(pid)
 
     def answer(self) -> Message | None:
-        """The event with the stacks; None as long as the program may still write."""
-        text = b""
-        if self._is_asked:
-            if not self._is_complete(time.monotonic()):
+        """The event with the stacks; None as long as somebody may still write."""
+        while not self._is_about_helpers or self._asked is not None or self._unasked:
+            if self._asked is not None and not self._is_complete(time.monotonic()):
                 return None
-            text = os.pread(self._page, _MOST_BYTES, self._text_at)
+            self._ask_next()
+        processes = [] if self._text else _describe_tree()
+        return {"event": "stacks", "text": self._text, "processes": processes, "helpers": self._helpers}
+
+    def _ask(self, pid: int) -> None:
+        """Have a process write its stacks, if it listens."""
+        self._asked = _listener(self._page, pid, self._signum)
+        self._num_bytes = 0
+        if self._asked is not None:
             os.ftruncate(self._page, self._text_at)
-        processes = [] if text else _describe_tree()
-        return {"event": "stacks", "text": text.decode(errors="replace"), "processes": processes}
+            os.lseek(self._page, self._text_at, os.SEEK_SET)  # the program's descriptor has the same offset
+            send([self._asked], self._signum)
+
+    def _ask_next(self) -> None:
+        """Store what the process that was asked has written, and ask the next one."""
+        text = b""
+        if self._asked is not None:
+            text = os.pread(self._page, _MOST_BYTES, self._text_at)
+            if not text.startswith(_RECORD):
+                os.ftruncate(self._page, self._text_at)
+                os.lseek(self._page, self._text_at, os.SEEK_SET)  # where Python writes its stacks if it crashes
+        said = "" if text.startswith(_RECORD) else text.decode(errors="replace")
+        if self._is_about_helpers:
+            self._helpers[-1]["text"] = said
+        else:
+            self._text, self._is_about_helpers = said, True
+        self._asked = None
+        if self._unasked:
+            pid = self._unasked.pop(0).pid
+            self._helpers.append({"pid": pid, "text": "", "process": describe_process(pid)})
+            self._ask(pid)
 
     def _is_complete(self, now_seconds: float) -> bool:
         num_bytes = os.fstat(self._page).st_size - self._text_at
@@ -181,6 +211,39 @@ class StackQuestion:
             self._num_bytes, self._grown_at_seconds = num_bytes, now_seconds
         is_still = num_bytes > 0 and now_seconds >= self._grown_at_seconds + _STILL_SECONDS
         return is_still or now_seconds >= self._deadline_seconds
+
+
+class ProgramQuestion:
+    """One question to the program: for its stacks, and what torch's recorder of collectives holds."""
+
+    def __init__(self, stacks: StackQuestion, pid: int, descriptor: int) -> None:
+        self._stacks = stacks
+        self._event: Message | None = None
+        self._record: Message | None = {}
+        self._recorder: RecorderQuestion | None = None
+        if descriptor and not is_stopped(pid):
+            from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - most programs are never asked
+
+            self._recorder, self._record = RecorderQuestion(pid, descriptor), None
+
+    def answer(self) -> Message | None:
+        """The event with the stacks and the record; None as long as one of them may still come."""
+        if self._recorder is not None and self._record is None:
+            self._record = self._recorder.answer()
+        if self._event is None:
+            self._event = self._stacks.answer()
+        if self._event is None or self._record is None:
+            return None
+        return {**self._event, "recorder": self._record}
+
+
+def _is_full(place: str) -> bool:
+    """Whether the disk that holds a folder has no room, or can hold no further file."""
+    try:
+        disk = os.statvfs(place)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < _FULL_BYTES or (disk.f_files > 0 and disk.f_favail == 0)
 
 
 def _describe_tree() -> list[str]:
@@ -210,6 +273,7 @@ class ProgramWatch:
         self._page = -1
         self._page_bytes = 0
         self._announcement = (0, "")
+        self._recorder_at = 0
         self._tree: list[ProcessKey] = []
         self._num_looks = 0
         self._next_seconds = 0.0
@@ -218,6 +282,7 @@ class ProgramWatch:
         """Make the page that a ``start`` order describes; its descriptor, for the program to inherit."""
         self._page_bytes = order["progress_bytes"]
         self._announcement = (order["announcement_at"], order["announcement_format"])
+        self._recorder_at = order["recorder_at"]
         self._page = os.memfd_create(_PAGE_NAME)
         os.ftruncate(self._page, _TEXT_AT)
         return self._page
@@ -245,6 +310,19 @@ class ProgramWatch:
         """The event with the content of the page after the program's end."""
         return {"event": "stats", "progress": self._read_page()}
 
+    def remains(self, environment: Mapping[str, str], working_directory: str) -> Message:
+        """What a failed program has left behind: its collectives or its stacks, and which disks are full."""
+        places = (working_directory, environment.get("TMPDIR", "/tmp"), "/dev/shm")  # noqa: S108 - looked at only
+        left: Message = {"full_disks": [place for place in places if _is_full(place)]}
+        text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
+        if text.startswith(_RECORD):
+            from poprun.launch.recorder import cut_record  # noqa: PLC0415 - few programs leave one
+
+            left["recorder"] = cut_record(text)
+        elif text.startswith(_CRASH):
+            left["crash"] = text[:_MOST_BYTES].decode(errors="replace")
+        return left
+
     def measure(self) -> Message:
         """The event with what the program uses and how far it is."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
@@ -253,15 +331,23 @@ class ProgramWatch:
         self._num_looks += 1
         return {"event": "stats", **measure(self._tree), "progress": self._read_page()}
 
-    def ask_for_stacks(self) -> StackQuestion:
-        """Request the stacks of the program."""
-        return StackQuestion(self._page, _TEXT_AT, *self._announced())
+    def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
+        """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
+        pid, signum = self._announced()
+        return ProgramQuestion(
+            StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers), pid, self._recorder()
+        )
 
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""
         at, form = self._announcement
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
+
+    def _recorder(self) -> int:
+        """The descriptor in that process through which torch's recorder answers; 0 for none."""
+        (descriptor,) = unpack("=i", os.pread(self._page, 4, self._recorder_at))
+        return int(descriptor)
 
     def _read_page(self) -> str:
         return os.pread(self._page, self._page_bytes, 0).hex()
