@@ -1,6 +1,7 @@
 """The laws of a torch backend about who comes when: asynchronous calls, several groups, ranks that stay away."""
 
 from datetime import timedelta
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _get_default_store
 
 from popdist.host_memory import messages
-from popdist.process_group.work_queue import PendingWork
+from popdist.host_memory.barriers import wait_until
+from popdist.process_group import work_queue
+from popdist.process_group.work_queue import PendingWork, WorkQueue
 from tests.contract.backend_laws import all_brought, brought, expected, same
 from tests.contract.forked_ranks import Rank
+
+TIMEOUT_SECONDS = 30.0
 
 
 def law_a_call_can_return_before_the_others_come(rank: Rank) -> None:
@@ -80,12 +85,34 @@ def law_what_fails_raises_where_it_is_waited_for(rank: Rank) -> None:
         with pytest.raises(RuntimeError, match="not in the same collective"):
             torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, async_op=True, timeout=-1)
 
-    pending = PendingWork(lambda: [int("no number")])
+    pending = PendingWork(lambda: [int("no number")], WorkQueue(lambda: None))
     assert (pending.is_completed(), pending.exception()) == (False, None)
     pending.finish(None)
     with pytest.raises(ValueError, match="no number"):
         pending.wait()
     assert (pending.is_completed(), pending.is_success()) == (True, False)
+
+
+def law_who_waits_does_what_was_issued(rank: Rank) -> None:
+    """The group's thread does it where a future is asked for, where more is issued, or in the end."""
+    del rank
+    me, queue, found = current_thread(), WorkQueue(lambda: None), list[Thread]()
+
+    def issue() -> Any:  # noqa: ANN401 - torch's stubs lack its methods
+        return queue.run(lambda: found.append(current_thread()), (), [], is_async=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_queue, "_HAND_OVER_SECONDS", TIMEOUT_SECONDS)
+        issue().wait()
+        assert found.pop() is me
+        issue().get_future().wait()
+        assert found.pop() is not me
+        assert all(wait_until(work.is_completed, TIMEOUT_SECONDS) for work in (issue(), issue()))
+    queue.stop()
+    queue = WorkQueue(lambda: None)
+    assert wait_until(issue().is_completed, TIMEOUT_SECONDS)
+    queue.stop()
+    assert me not in found
 
 
 def law_two_groups_may_be_used_in_opposite_order(rank: Rank) -> None:

@@ -1,16 +1,17 @@
 """The queue of a group's collectives, which are done one after the other, as they were issued.
 
-A synchronous call runs in the thread that makes it, unless others are still to be done; an asynchronous one in the
-group's own thread. What follows a collective by a callback of its future runs there, too: a collective that is
-issued there has its turn at once, before what was issued after the first one.
+A synchronous call runs in the thread that makes it, unless others are still to be done. An asynchronous one runs
+in the thread that waits for it, or in the group's own if nobody does soon. What follows a collective by a callback
+of its future runs there, too: what is issued there has its turn at once, before what was issued later.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
-from threading import Lock, Thread, current_thread
-from typing import Any, Final, NoReturn, SupportsIndex, TypeVar
+from queue import Empty, SimpleQueue
+from threading import Lock, RLock, Thread, get_ident
+from typing import Any, Final, Literal, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -23,6 +24,9 @@ from popdist.host_memory.forks import call_at_exit
 _END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the group has been left."""
 
+_HAND_OVER_SECONDS: Final = 0.001
+"""After this time the group's thread does what nobody waits for: beside a program that computes it is slower."""
+
 NO_TIMEOUT: Final = timedelta(0)
 
 T = TypeVar("T")
@@ -30,6 +34,8 @@ T = TypeVar("T")
 Results = Any  # what torch's collectives hand back: tensors, or lists of them
 Outcome = Results | Callable[[], Results]
 """The results of a collective, or what makes them when somebody asks."""
+
+_Event = Literal["issued", "wanted", "end"]
 
 
 class _Work(dist.Work):
@@ -49,16 +55,19 @@ class _Work(dist.Work):
 
 
 class PendingWork(_Work):
-    """A collective that the group's thread does."""
+    """A collective that is done later, by the group's thread or the one that waits for it."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: Outcome, queue: "WorkQueue") -> None:
         super().__init__(outcome)
         self._future: Future[Results] = Future()
+        self._queue = queue
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until the collective is done, or RuntimeError after ``timeout``, if not 0; it goes on then."""
         seconds = timeout.total_seconds()
-        if seconds > 0 and not wait_until(self._future.done, seconds):
+        if seconds <= 0:
+            self._queue.advance(self._future.done)
+        elif not wait_until(self._future.done, seconds):
             raise RuntimeError(f"timeout: the collective was not done within {seconds:g} seconds")
         self._future.wait()
         return True
@@ -83,6 +92,7 @@ class PendingWork(_Work):
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
         """A future of :meth:`result`."""
+        self._queue.begin()
         return self._future
 
     def finish(self, error: BaseException | None) -> None:
@@ -145,9 +155,11 @@ class WorkQueue:
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort  # ends a wait that is going on in the thread, with an error
-        self._tasks: SimpleQueue[tuple[PendingWork, Callable[..., None], Sequence[Any]] | None] = SimpleQueue()
+        self._tasks: deque[tuple[PendingWork, Callable[..., None], Sequence[Any]]] = deque()
+        self._events: SimpleQueue[_Event] = SimpleQueue()
         self._thread: Thread | None = None
-        self._lock, self._issue = Lock(), Lock()  # held by the thread that does a collective, and to hand one over
+        self._turn, self._issue = RLock(), Lock()  # held to do a collective and what follows it, and to issue one
+        self._doer: int | None = None  # the thread that does one
         self._pending: set[PendingWork] = set()
         _queues.add(self)
 
@@ -156,16 +168,17 @@ class WorkQueue:
     ) -> dist.Work:
         """Do the collective ``do(*arguments)`` in its turn: now, or if ``is_async`` perhaps later."""
         if not is_async and not self._pending:
-            with self._lock:
+            with self._turn:
                 outside_inference(do, *arguments)
             return DoneWork(outcome)
-        work = PendingWork(outcome)
-        is_callback = current_thread() is self._thread
+        work = PendingWork(outcome, self)
+        is_callback = self._doer == get_ident()
         with self._issue:
             self._pending.add(work)
             if not is_callback:
-                self._tasks.put((work, do, arguments))
+                self._tasks.append((work, do, arguments))
                 self._start()
+                self._events.put("issued")
         if is_callback:
             self._finish(work, do, arguments)
         if not is_async:
@@ -174,14 +187,26 @@ class WorkQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no collective that was handed to the thread is still to be done."""
+        """Whether no collective that was issued is still to be done."""
         return not self._pending
+
+    def advance(self, is_done: Callable[[], bool]) -> None:
+        """Do in this thread what was issued, until ``is_done()``; another thread that is at it goes on."""
+        while self._tasks and not is_done() and self._turn.acquire(blocking=False):
+            try:
+                self._do_next()
+            finally:
+                self._turn.release()
+
+    def begin(self) -> None:
+        """Have the thread do what was issued."""
+        self._events.put("wanted")
 
     def stop(self) -> None:
         """End the thread: a collective that is not begun fails, and one that is going on is broken off."""
         if self._thread is not None:
             self._abort()
-            self._tasks.put(None)
+            self._events.put("end")
             self._thread.join(_END_SECONDS)
             self._thread = None
 
@@ -191,15 +216,33 @@ class WorkQueue:
             self._thread.start()
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self._finish(*task)
-            del task  # a tensor that is held on to would outlive its last use
+        goes_on = True
+        while goes_on:
+            goes_on = self._next_event() != "end"
+            while self._tasks:
+                with self._turn:
+                    self._do_next()
+
+    def _next_event(self) -> _Event:
+        """Wait until there is something to do that no other thread does."""
+        event = self._events.get()
+        while event == "issued" and len(self._tasks) <= 1:
+            try:
+                event = self._events.get(timeout=_HAND_OVER_SECONDS)
+            except Empty:
+                break
+        return event
+
+    def _do_next(self) -> None:
+        if self._tasks:
+            before, self._doer = self._doer, get_ident()
+            outside_inference(self._finish, *self._tasks.popleft())
+            self._doer = before
 
     def _finish(self, work: PendingWork, do: Callable[..., None], arguments: Sequence[Any]) -> None:
         error: BaseException | None = None
         try:
-            with self._lock:
-                do(*arguments)
+            do(*arguments)
         except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
             error = caught
         self._pending.discard(work)
