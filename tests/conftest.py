@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -117,6 +118,18 @@ def limited_memory() -> Iterator[Callable[[int], ControlGroup]]:
                 pytest.skip(str(why))
 
         yield make
+
+
+@pytest.fixture
+def disk_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is not in memory, as ``tmp_path`` is in a secluded run; skips where there is none."""
+    for place in (tmp_path, Path("/tmp"), _ROOT):
+        kind = subprocess.check_output(["stat", "--file-system", "--format=%T", str(place)], text=True).strip()
+        if kind not in ("tmpfs", "ramfs"):
+            with tempfile.TemporaryDirectory(prefix="popdist-test-", dir=place) as folder:
+                yield Path(folder)
+            return
+    pytest.skip("no folder here is on a disk")
 
 
 @pytest.fixture

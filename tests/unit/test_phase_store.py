@@ -25,6 +25,12 @@ WEIGHT = Form.of(torch.zeros(3, 700))
 FORMS = {"weight": WEIGHT, "bias": Form.of(torch.zeros(3))}
 
 
+@pytest.fixture
+def tmp_path(disk_folder: Path) -> Path:
+    """Not in memory, where a store of a model on the CPU is refused."""
+    return disk_folder
+
+
 @pytest.fixture(autouse=True)
 def _job_of_one() -> Iterator[None]:
     popdist.init()
