@@ -391,7 +391,7 @@ class SavedMapping:
 
     mapping: Mapping
     training: Training
-    devices: PlannedDevices
+    devices: PlannedDevices | None  # None where the file does not say
 
 
 def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
@@ -410,7 +410,7 @@ def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
         return SavedMapping(
             mapping=from_table(table["mapping"]),
             training=Training(**table["training"]),
-            devices=PlannedDevices(**table["machine"]),
+            devices=PlannedDevices(**table["machine"]) if "machine" in table else None,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MappingError(f"{origin} is no mapping that poprun-size --save wrote: {error}") from None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from popsize.catalogue import MODELS, named_model
 from popsize.errors import MappingError
-from popsize.hardware import PRECISIONS, named_machine
+from popsize.hardware import PRECISIONS, PlannedDevices, named_machine
 from popsize.mapping import (
     GRADIENT_BYTES,
     MOST_DEVICES,
@@ -167,6 +167,7 @@ def test_a_saved_mapping_is_read_as_it_was(mapping: Mapping, training: Training)
 
     found = loaded(saved(mapping, planned), "mapping.json")
     assert (found.mapping, found.training) == (mapping, training)
+    assert found.devices == PlannedDevices.of(planned.machine)
 
 
 def test_the_schema_of_a_saved_mapping() -> None:
