@@ -1,5 +1,6 @@
 """The laws of replicas that several instances share: their mesh, their samples, and what counts once for each."""
 
+import gc
 import os
 import signal
 from typing import Any
@@ -212,13 +213,27 @@ def law_other_weights_are_told_with_the_part() -> None:
 
 
 def law_another_mesh_is_refused() -> None:
-    """A parameter over instances of several replicas, and a model whose gradients DDP would mix."""
+    """A parameter over other instances than share it, and a model whose gradients DDP would mix, early or late."""
+    popdist.finalize()
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS, torch_distributed=True)
+    early = DistributedDataParallel(nn.Linear(2, 2))
+    if size() > 1:
+        with refused(popdist.WeightsError, "DistributedDataParallel over instances 0 .* parts of a replica"):
+            popdist.device_mesh()
+    del early
+    gc.collect()
     popdist.device_mesh()
     everybody = init_device_mesh("cpu", (popdist.num_instances(),))
     if size() > 1:
         with refused(popdist.WeightsError, "DistributedDataParallel over instances 0 .* parts of a replica"):
             DistributedDataParallel(nn.Linear(2, 2))
     DistributedDataParallel(nn.Linear(2, 2), device_mesh=popdist.device_mesh()["replica"])
+    if popdist.device_mesh()["pipeline"].size() > 1:
+        model = nn.Linear(4, 4, bias=False)
+        across = popdist.device_mesh()["pipeline"]
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), across, [Shard(0)]))
+        with refused(popdist.WeightsError, "weight is a DTensor on the mesh .* share the layers of this"):
+            popdist.ReplicatedModel(model)
     if popdist.num_replicas() > 1:
         model = nn.Linear(4, 4, bias=False)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), everybody, [Shard(0)]))

@@ -14,6 +14,7 @@ from popdist import context
 from popdist.contract import Contract
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import CollectiveError, ContractError, WeightsError, name_instances
+from popdist.process_group.registration import remember_ddp
 
 DIMENSIONS: Final = ("replica", "pipeline", "tensor")
 """From the outermost to the innermost."""
@@ -42,6 +43,8 @@ def device_mesh() -> DeviceMesh:
             f"device_mesh() among {job.group.name(job.group.instances)}: all instances of the job make it "
             "together, so call it outside execute_on_instances"
         )
+    for wrapper in remember_ddp():
+        _refuse_ddp(wrapper, contract)
     _watch_for_ddp()
     if job.mesh is None:
         context.ensure_default_group("device_mesh()")
@@ -67,14 +70,18 @@ def _check_mesh_is_known(contract: Contract) -> None:
 
 @cache
 def _watch_for_ddp() -> None:
-    register_module_module_registration_hook(_refuse_ddp)
+    register_module_module_registration_hook(_see_module)
 
 
-def _refuse_ddp(wrapper: nn.Module, _name: str, _module: object) -> None:
+def _see_module(wrapper: nn.Module, _name: str, _module: object) -> None:
+    if isinstance(wrapper, DistributedDataParallel) and context.is_initialized():
+        job = context.current_job()
+        if job.mesh is not None:
+            _refuse_ddp(wrapper, job.environment.contract)
+
+
+def _refuse_ddp(wrapper: DistributedDataParallel, contract: Contract) -> None:
     """Refuse DistributedDataParallel over instances that hold different parts: their gradients are not one's."""
-    if not isinstance(wrapper, DistributedDataParallel) or not context.is_initialized():
-        return
-    contract = context.environment().contract
     ranks = get_process_group_ranks(wrapper.process_group)
     if len({contract.parallelism.part_of(rank).index for rank in ranks}) > 1:
         raise WeightsError(

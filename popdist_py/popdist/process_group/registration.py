@@ -1,16 +1,24 @@
 """The registration of the backend ``popdist`` with torch.
 
 torch calls :func:`register` when it is imported, through the entry point ``torch.backends`` of this distribution:
-an exception there would break every program with torch, and nothing here opens, starts or reads anything.
+an exception there would break every program with torch, and nothing here opens or starts anything.
 """
 
 import contextlib
+import os
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
 
 NAME: Final = "popdist"
+
+_INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
+"""As `popdist.contract` has it, which few programs that import torch need."""
 
 
 def register() -> None:
@@ -20,12 +28,28 @@ def register() -> None:
 
         if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        if _INSTANCES_PER_REPLICA in os.environ:
+            remember_ddp()
+
+
+@cache
+def remember_ddp() -> "WeakSet[DistributedDataParallel]":
+    """Every DistributedDataParallel that is made from now on."""
+    from torch.nn.modules.module import register_module_module_registration_hook  # noqa: PLC0415 - as above
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415 - as above
+
+    made: WeakSet[DistributedDataParallel] = WeakSet()
+
+    def remember(wrapper: "nn.Module", _name: str, _module: object) -> None:
+        if isinstance(wrapper, DistributedDataParallel):
+            made.add(wrapper)
+
+    register_module_module_registration_hook(remember)
+    return made
 
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
     # Only programs that make a group need these.
-    import os  # noqa: PLC0415
-
     from torch import cuda  # noqa: PLC0415
     from torch import distributed as dist  # noqa: PLC0415
 

@@ -83,10 +83,11 @@ def refuse_wrapper(attribute: str) -> None:
         )
 
 
-def refuse_module(module: nn.Module, instances: range) -> None:
+def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:
     """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet.
 
-    ``instances`` are those of this one's replica: what is cut over others is not added over the replicas.
+    ``instances`` are those of this one's replica, and ``of_stage`` those of them that may share a parameter: what
+    is cut over others is not added over the replicas.
     """
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
@@ -103,7 +104,7 @@ def refuse_module(module: nn.Module, instances: range) -> None:
         )
     for name, parameter in module.named_parameters():
         if is_distributed(parameter):
-            _refuse_mesh(module, name, parameter, instances)
+            _refuse_mesh(module, name, parameter, instances, of_stage)
 
 
 def _refuse_mesh(
@@ -111,13 +112,21 @@ def _refuse_mesh(
     name: str,
     parameter: Any,  # noqa: ANN401 - a DTensor
     instances: range,
+    of_stage: range,
 ) -> None:
-    """Refuse a parameter on a mesh of several replicas: its gradients are added over them, or not at all."""
+    """Refuse a parameter on a mesh of several replicas or stages: its gradients are added over them, or never."""
     mesh = parameter.device_mesh
     ranks = mesh.mesh.flatten().tolist()
-    if all(rank in instances for rank in ranks):
+    if all(rank in of_stage for rank in ranks):
         return
     names = f"mesh {mesh.mesh_dim_names or tuple(mesh.mesh.shape)} of {name_instances(ranks)}"
+    if all(rank in instances for rank in ranks):
+        raise WeightsError(
+            f"{name} is a DTensor on the {names}, and those that share the layers of this stage are "
+            f"{name_instances(of_stage)}: place it on popdist.device_mesh()"
+            '["tensor"], or start the job with --instances-per-replica in place of --parallelism, and make the '
+            "whole mesh in the program"
+        )
     own = f"a replica of this job has {len(instances)} instance{'s' * (len(instances) > 1)}"
     if any(map(is_fully_sharded, module.modules())):
         raise WeightsError(
