@@ -124,12 +124,12 @@ def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
     return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
 
 
-_READ_MEMORY: Final = (
+READS_OF_MEMORY: Final = (
     "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
 )
 """Methods that read memory without one of torch's operations: this tensor has none of its own."""
 
-for _name in _READ_MEMORY.split():
+for _name in READS_OF_MEMORY.split():
     setattr(PartialGradient, _name, _read_whole(_name))
 
 

@@ -69,6 +69,10 @@ _ADVICE: Final = {
         "ShardedOptimizer cannot shard {name}: it {reason}, and each instance has only a part of the elements. "
         "Use it without ShardedOptimizer, or take one that treats each element by itself, such as AdamW"
     ),
+    "PhasedOptimizer": (
+        "PhasedOptimizer cannot step with {name} on DTensors: it {reason}, and each instance has only a part of "
+        "the elements. Take an optimizer that treats each element by itself, such as AdamW"
+    ),
     "LowPrecision": (
         "LowPrecision cannot hold {name}: it {reason}, and LowPrecision hands it some elements at a time. Use it "
         "without LowPrecision, or take one that treats each element by itself, such as AdamW"

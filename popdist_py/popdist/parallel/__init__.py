@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
+from popdist.parallel.phased_optimizer import PhasedOptimizer
 from popdist.parallel.recompute import recompute
 
 if TYPE_CHECKING:
     from popdist.parallel.apply_mapping import Roles as Roles
     from popdist.parallel.apply_mapping import parallelize as parallelize
 
-__all__ = ["Description", "Roles", "describe", "parallelize", "recompute", "sharded_randomness"]
+__all__ = ["Description", "PhasedOptimizer", "Roles", "describe", "parallelize", "recompute", "sharded_randomness"]
 
 
 def __getattr__(name: str) -> object:

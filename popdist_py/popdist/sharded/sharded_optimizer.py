@@ -27,6 +27,7 @@ from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
+from popdist.optim.one_by_one import settings_of
 from popdist.optim.pieces import BLOCK, NodeSums, Piece, PieceOptimizer, load_uncast, refuse_distributed
 from popdist.sharded.parameters import (
     Named,
@@ -44,11 +45,6 @@ from popdist.tree import Node, aligned_nodes, finish
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of settings that are shown and compared by their value."""
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group: all that it holds beside the parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def in_words(settings: Mapping[str, Any]) -> str:

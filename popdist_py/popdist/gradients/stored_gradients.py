@@ -1,0 +1,206 @@
+"""What stands in place of ``.grad`` where gradients do not stay in memory, as in a model that runs phase by phase.
+
+A gradient that was used already raises an error when anything reads it. One that lies in a store is read when it
+is needed; what scales or clips it is recorded and done later, so that instances that share the store do it once each.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from popdist import torch_private
+from popdist.errors import OptimizerError
+from popdist.gradients.partial_gradients import READS_OF_MEMORY
+
+_CHANGES: Final = (
+    *("add_", "sub_", "mul_", "div_", "neg_", "zero_"),
+    *("clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"),
+)
+"""Changes in place by numbers, which give each element the same bits now and later."""
+
+
+class _Source:
+    """Where the elements of a gradient are, and what is to be done to them."""
+
+    def __init__(self, title: str, read: Callable[[], Tensor] | None, *, may_change: bool = True) -> None:
+        self.title = title
+        self.read = read
+        self.may_change = may_change
+        self.changes: list[Callable[[Tensor], object]] = []
+
+    def apply_changes(self, elements: Tensor) -> Tensor:
+        """Do to ``elements`` in place what was recorded."""
+        for change in self.changes:
+            change(elements)
+        return elements
+
+
+class StoredGradient(Tensor):
+    """A gradient without memory of its own."""
+
+    source: _Source
+
+    def __new__(cls, like: Tensor, *_: object) -> Self:
+        """A tensor of the shape and kind of ``like``, without memory."""
+        return torch_private.wrapper_tensor(cls, like)
+
+    def __init__(self, like: Tensor, source: _Source) -> None:
+        del like
+        self.source = source
+
+    def __repr__(self) -> str:  # type: ignore[override] # torch's takes more
+        """Its name, shape and dtype; its numbers are not in memory."""
+        return f"StoredGradient({self.source.title}, {tuple(self.shape)}, {self.dtype})"
+
+    @property
+    def whole(self) -> Tensor:
+        """The gradient as an ordinary tensor, whose changes are lost."""
+        source = self.source
+        if source.read is None:
+            raise OptimizerError(
+                f"the gradient of {source.title} was read, and PhasedOptimizer has used it in the backward pass "
+                "already, so that it needs no memory: give PhasedOptimizer step_in_backward=False for what needs "
+                "gradients before the step, such as clipping or a GradScaler"
+            )
+        elements = source.read()
+        return source.apply_changes(elements.clone()) if source.changes else elements
+
+    def apply_changes(self, elements: Tensor) -> Tensor:
+        """Do to ``elements``, which are those of this gradient, what scaled and clipped it; gives them."""
+        return self.source.apply_changes(elements)
+
+    @property
+    def data(self) -> Self:  # type: ignore[override] # nothing else can take its place
+        """Itself: it has no graph."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,  # noqa: ANN401 - torch's own signature
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as above
+        """Do as for an ordinary tensor: results are of no class of ours."""
+        del types
+        return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
+        cls,
+        func: Any,  # noqa: ANN401 - torch's own signature
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as above
+        """Read the gradient, or record how it is changed."""
+        if (unscaler := torch_private.unscaler_of(func)) is not None:
+            return _unscale(unscaler, *args)
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if isinstance(args[0], StoredGradient):
+            gradient = args[0]
+            if name in ("detach", "detach_"):
+                return cls(gradient, gradient.source)
+            if name in _CHANGES and all(map(_is_number, (*args[1:], *kwargs.values()))):
+                return _record(gradient, func, args[1:], kwargs)
+        if written := _gradients_in((*(args[:1] if name.endswith("_") else ()), kwargs.get("out"))):
+            _refuse(name, written[0])
+        wholes = [gradient.whole for gradient in _gradients_in((*args, *kwargs.values()))]
+        left = iter(wholes)
+        result = func(*_replaced(args, left), **_replaced(kwargs, left))
+        return _without_changes(result, wholes, name)
+
+
+def _replaced(value: Any, wholes: Any) -> Any:  # noqa: ANN401 - an operator's arguments, and an iterator
+    """The same with whole gradients."""
+    if isinstance(value, dict):
+        return {key: _replaced(it, wholes) for key, it in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(it, wholes) for it in value)
+    return next(wholes) if isinstance(value, StoredGradient) else value
+
+
+def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
+    """The stored gradients among an operator's arguments, in order."""
+    found = list[StoredGradient]()
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += _gradients_in(value)
+        elif isinstance(value, StoredGradient):
+            found.append(value)
+    return found
+
+
+def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:  # noqa: ANN401 - as above
+    """Record a change by numbers; a gradient that was used already may be set to zero, as ``zero_grad`` does it."""
+    source, name = gradient.source, func.overloadpacket.__name__
+    if source.read is None and name != "zero_":
+        return gradient.whole  # type: ignore[return-value] # it raises
+    if not source.may_change:
+        _refuse(name, gradient)
+    numbers = [value.clone() if isinstance(value, Tensor) else value for value in args]
+    source.changes.append(lambda elements: func(elements, *numbers, **kwargs))
+    return gradient
+
+
+def _refuse(name: str, gradient: StoredGradient) -> None:
+    source = gradient.source
+    if source.read is None:
+        _ = gradient.whole  # it raises
+    raise OptimizerError(
+        f"{name} would change {'' if source.may_change else 'a view of '}the gradient of {source.title} in place, "
+        "and it lies in a store that is not written here: the gradient as a whole can be changed by numbers "
+        f"({', '.join(_CHANGES)}), or replaced, parameter.grad = tensor"
+    )
+
+
+def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:  # noqa: ANN401 - what an operator gives
+    """``result``; views of gradients in it refuse to be changed, as that would be lost."""
+    if isinstance(result, list | tuple):
+        return type(result)(_without_changes(it, wholes, name) for it in result)
+    places = {whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}
+    if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() not in places:
+        return result
+    return StoredGradient(result, _Source(f"a parameter ({name})", lambda: result, may_change=False))
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, StoredGradient))
+
+
+def _unscale(
+    unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+) -> None:
+    """Look for NaN and infinity in gradients, one after the other, and record that a scaler's scale divides them."""
+    factor = inv_scale.clone()
+    for gradient in gradients:
+        if not isinstance(gradient, StoredGradient):
+            unscaler([gradient], found_inf, inv_scale)
+            continue
+        unscaler([gradient.whole.clone()], found_inf, inv_scale)
+        gradient.source.changes.append(lambda elements: unscaler([elements], torch.zeros_like(factor), factor))
+
+
+def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
+    return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
+
+
+for _name in READS_OF_MEMORY.split():
+    setattr(StoredGradient, _name, _read_whole(_name))
+
+
+def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
+    """What stands for a gradient that was used in the backward pass: an error when anything reads it.
+
+    In a torch without the tensors that this needs it is None.
+    """
+    return StoredGradient(parameter, _Source(title, None)) if torch_private.has_wrapper_tensors else None
+
+
+def stored_gradient(title: str, like: Tensor, read: Callable[[], Tensor]) -> StoredGradient:
+    """A gradient of the shape and device of ``like``, which ``read`` gives each time that it is needed."""
+    return StoredGradient(like, _Source(title, read))

@@ -1,0 +1,192 @@
+"""Optimizers that step on one parameter at a time, with the bits of a step on all of them together.
+
+So a parameter, its gradient and its state need be in memory only while it is updated. It is shown before, on small
+tensors, that an optimizer's update of a parameter needs the tensors of that parameter only.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from popdist.errors import OptimizerError
+from popdist.optim.elementwise import REASONS, is_known, quiet_step
+from popdist.optim.pieces import Piece, PieceOptimizer
+
+State = dict[str, Any]
+"""What an optimizer keeps for one parameter."""
+
+Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""Shape, dtype and device of a parameter."""
+
+OF_SCALERS: Final = ("grad_scale", "found_inf")
+"""Attributes that a GradScaler gives an optimizer for one step."""
+
+_MIXING: Final = [name for name, reason in REASONS.items() if reason.endswith("over all parameters")]
+
+_FACTORS: Final = (1.0, 1e4, 1.0, 1e-6, 0.0, 1.0)
+"""What the gradients of successive steps of the proof are multiplied by."""
+
+_RATE: Final = 0.01
+_MOST_SIDE: Final = 8
+"""The largest side of a tensor of the proof."""
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group: all that it holds beside the parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+class OneByOne:
+    """An optimizer of one group's settings that steps on one parameter at a time, as if on all of them at once.
+
+    ``make`` makes the optimizer with one group of the parameters that it is given. These are of the kinds that
+    ``kinds`` names.
+    """
+
+    def __init__(self, make: Callable[[list[Parameter]], Optimizer], kinds: Iterable[Kind]) -> None:
+        samples = _samples(kinds)
+        self._make = make
+        try:
+            self._inner = make([Parameter(sample.clone()) for sample in samples])
+        except Exception as error:
+            error.add_note(f"It was made of small tensors like the parameters: {[(*it.shape,) for it in samples]}")
+            raise
+        self._makes_state_early = bool(self._inner.state)
+        self._clear()
+        self._first = self.settings, _attributes_of(self._inner)
+        self._settings: dict[str, Any] = {}
+        self._attributes: dict[str, Any] = {}
+        self._after: dict[str, Any] | None = None
+        self._prove(make([Parameter(sample) for sample in samples]))
+        self._begin_anew()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the group."""
+        return settings_of(self._inner.param_groups[0])
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer itself, without parameters."""
+        return self._inner
+
+    def first_state(self, parameter: Parameter) -> State:
+        """What a first step on ``parameter`` leaves as its state; the step is forgotten."""
+        self.begin(self.settings)
+        state = self.step(parameter, {}, 0)
+        self._begin_anew()
+        return state
+
+    def begin(self, settings: Mapping[str, Any], **attributes: object) -> None:
+        """Begin a step with these settings of the group, and these attributes of the optimizer."""
+        for name in OF_SCALERS:
+            vars(self._inner).pop(name, None)
+        self._settings = dict(settings)
+        self._attributes = {**_attributes_of(self._inner), **attributes}
+        self._after = None
+
+    def step(self, parameter: Parameter, state: State, position: int) -> State:
+        """Update ``parameter``, whose place among all parameters is ``position``; gives its new state."""
+        inner = self._inner
+        vars(inner).update({name: _copy_of(value) for name, value in self._attributes.items()})
+        inner.param_groups[0] = {"params": [parameter], **self._settings}
+        inner.state = defaultdict(dict, {parameter: state} if state else {})
+        if self._makes_state_early and not state:
+            inner.state.update(self._make([parameter]).state)
+        if isinstance(inner, PieceOptimizer):
+            size = parameter.numel()
+            inner.place({parameter: Piece(position=position, elements=range(size), num_elements=size)}, None)
+        quiet_step(inner)
+        self._after = self.settings
+        return self._taken_state(parameter)
+
+    def end(self) -> dict[str, Any]:
+        """End the step; gives the settings after it."""
+        if self._after is None and not is_known(type(self._inner)):
+            self._inner.param_groups[0] = {"params": [], **self._settings}
+            quiet_step(self._inner)  # one that counts its steps counts this one, too
+            self._after = self.settings
+        return self._settings if self._after is None else self._after
+
+    def load(self, parameter: Parameter, settings: Mapping[str, Any], state: State) -> State:
+        """The state of ``parameter`` as the optimizer loads it."""
+        self._inner.param_groups[0]["params"] = [parameter]
+        self._inner.load_state_dict({"state": {0: state}, "param_groups": [{**settings, "params": [0]}]})
+        return self._taken_state(parameter)
+
+    def _taken_state(self, parameter: Parameter) -> State:
+        state: State = dict(self._inner.state.get(parameter, {}))
+        self._clear()
+        return state
+
+    def _clear(self) -> None:
+        self._inner.state = defaultdict(dict)
+        self._inner.param_groups[0]["params"] = []
+
+    def _begin_anew(self) -> None:
+        """Forget all steps."""
+        settings, attributes = self._first
+        self._inner.param_groups[0] = {"params": [], **settings}
+        vars(self._inner).update(attributes)
+
+    def _prove(self, joint: Optimizer) -> None:
+        """An OptimizerError unless steps on one parameter after the other have the bits of those of ``joint``."""
+        reason = next((REASONS[it.__name__] for it in type(joint).__mro__ if it.__name__ in _MIXING), None)
+        together: list[Parameter] = joint.param_groups[0]["params"]
+        apart = [Parameter(parameter.detach().clone()) for parameter in together]
+        try:
+            self._train(joint, together, apart)
+        except Exception as error:
+            raise OptimizerError(f"it {reason or f'failed in a step: {error}'}") from error
+        if not all(map(_are_equal, together, apart)):
+            reason = reason or "updates several parameters together to other bits than one after the other"
+            raise OptimizerError(f"it {reason}")
+
+    def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
+        """Make the same steps on both, of all parameters together and of one after the other."""
+        numbers = torch.Generator().manual_seed(0)
+        if "lr" in joint.param_groups[0]:
+            joint.param_groups[0]["lr"] = _RATE
+        settings, states = settings_of(joint.param_groups[0]), [State() for _ in apart]
+        for factor in _FACTORS:
+            for one, other in zip(together, apart, strict=True):
+                drawn = torch.randn(one.shape, dtype=torch.float32, generator=numbers) * factor
+                one.grad, other.grad = drawn.to(one, copy=True), drawn.to(one, copy=True)
+            quiet_step(joint)
+            self.begin(settings)
+            states = [self.step(*both, position) for position, both in enumerate(zip(apart, states, strict=True))]
+            settings = self.end()
+
+
+def _samples(kinds: Iterable[Kind]) -> list[Tensor]:
+    """Small tensors like some parameters, at least two, with numbers that are not 0."""
+    small = dict.fromkeys(
+        (tuple(min(side, _MOST_SIDE) for side in shape), dtype, device) for shape, dtype, device in kinds
+    )
+    chosen = [*small] or [((_MOST_SIDE,), torch.float32, torch.device("cpu"))]
+    return [
+        torch.linspace(-1.0, 1.5, math.prod(shape), dtype=torch.float32).view(shape).to(device, dtype)
+        for shape, dtype, device in (chosen * 2 if len(chosen) == 1 else chosen)
+    ]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer of the program's own may count in; torch's and ours have states and settings for that."""
+    if is_known(type(optimizer)) or isinstance(optimizer, PieceOptimizer):
+        return {}
+    return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}
+
+
+def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever an optimizer keeps
+    return value.clone() if isinstance(value, Tensor) else copy(value)

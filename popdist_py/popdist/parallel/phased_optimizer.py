@@ -1,0 +1,458 @@
+"""The optimizer of a model that runs phase by phase: it steps on one parameter at a time, while that is in memory.
+
+All that it keeps for a parameter lies in the model's store: tensors as they are, and small values, such as the
+number of steps, in a record of 16 bytes for each.
+"""
+
+import reprlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from popdist import torch_private
+from popdist.errors import OptimizerError, check_flags
+from popdist.gradients.stored_gradients import StoredGradient
+from popdist.local_tensors import is_distributed, local_part, placed_as
+from popdist.optim.elementwise import check_elementwise
+from popdist.optim.low_precision import LowPrecision
+from popdist.optim.one_by_one import OF_SCALERS, OneByOne, State, settings_of
+from popdist.optim.pieces import PieceOptimizer, load_uncast, refuse_distributed
+from popdist.parallel.phase_layout import Form
+from popdist.sharded.sharded_optimizer import digest_of
+
+RECORD: Final = "record"
+"""The name of the tensor that holds a parameter's small values."""
+
+_SLOT_BYTES: Final = 16
+"""Of a small value in a record: as many as the largest number of torch needs."""
+
+
+class _Value(NamedTuple):
+    """A small value of a state: its type, and for a tensor what else is needed to make it."""
+
+    type: type
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    device: torch.device = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StateForm:
+    """What an optimizer keeps for parameters of one form."""
+
+    names: tuple[str, ...]  # in the optimizer's order
+    tensors: dict[str, Form]
+    values: dict[str, _Value]
+
+    @classmethod
+    def of(cls, state: State, device: torch.device) -> "_StateForm":
+        """The form of ``state``; an OptimizerError if something in it cannot lie in a store."""
+        tensors, values = dict[str, Form](), dict[str, _Value]()
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                values[name] = _Value(Tensor, value.dtype, tuple(value.shape), value.device)
+            elif isinstance(value, Tensor) and value.device == device and value.layout == torch.strided:
+                tensors[name] = Form.of(value)
+            elif value is None or isinstance(value, bool | int | float):
+                values[name] = _Value(type(value), _dtype_of(type(value)))
+            else:
+                raise OptimizerError(
+                    f"its state {name} is a {_kind_of(value)}: the store holds tensors on the device of their "
+                    "parameter, numbers and None"
+                )
+        return cls(names=tuple(state), tensors=tensors, values=values)
+
+    @property
+    def stored(self) -> dict[str, Form]:
+        """The forms of all that lies in the store."""
+        length = _SLOT_BYTES * (1 + len(self.values))
+        return {**self.tensors, RECORD: Form(dtype=torch.uint8, shape=(length,), stride=(1,))}
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the state."""
+        return sum(form.num_bytes for form in self.stored.values())
+
+    def fits(self, state: State) -> bool:
+        """Whether the store has room for ``state``."""
+        return (
+            set(state) == set(self.names)
+            and all(
+                isinstance(it := state[name], Tensor) and (tuple(it.shape), it.dtype) == (form.shape, form.dtype)
+                for name, form in self.tensors.items()
+            )
+            and all(
+                isinstance(it := state[name], kind.type) and (not isinstance(it, Tensor) or it.numel() == 1)
+                for name, kind in self.values.items()
+            )
+        )
+
+    def write_record(self, record: Tensor, values: State) -> None:
+        """Write the small values of a state; the first byte says that there is one."""
+        record[:1].fill_(1)
+        for place, (name, kind) in enumerate(self.values.items(), 1):
+            if kind.type is not type(None):
+                value = values[name]
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=kind.dtype)
+                content = torch.empty_strided((1,), (1,), dtype=kind.dtype, device=tensor.device)
+                content = content.copy_(tensor.detach().reshape(1)).view(torch.uint8)
+                record[place * _SLOT_BYTES :][: len(content)].copy_(content)
+
+    def read_record(self, record: Tensor) -> State | None:
+        """The small values in a record; None if the parameter has no state yet."""
+        if not record[0]:
+            return None
+        found: State = {}
+        for place, (name, kind) in enumerate(self.values.items(), 1):
+            content = record[place * _SLOT_BYTES :][: kind.dtype.itemsize].clone().view(kind.dtype)
+            if kind.type is Tensor:
+                found[name] = content.reshape(kind.shape).to(kind.device)
+            else:
+                found[name] = None if kind.type is type(None) else kind.type(content.item())
+        return found
+
+
+def _dtype_of(kind: type) -> torch.dtype:
+    return {int: torch.int64, float: torch.float64}.get(kind, torch.bool)
+
+
+def _kind_of(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"tensor of layout {value.layout} on {value.device}"
+
+
+class _Place(NamedTuple):
+    """Where a parameter is in the groups."""
+
+    name: str
+    position: int  # over all groups
+    group: int
+    form: _StateForm
+
+
+class PhasedOptimizer(Optimizer):
+    """Steps with ``optimizer_class`` on one parameter at a time, while a model runs phase by phase.
+
+    ::
+
+        model = popdist.parallel.phased(model, memory="2 GB", store="/data/store")
+        optimizer = popdist.parallel.PhasedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+
+    The bits of the weights are those of ``optimizer_class`` on the model in memory. It is used as any optimizer,
+    with parameter groups, schedulers and ``state_dict``. A parameter is updated in the backward pass of a step's
+    last micro batch, as soon as its gradient is complete, with the learning rate of that moment; ``step()`` waits
+    until all is written. So gradients are never in memory together, and to read ``.grad`` is an error.
+
+    Args:
+        model: Whose parameters these are, from ``popdist.parallel.phased``. It has one optimizer at a time.
+        optimizer_class: Of torch, of ``popdist.optim`` or your own. Its update of a parameter needs that
+            parameter's tensors only, as those of SGD, the Adam family, LAMB, LARS and Muon do.
+        params: Parameters of the model, or groups of them, as torch's optimizers take them; None means all.
+        step_in_backward: False for what needs all gradients before the step: ``clip_grad_norm_``, a GradScaler.
+            Gradients then go to the store, ``.grad`` reads them from there, and ``step()`` makes one pass more
+            over weights, gradients and state. Numbers may scale and clip a ``.grad`` in place.
+        **defaults: The keyword arguments of ``optimizer_class``.
+
+    Raises:
+        OptimizerError: If the optimizer mixes parameters, as LBFGS does, or keeps what a store cannot hold; if a
+            parameter is not the model's, or is a DTensor and the optimizer needs whole parameters.
+        StoreError: If there is no room for the state.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - a PhasedModel
+        optimizer_class: type[Optimizer],
+        /,
+        params: Iterable[Any] | None = None,
+        *,
+        step_in_backward: bool = True,
+        **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
+    ) -> None:
+        check_flags(OptimizerError, step_in_backward=step_in_backward)
+        given: object = optimizer_class
+        if not (isinstance(given, type) and issubclass(given, Optimizer)):
+            raise OptimizerError(f"PhasedOptimizer takes a class of optimizers, not {optimizer_class!r}")
+        if not step_in_backward and not torch_private.has_wrapper_tensors:
+            raise OptimizerError(
+                f"torch {torch.__version__} lacks tensors without memory: leave out step_in_backward=False"
+            )
+        self.step_in_backward = step_in_backward
+        self._model = model
+        self._optimizer_class = optimizer_class
+        self._given = defaults
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._steppers: list[OneByOne] = []
+        self._places: dict[Tensor, _Place] = {}
+        self._is_complete = False
+        super().__init__(model.parameters() if params is None else params, defaults)
+        self.defaults = self._steppers[0].optimizer.defaults
+        self._is_complete = True
+        model.attach_optimizer(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, which is possible only when the optimizer is made.
+
+        Raises:
+            OptimizerError: As for the class, and later: the store has no room for more states.
+        """
+        if self._is_complete:
+            raise OptimizerError(
+                "a PhasedOptimizer has all its groups from the start, as the store has room for their states "
+                "only: give PhasedOptimizer(params=[...]) all groups that the model is ever to train"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        parameters, settings = group["params"], settings_of(group)
+        for parameter in parameters:
+            if id(parameter) not in self._names:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the model's: give PhasedOptimizer "
+                    "parameters of the model that popdist.parallel.phased() has returned"
+                )
+        self._check_distributed(parameters, settings)
+
+        def make(some: list[Parameter]) -> Optimizer:
+            return self._optimizer_class([{**settings, "params": some}], **self._given)
+
+        kinds = [(self._model.form_of(parameter), local_part(parameter).device) for parameter in parameters]
+        try:
+            stepper = OneByOne(make, [(form.shape, form.dtype, device) for form, device in kinds])
+            forms = {kind: _form_of_state(stepper, *kind) for kind in dict.fromkeys(kinds)}
+        except OptimizerError as error:
+            raise OptimizerError(
+                f"PhasedOptimizer cannot step with {self._optimizer_class.__name__}: {error}"
+            ) from error.__cause__
+        self._steppers.append(stepper)
+        for name in settings:
+            del group[name]
+        group |= stepper.settings
+        for parameter, kind in zip(parameters, kinds, strict=True):
+            self._places[parameter] = _Place(
+                name=self._names[id(parameter)],
+                position=len(self._places),
+                group=len(self.param_groups) - 1,
+                form=forms[kind],
+            )
+
+    def _check_distributed(self, parameters: Sequence[Tensor], settings: Mapping[str, Any]) -> None:
+        """Refuse optimizers that need the whole of a DTensor, of which a part is here."""
+        if cut := [parameter for parameter in parameters if is_distributed(parameter)]:
+            if issubclass(self._optimizer_class, PieceOptimizer):
+                refuse_distributed(self._optimizer_class.__name__, cut)
+            device = local_part(cut[0]).device
+            check_elementwise(self._optimizer_class, self._given, settings, device, asked_by="PhasedOptimizer")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's own
+        """End the step: wait until all weights and states are written; every instance calls it.
+
+        With ``step_in_backward=False`` the parameters are updated here, those whose ``.grad`` is not None.
+
+        Raises:
+            OptimizerError: With a closure, which would run the model once more.
+            MicroBatchError: If no ``micro_batches`` loop has ended since the last call.
+            StoreError: If the store could not be read or written.
+            Exception: What the optimizer says.
+        """
+        if closure is not None:
+            raise OptimizerError(
+                "PhasedOptimizer.step(closure): the parameters are updated in the backward pass of "
+                "model.micro_batches(), so call step() without a closure after that loop"
+            )
+        if not self.step_in_backward:
+            self.begin_update()
+            self._model.update_phases(self._update_from_store)
+            self.end_update()
+        self._model.finish_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's own
+        """Set every ``.grad`` to None, whatever ``set_to_none`` is: there is no memory to fill with zeros."""
+        for parameter in self._places:
+            parameter.grad = None
+
+    def forms_of(self, parameter: Tensor) -> dict[str, Form]:
+        """The tensors that the store holds for ``parameter`` beside its weights; none if it is in no group."""
+        place = self._places.get(parameter)
+        return {} if place is None else place.form.stored
+
+    def has_state(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` was updated before on this instance, so that its state must be read."""
+        return parameter in self.state
+
+    def workspace_bytes(self, parameter: Tensor) -> int:
+        """About how much memory an update of ``parameter`` needs for a while, most of it in the first step."""
+        place = self._places[parameter]
+        stored = place.form.num_bytes
+        if issubclass(self._optimizer_class, LowPrecision):
+            return stored + (1 << 24)
+        weights: Form = self._model.form_of(parameter)
+        return stored + 2 * weights.num_bytes
+
+    @property
+    def settings_number(self) -> int:
+        """A number that two instances have alike if their groups have the same settings."""
+        return digest_of(self.param_groups, self.defaults)
+
+    def begin_update(self) -> None:
+        """Begin the updates of one step, with the settings that the groups have now."""
+        handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
+        for stepper, group in zip(self._steppers, self.param_groups, strict=True):
+            stepper.begin(settings_of(group), **handed)
+
+    @torch.no_grad()
+    def update(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Update ``parameter``, which is in memory; ``state`` is the memory of what ``forms_of`` names."""
+        place = self._places[parameter]
+        form, weights = place.form, local_part(parameter)
+        held: State = {}
+        if parameter in self.state:
+            held = {name: self.state[parameter].get(name, state.get(name)) for name in form.names}
+        own = Parameter(weights.detach(), requires_grad=True)
+        own.grad = local_part(gradient)
+        made = self._steppers[place.group].step(own, held, place.position)
+        if own.data_ptr() != weights.data_ptr():
+            weights.copy_(own)
+        if not made:
+            return
+        self._check_state(place, made)
+        for name in form.tensors:
+            if made[name] is not state[name]:
+                state[name].copy_(made[name])
+        self.state[parameter] = {name: made[name] for name in form.values}
+        form.write_record(state[RECORD], made)
+
+    def end_update(self) -> None:
+        """End the updates of one step, and take over what the optimizer has set in its groups."""
+        for stepper, group in zip(self._steppers, self.param_groups, strict=True):
+            group.update(stepper.end())
+
+    def _update_from_store(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Update ``parameter`` by its ``.grad``, of which ``gradient`` is what the store has."""
+        now = parameter.grad
+        if now is not None:
+            self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, as ``optimizer_class`` would have it for the model in memory.
+
+        Its tensors are read from the store when they are used, and the next step writes them: save it before.
+        """
+        own = self.state
+        whole = {parameter: self._whole_state(parameter) for parameter in self._places}
+        self.state = defaultdict(dict, {parameter: state for parameter, state in whole.items() if state})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state, which may be that of ``optimizer_class`` itself, into the store.
+
+        Raises:
+            OptimizerError: If it is no state, or one of another optimizer or of other settings.
+            ValueError: If it has other groups.
+            StoreError: If the store could not be written.
+        """
+        given: object = state_dict
+        if not isinstance(given, Mapping) or "param_groups" not in given:
+            raise OptimizerError(f"{reprlib.repr(given)} is no state_dict() of an optimizer")
+        before = {"param_groups": [dict(group) for group in self.param_groups], "state": self.state}
+        try:
+            states = load_uncast(self, state_dict)
+            for parameter, place in self._places.items():
+                if set(saved := states.get(parameter, {})) - set(place.form.names):
+                    self._refuse_state(place, saved)
+            for parameter, place in self._places.items():
+                settings = settings_of(state_dict["param_groups"][place.group])
+                saved = {name: local_part(value) for name, value in states.get(parameter, {}).items()}
+                self._load(parameter, place, settings, saved)
+        except OptimizerError:
+            self.__setstate__(before)
+            raise
+
+    def _load(self, parameter: Tensor, place: _Place, settings: Mapping[str, Any], saved: State) -> None:
+        """Write the saved state of one parameter to the store, as far as it is not there."""
+        form = place.form
+        record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8)
+        written = {RECORD: record}
+        if saved:
+            weights = local_part(parameter)
+            nowhere = torch.zeros((), dtype=weights.dtype, device=weights.device).expand(weights.shape)
+            made = self._steppers[place.group].load(Parameter(nowhere), settings, saved)
+            self._check_state(place, made)
+            self.state[parameter] = {name: made[name] for name in form.values}
+            form.write_record(record, made)
+            written |= {name: made[name] for name in form.tensors if not self.store.file_of(saved[name])}
+        self._model.write_state(parameter, written)
+
+    def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The tensors of a parameter's state in the store, whether or not it was updated before."""
+        stored = self._model.stored_state(parameter)
+        return {name: stored[name] for name in self._places[parameter].form.tensors}
+
+    @property
+    def store(self) -> Any:  # noqa: ANN401 - a PhaseStore
+        """The store of the model."""
+        return self._model.store
+
+    def __reduce__(self) -> Any:  # noqa: ANN401 - object's own
+        raise OptimizerError(
+            "a PhasedOptimizer cannot be copied or pickled: its state lies in the store of its model. Take its "
+            "state_dict(), or popdist.checkpoint.save()"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch's GradScaler leaves it to the optimizer to divide gradients and skip steps."""
+        return any(getattr(it.optimizer, "_step_supports_amp_scaling", False) for it in self._steppers)
+
+    def _whole_state(self, parameter: Tensor) -> State:
+        """The state of one parameter, read from the store."""
+        form, stored = self._places[parameter].form, self._model.stored_state(parameter)
+        values = form.read_record(stored[RECORD])
+        if values is None:
+            return {}
+        return {
+            name: values[name] if name in values else placed_as(parameter, stored[name]) for name in form.names
+        }
+
+    def _check_state(self, place: _Place, made: State) -> None:
+        """An OptimizerError if a state has not the form that the store has room for."""
+        if not place.form.fits(made):
+            self._refuse_state(place, made)
+
+    def _refuse_state(self, place: _Place, state: State) -> NoReturn:
+        raise OptimizerError(
+            f"{self._optimizer_class.__name__} has {_in_words(state)} for {place.name}, and the store has room "
+            f"for {_in_words(dict.fromkeys(place.form.names))}, as the settings needed that PhasedOptimizer was "
+            "made with: make it anew with those that it is to have"
+        )
+
+
+def _in_words(state: State) -> str:
+    return (
+        ", ".join(
+            f"{name} {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() > 1 else name
+            for name, value in state.items()
+        )
+        or "no state"
+    )
+
+
+def _form_of_state(stepper: OneByOne, form: Form, device: torch.device) -> _StateForm:
+    """The form of what a step leaves as the state of a parameter."""
+    weights, gradient = (
+        form.view(torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)) for _ in range(2)
+    )
+    parameter = Parameter(weights)
+    parameter.grad = gradient
+    return _StateForm.of(stepper.first_state(parameter), device)
