@@ -440,15 +440,6 @@ def instances_of_replica() -> range:
     return range(contract.replica_part.replica * shared, (contract.replica_part.replica + 1) * shared)
 
 
-def instances_of_stage() -> range:
-    """Those of `instances_of_replica` that have this one's stage; all where the program makes the mesh."""
-    contract = environment().contract
-    if not contract.parallelism.has_mesh:
-        return instances_of_replica()
-    first = contract.instance_index - contract.replica_part.shard
-    return range(first, first + contract.parallelism.tensor)
-
-
 def num_local_replicas() -> int:
     """Replicas of which this instance holds all or a part, as many on every instance; 1 outside a job."""
     return environment().contract.layout.num_local_replicas

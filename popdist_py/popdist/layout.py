@@ -80,6 +80,12 @@ class Parallelism:
         stage, shard = divmod(index, self.tensor)
         return ReplicaPart(replica=replica, index=index, stage=stage, shard=shard)
 
+    def stage_of(self, instance: int) -> range:
+        """The instances that share the layers of ``instance``; where the program makes the mesh, its replica's."""
+        size = self.tensor if self.has_mesh else self.instances_per_replica
+        first = instance - instance % size
+        return range(first, first + size)
+
     def place_of(self, instance: int) -> dict[str, int]:
         """The replica of ``instance`` and its place in it, by name; empty where no replica is shared."""
         part = self.part_of(instance)

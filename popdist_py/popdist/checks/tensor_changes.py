@@ -72,10 +72,9 @@ def compare_weights(
 def compare_copies(module: nn.Module) -> None:
     """Raise a WeightsError, on all shards of a stage, that names the first parameter of which one does not fit."""
     contract = context.environment().contract
-    first, size = contract.instance_index - contract.replica_part.shard, contract.parallelism.tensor
-    if size == 1:
+    if contract.parallelism.tensor == 1:
         return
-    group = context.current_group().limited_to(tuple(range(first, first + size)))
+    group = context.current_group().limited_to(tuple(contract.parallelism.stage_of(contract.instance_index)))
     named = [(name, it) for name, it in module.named_parameters() if is_comparable(it)]
     copies = sum_tensors((name, it) for name, it in named if is_copied(it))
     cut = [(name, it) for name, it in named if not is_copied(it)]

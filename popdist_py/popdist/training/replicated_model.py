@@ -106,7 +106,9 @@ class ReplicatedModel(nn.Module):
             )
         if not isinstance(module, nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
-        refuse_module(module, context.instances_of_replica(), context.instances_of_stage())
+        contract = context.environment().contract
+        of_stage = contract.parallelism.stage_of(contract.instance_index)
+        refuse_module(module, context.instances_of_replica(), of_stage)
         if seed is None and layout.num_replicas > 1:
             raise BatchError(
                 f"seed=None, and the model has {layout.num_replicas} replicas, each of which draws from "
