@@ -69,10 +69,10 @@ class InPhases(nn.Module):
         for name, tensor in tensors.items():
             self.state[parameter][name].copy_(tensor)
 
-    def file_of(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Whether a tensor is the store's."""
-        stored = [it.data_ptr() for state in self.state.values() for it in state.values()]
-        return ("state", 0) if tensor.data_ptr() in stored else None
+    def place_of(self, tensor: Tensor) -> tuple[str, int] | None:
+        """Where a tensor of the store lies."""
+        places = {it.data_ptr() for state in self.state.values() for it in state.values()}
+        return ("state", tensor.data_ptr()) if tensor.data_ptr() in places else None
 
     def finish_step(self) -> None:
         """Nothing is under way."""

@@ -379,19 +379,23 @@ class PhasedOptimizer(Optimizer):
             self.__setstate__(before)
             raise
 
-    def _load(self, parameter: Tensor, place: _Place, settings: Mapping[str, Any], saved: State) -> None:
+    def _load(self, parameter: Tensor, known: _Place, settings: Mapping[str, Any], saved: State) -> None:
         """Write the saved state of one parameter to the store, as far as it is not there."""
-        form = place.form
+        form = known.form
         record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8)
         written = {RECORD: record}
         if saved:
             weights = local_part(parameter)
             nowhere = torch.zeros((), dtype=weights.dtype, device=weights.device).expand(weights.shape)
-            made = self._steppers[place.group].load(Parameter(nowhere), settings, saved)
-            self._check_state(place, made)
+            made = self._steppers[known.group].load(Parameter(nowhere), settings, saved)
+            self._check_state(known, made)
             self.state[parameter] = {name: made[name] for name in form.values}
             form.write_record(record, made)
-            written |= {name: made[name] for name in form.tensors if not self.store.file_of(saved[name])}
+            stored, place_of = self._model.stored_state(parameter), self.store.place_of
+            for name in form.tensors:
+                place = place_of(stored[name])
+                if place is None or place_of(saved[name]) != place:
+                    written[name] = made[name]
         self._model.write_state(parameter, written)
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
