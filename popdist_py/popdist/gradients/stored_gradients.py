@@ -1,7 +1,7 @@
 """What stands in place of ``.grad`` where gradients do not stay in memory, as in a model that runs phase by phase.
 
 A gradient that was used already raises an error when anything reads it. One that lies in a store is read when it
-is needed; what scales or clips it is recorded and done later, so that instances that share the store do it once each.
+is needed; what scales or clips it is recorded and done later, as several instances may share the store.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,7 +136,7 @@ def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
 
 
 def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:  # noqa: ANN401 - as above
-    """Record a change by numbers; a gradient that was used already may be set to zero, as ``zero_grad`` does it."""
+    """Record a change by numbers; a gradient that was used may be set to zero, as ``zero_grad`` does."""
     source, name = gradient.source, func.overloadpacket.__name__
     if source.read is None and name != "zero_":
         return gradient.whole  # type: ignore[return-value] # it raises
@@ -175,7 +175,7 @@ def _is_number(value: object) -> bool:
 def _unscale(
     unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
 ) -> None:
-    """Look for NaN and infinity in gradients, one after the other, and record that a scaler's scale divides them."""
+    """Look for NaN and infinity in each gradient, and record that a scaler's scale divides it."""
     factor = inv_scale.clone()
     for gradient in gradients:
         if not isinstance(gradient, StoredGradient):
