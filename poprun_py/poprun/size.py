@@ -95,6 +95,13 @@ def main() -> None:
     "[default without a machine: the GPUs found]",
 )
 @click.option(
+    "--store",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False),
+    help="With --cpu: a folder on a disk, which is measured, where phases of a model may wait that is larger than "
+    "the memory.",
+)
+@click.option(
     "--machines",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False),
@@ -195,6 +202,7 @@ class _Asked:
     devices: str | None
     pod: str | None
     cpu: int | None
+    store: str | None
     machines: str | None
     global_batch: int | None
     precision: Precision | None
@@ -346,8 +354,10 @@ def _machine(asked: _Asked, known: Mapping[str, Machine]) -> Machine:
     """The machine that the options give, else the GPUs that are here."""
     if sum(word is not None for word in (asked.devices, asked.pod, asked.cpu)) > 1:
         raise UsageError("give one of --devices, --pod and --cpu")
+    if asked.store is not None and asked.cpu is None:
+        raise UsageError("--store is measured with --cpu; other machines have streaming figures (--machines)")
     if asked.cpu is not None:
-        return _measured_cpu(asked.cpu)
+        return _measured_cpu(asked.cpu, asked.store)
     name = asked.pod if asked.devices is None else asked.devices
     if name is not None:
         return named_machine(name, known)
@@ -375,9 +385,10 @@ def _known_device(gpu: Gpu) -> str:
     return min(fits, key=lambda key: abs(DEVICES[key].device.memory_bytes - gpu.memory_bytes))
 
 
-def _measured_cpu(num_instances: int) -> Machine:
-    """This machine's CPU as ``num_instances`` devices, measured by a process of its own."""
+def _measured_cpu(num_instances: int, store: str | None) -> Machine:
+    """This machine's CPU as ``num_instances`` devices, measured by a process of its own, maybe with a disk."""
     words = [sys.executable, "-m", "popdist.parallel.cpu_speed", str(num_instances)]
+    words += [] if store is None else ["--store", store]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_MEASURE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:

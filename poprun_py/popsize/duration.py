@@ -1,14 +1,19 @@
 """How long a step takes: a roofline for each layer, links for what is exchanged, the bubble of the pipeline."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from popsize.constants import Constants
+from popsize.footprint import phase_loop, phase_units
 from popsize.hardware import Machine
 from popsize.mapping import Mapping, Training, Workload
 from popsize.model import Layer, Recompute
+from popsize.phases import PhasePlan, StoreSpeed, phase_cuts, plan_with
 from popsize.stages import Stage, shown_stages
+
+_AGAIN = 4
+"""Passes forward and backward of a layer that is computed again; a backward pass counts as two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +104,16 @@ def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
 
 def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes:
     """The passes of a micro batch through ``stage``."""
-    way = _way(workload, mapping)
-    passes = [(n, _layer_passes(layer, workload, way)) for layer, n in stage.layers]
+    passes = [(n, _passes(layer, workload, mapping)) for layer, n in stage.layers]
     return _Passes(sum(n * one.layers for n, one in passes), sum(n * one.tensor for n, one in passes))
+
+
+def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
+    """The passes of a micro batch through one layer; in phases every layer is computed again."""
+    found = _layer_passes(layer, workload, _way(workload, mapping))
+    if not mapping.has_layer_phases or layer.can_recompute:
+        return found
+    return _Passes(found.layers * _AGAIN / 3, found.tensor * _AGAIN / 3)
 
 
 @lru_cache(maxsize=8192)
@@ -248,6 +260,9 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
     parameters = max(stage.parameters_on_device(mapping.tensor) for stage in shown_stages(model, mapping.pipeline))
     number = mapping.num_micro_batches(training.global_batch)
     waiting = behind = 0.0
+    if mapping.has_layer_phases:
+        step = phase_plan(workload, mapping).step
+        return 0.0, step.read_bytes + step.written_bytes
     if mapping.offload_optimizer or mapping.phases > 1:
         waiting = 2 * parameters * training.optimizer_bytes / mapping.optimizer_shards
     if mapping.phases > 1:
@@ -263,8 +278,35 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
 
 def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Mapping) -> float:
     """Seconds that a step waits for the slower memory."""
+    if mapping.has_layer_phases:
+        step = phase_plan(workload, mapping).step
+        return step.reading + step.writing
     waiting, behind = streamed_bytes(workload, mapping)
     if not waiting + behind:
         return 0.0
     speed = workload.machine.device.streaming_bytes_per_second
     return waiting / speed + max(0.0, behind / speed - computing_seconds)
+
+
+@lru_cache(maxsize=1024)
+def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
+    """The phases of whole layers, and what a step waits for."""
+    device, units, loop = workload.machine.device, phase_units(workload, mapping), phase_loop(workload, mapping)
+    (stage,) = shown_stages(workload.model, 1)
+    passes = [_passes(layer, workload, mapping).total for layer, n in stage.layers for _ in range(n)]
+    parameters = sum(unit.gradient_bytes for unit in units)
+    update = _optimizer_seconds(stage.parameters_on_device(mapping.tensor), workload, mapping)
+    timed = [
+        replace(
+            unit,
+            forward_seconds=seconds / _AGAIN,
+            backward_seconds=seconds * (1 - 1 / _AGAIN),
+            update_seconds=update * unit.gradient_bytes / parameters,
+        )
+        for unit, seconds in zip(units, passes, strict=True)
+    ]
+    speed = StoreSpeed(
+        read_bytes_per_second=device.streaming_bytes_per_second,
+        write_bytes_per_second=device.streaming_write_bytes_per_second or device.streaming_bytes_per_second,
+    )
+    return plan_with(timed, phase_cuts(units, mapping.phases, loop), speed, loop)

@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Final
+from itertools import pairwise
 
 from popsize.mapping import Mapping, Workload
 from popsize.model import Layer
+from popsize.phases import Loop, UnitCost, even_cuts, memory_with, phase_cuts
 from popsize.stages import Stage, shown_stages
 
 _CAST_BYTES = 2
 """Bytes of a weight that was gathered for use."""
-
-_HALVINGS: Final = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +60,8 @@ def in_flight(mapping: Mapping, stage: int, num_micro_batches: int) -> float:
 
 def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
     """The memory of each device of ``stage``."""
+    if mapping.has_layer_phases:
+        return _of_phases(workload, mapping)
     training, device = workload.training, workload.machine.device
     parameters = stage.parameters_on_device(mapping.tensor)
     weights = parameters * training.weight_bytes / mapping.weight_shards
@@ -89,6 +90,58 @@ def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
         workspace=workspace,
         streaming=streaming,
     )
+
+
+def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
+    """The memory of a device that holds two phases at once, and of its share of what is stored."""
+    units, loop = phase_units(workload, mapping), phase_loop(workload, mapping)
+    memory = memory_with(units, phase_cuts(units, mapping.phases, loop), loop)
+    stored = sum(unit.updated_bytes + unit.state_bytes + loop.has_sums * unit.gradient_bytes for unit in units)
+    return Memory(
+        weights=memory.weights,
+        gradients=memory.sums,
+        optimizer=memory.state,
+        activations=memory.activations,
+        workspace=workload.constants.context_bytes if workload.machine.device.launches_ahead else 0.0,
+        streaming=stored,
+    )
+
+
+def phase_loop(workload: Workload, mapping: Mapping) -> Loop:
+    """How a step in phases runs."""
+    return Loop(num_micro_batches=mapping.num_micro_batches(workload.training.global_batch))
+
+
+@lru_cache(maxsize=256)
+def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
+    """The bytes of each layer of a model that runs in phases; the replicas of a host share what is stored."""
+    training, tensor = workload.training, mapping.tensor
+    sharing = min(mapping.replicas, max(1, workload.machine.devices_per_host // tensor))
+    (stage,) = shown_stages(workload.model, 1)
+    every = [layer for layer, n in stage.layers for _ in range(n)]
+    samples = mapping.micro_batch * workload.width
+    units = list[UnitCost]()
+    for before, layer in zip([None, *every], every, strict=False):
+        parameters = layer.parameters.on_device(tensor)
+        own = parameters - (stage.tied_parameters / tensor if len(units) == len(every) - 1 else 0.0)
+        running = (layer.kept + layer.loss_bytes + layer.backward_bytes).on_device(
+            tensor, sequence_parallel=mapping.sequence_parallel
+        )
+        units.append(
+            UnitCost(
+                weight_bytes=parameters * training.weight_bytes,
+                updated_bytes=own * training.weight_bytes / sharing,
+                gradient_bytes=own * training.gradient_bytes,
+                state_bytes=own * training.optimizer_bytes / sharing,
+                input_bytes=samples * before.output_bytes if before else 0.0,
+                running_bytes=samples * (running + layer.output_bytes),
+                updating_bytes=0.0,
+                forward_seconds=0.0,
+                backward_seconds=0.0,
+                update_seconds=0.0,
+            )
+        )
+    return tuple(units)
 
 
 def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
@@ -133,24 +186,11 @@ def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
 
     The next phase is read while one runs: a part of a layer takes the place of the part that is done.
     """
-    parts = [
+    parts = tuple(
         share * layer.parameters.on_device(tensor)
         for layer, n in stage.layers
         for _ in range(n)
         for share in layer.parts
-    ]
-    least, most = max(*parts, sum(parts) / phases), sum(parts)
-    for _ in range(_HALVINGS):
-        middle = (least + most) / 2
-        least, most = (least, middle) if _num_phases(parts, middle) <= phases else (middle, most)
-    return most / sum(parts)
-
-
-def _num_phases(parts: list[float], most: float) -> int:
-    """How many phases of at most ``most`` parameters follow each other."""
-    number, filled = 1, 0.0
-    for part in parts:
-        if filled + part > most:
-            number, filled = number + 1, 0.0
-        filled += part
-    return number
+    )
+    cuts = even_cuts(parts, phases)
+    return max(sum(parts[first:last]) for first, last in pairwise((*cuts, len(parts)))) / sum(parts)

@@ -37,6 +37,7 @@ class Device:
     operator_seconds: float = 0.0  # what an operation costs beside its work, where nothing runs ahead: on a CPU
     streaming_bytes: float = 0.0  # slower memory beside it, which a program can use for what waits
     streaming_bytes_per_second: float = 0.0  # how fast that is read
+    streaming_write_bytes_per_second: float = 0.0  # how fast that is written; 0: as fast as it is read
 
     def precision(self, asked: str | None) -> Precision:
         """``asked`` if the device has units for it; with None its usual one, of 16 bits if it has those."""
@@ -105,6 +106,7 @@ FIGURES: Final[Mapping[str, tuple[float, float | None]]] = MappingProxyType(
         "network_gb_per_second": (1e-6, None),
         "streaming_gib": (0, 0),
         "streaming_gb_per_second": (0, 0),
+        "streaming_write_gb_per_second": (0, 0),
         "num_devices": (1, 1),
         "operator_seconds": (0, 0),
         "collective_seconds": (0, 0),
@@ -148,6 +150,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
         operator_seconds=figures["operator_seconds"],
         streaming_bytes=figures["streaming_gib"] * GIB,
         streaming_bytes_per_second=figures["streaming_gb_per_second"] * GIGA,
+        streaming_write_bytes_per_second=figures["streaming_write_gb_per_second"] * GIGA,
     )
     return Machine(
         name=name,

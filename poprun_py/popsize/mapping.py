@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping as Table
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -136,6 +136,11 @@ class Mapping:
         return self.tensor * self.pipeline * self.replicas
 
     @property
+    def has_layer_phases(self) -> bool:
+        """Whether its phases are runs of whole layers, as `popdist.parallel.phased` trains them."""
+        return self.phases > 1 and self.pipeline == 1 and self.sharding == "none"
+
+    @property
     def gradient_shards(self) -> int:
         """Over how many replicas gradients are sharded: as the weights, or as the optimizer if these are whole."""
         return {"gradients": self.optimizer_shards, "weights": self.weight_shards}.get(self.sharding, 1)
@@ -255,28 +260,29 @@ def parse_count(name: str, value: str) -> int:
 def completed(values: Table[str, Any], num_devices: int) -> Mapping:
     """The mapping of ``values`` to ``num_devices``: replicas fill these, and shards go over all replicas.
 
-    A stage of several pieces is interleaved.
+    A stage of several pieces is interleaved, and layers that run in phases are computed again.
     """
     size = values.get("tensor", 1) * values.get("pipeline", 1)
     replicas = values.get("replicas", max(1, num_devices // size))
     schedule = "interleaved" if values.get("interleave", 1) > 1 else "1f1b"
     sharding = values.get("sharding", "none")
     shards = ["optimizer_shards"] * (sharding != "none") + ["weight_shards"] * (sharding == "weights")
-    return Mapping(**{"replicas": replicas, "schedule": schedule, **dict.fromkeys(shards, replicas), **values})
+    found = Mapping(**{"replicas": replicas, "schedule": schedule, **dict.fromkeys(shards, replicas), **values})
+    return replace(found, recompute=values.get("recompute", "layer")) if found.has_layer_phases else found
 
 
 def check(mapping: Mapping, workload: Workload) -> None:
     """Refuse, by a MappingError that names the rule and what is nearest, a mapping that no program could run."""
-    check_model(mapping, workload.model)
-    _check_pipeline(mapping, workload)
-    _check_batch(mapping, workload.training.global_batch)
-    _check_shards(mapping)
     if (mapping.offload_activations or mapping.offload_optimizer or mapping.phases > 1) and not (
         workload.machine.device.streaming_bytes_per_second
     ):
         raise MappingError(
             f"{workload.machine.name} has no slower memory beside its devices: nothing can wait there"
         )
+    check_model(mapping, workload.model)
+    _check_pipeline(mapping, workload)
+    _check_batch(mapping, workload.training.global_batch)
+    _check_shards(mapping)
 
 
 def check_model(mapping: Mapping, model: Model) -> None:
@@ -318,9 +324,17 @@ def _check_tensor(mapping: Mapping, model: Model) -> None:
 def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
     """Refuse pieces of stages without their schedule, and phases that the model has no layers for."""
     model, pipeline, interleave = workload.model, mapping.pipeline, mapping.interleave
-    most = most_phases(model, pipeline)
+    most = most_phases(model, pipeline, are_layers=mapping.has_layer_phases)
     if mapping.phases > most:
-        raise MappingError(f"phases={mapping.phases} are more than the {most} parts of a stage of {model.name}")
+        what = "layers of" if mapping.has_layer_phases else "parts of a stage of"
+        raise MappingError(f"phases={mapping.phases} are more than the {most} {what} {model.name}")
+    if mapping.has_layer_phases and (
+        mapping.recompute != "layer" or mapping.offload_activations or mapping.offload_optimizer
+    ):
+        raise MappingError(
+            f"phases={mapping.phases} of whole layers compute these again, and keep the optimizer's state outside "
+            "the device: recompute=layer, and neither offload_activations nor offload_optimizer"
+        )
     if (interleave > 1) != (mapping.schedule == "interleaved") or (interleave > 1 and pipeline == 1):
         raise MappingError("interleave is 2 or more with schedule=interleaved and several stages, and 1 otherwise")
     number = mapping.num_micro_batches(workload.training.global_batch)

@@ -1,13 +1,15 @@
 """Phases: the runs of layers that are in memory one after another, while the rest of a model waits in a store.
 
-Two slots of memory hold a phase each. While one computes, what the phase before changed is written from the other,
-and the next phase is read into it. A slot keeps its phase until another one is read, so that two phases stay in
-memory where the forward pass turns into the backward pass, and where that turns into the next forward pass.
+There are two slots of memory, for the phases of even and of odd numbers. While one computes, what the phase before
+changed is written from the other, and the next phase is read into it. A slot keeps its phase until another one is
+read: two phases stay where the forward pass turns into the backward pass, and where that turns into the next one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Final
 
 _GIB: Final = 2**30
@@ -18,7 +20,7 @@ _WALKED: Final = 4
 _EQUALLY_FAST: Final = 1.01
 
 _FINE: Final = 16
-"""Up to so many phases each number is tried; above it numbers that grow by an eighth."""
+"""Up to so many phases each number is tried; above it two neighbours of each eighth more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +33,30 @@ class UnitCost:
     state_bytes: float  # the optimizer's state that this instance reads and writes
     input_bytes: float  # its inputs, which are kept from its forward pass to its backward pass
     running_bytes: float  # what it needs while it runs: what its layers keep for their backward pass
+    updating_bytes: float  # what its update needs, beside weights, gradients and state
     forward_seconds: float  # its forward pass of a micro batch
     backward_seconds: float  # its backward pass of a micro batch, with the forward pass that is computed again
     update_seconds: float  # its update
 
-    def slot_bytes(self, num_micro_batches: int) -> float:
-        """Bytes of a slot that holds it; with several micro batches it has a partial sum of gradients, too."""
-        return self.weight_bytes + self.state_bytes + (num_micro_batches > 1) * self.gradient_bytes
+    def slot_bytes(self, *, has_sums: bool) -> float:
+        """Bytes of a slot that holds it, with a sum of its gradients where the store has those."""
+        return self.weight_bytes + self.state_bytes + has_sums * self.gradient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a step runs."""
+
+    num_micro_batches: int = 1
+    updates_apart: bool = False  # whether updates have a pass of their own, as they need all gradients first
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradients are written to the store and read from it."""
+        return self.num_micro_batches > 1 or self.updates_apart
+
+
+ONE_MICRO_BATCH: Final = Loop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +71,15 @@ class StoreSpeed:
 class PhaseMemory:
     """The most bytes that a step needs, by kind."""
 
-    slots: float  # two times the largest phase: weights, optimizer state, partial sums of gradients
-    activations: float  # the inputs of units, and the unit that runs, with its gradients
+    weights: float  # in two slots, each as large as the largest phase that it gets
+    state: float  # of the optimizer, in these slots
+    sums: float  # of gradients, in these slots
+    activations: float  # inputs of units, and the unit that runs with its gradients, at the fullest moment
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.slots + self.activations
+        return self.weights + self.state + self.sums + self.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +115,12 @@ class PhasePlan:
     def sentence(self) -> str:
         """What a person reads when a program starts."""
         number, step = len(self.cuts), self.step
+        slots = self.memory.total - self.memory.activations
         return (
-            f"{number} phase{'s' if number > 1 else ''} of up to {_shown(self.memory.slots / 2)}, and "
-            f"{_shown(self.memory.activations)} of activations: a step is predicted to take "
-            f"{step.seconds:.3g} s ({step.computing:.3g} s computing, {step.reading:.3g} s waiting for reads, "
-            f"{step.writing:.3g} s waiting for writes)"
+            f"{number} phase{'s' if number > 1 else ''}: {_shown(slots)} for {min(2, number)} at once and "
+            f"{_shown(self.memory.activations)} for activations. A step is predicted to take "
+            f"{step.seconds:.3g} s: {step.computing:.3g} s computing, {step.reading:.3g} s waiting for "
+            f"reads, {step.writing:.3g} s waiting for writes."
         )
 
 
@@ -107,110 +129,138 @@ class TooLarge:
     """No phases fit."""
 
     budget_bytes: float  # what there is
-    slots_bytes: float  # two slots with the largest unit
-    activation_bytes: float  # activations at the fullest moment
+    memory: PhaseMemory  # of the phases that need least
     largest_unit: int  # the unit that takes most of a slot
-    fullest_unit: int  # the unit that runs at the fullest moment
+    fullest_unit: int  # the unit that runs at the moment with most activations
 
     @property
     def needed_bytes(self) -> float:
         """The least budget that would do."""
-        return self.slots_bytes + self.activation_bytes
+        return self.memory.total
 
     def sentence(self, names: Sequence[str]) -> str:
         """What lacks, and what would do; ``names`` are those of the units."""
+        activations = self.memory.activations
         return (
-            f"phases of one layer each need {_shown(self.needed_bytes)} and have {_shown(self.budget_bytes)}: "
-            f"{_shown(self.slots_bytes)} for two layers as large as {names[self.largest_unit]}, and "
-            f"{_shown(self.activation_bytes)} for activations while {names[self.fullest_unit]} runs, "
+            f"the smallest phases need {_shown(self.needed_bytes)} and have {_shown(self.budget_bytes)}: "
+            f"{_shown(self.needed_bytes - activations)} for two at once, of which {names[self.largest_unit]} is "
+            f"the largest layer, and {_shown(activations)} for activations while {names[self.fullest_unit]} runs, "
             "which smaller micro batches lessen"
         )
 
 
 def plan_phases(
-    units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, num_micro_batches: int = 1
+    units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop = ONE_MICRO_BATCH
 ) -> PhasePlan | TooLarge:
     """The fewest phases that fit into ``budget_bytes`` and take at most a hundredth longer than the fastest.
 
     The largest phases need not be fastest: nothing is computed while the last one is written, and little while the
     first state of the optimizer is read.
     """
-    sizes = [unit.slot_bytes(num_micro_batches) for unit in units]
-    activations = _activation_bytes(units)
-    plans = []
-    for number in _numbers(len(units)):
-        cuts = even_cuts(sizes, number)
-        if 2 * _largest(sizes, cuts) + max(activations) <= budget_bytes:
-            plans.append(plan_with(units, cuts, speed, num_micro_batches))
-    if plans:
+    every = [phase_cuts(units, number, loop) for number in numbers_of_phases(len(units))]
+    needed = [memory_with(units, cuts, loop) for cuts in every]
+    fitting = [cuts for cuts, memory in zip(every, needed, strict=True) if memory.total <= budget_bytes]
+    if fitting:
+        plans = [plan_with(units, cuts, speed, loop) for cuts in fitting]
         fastest = min(plan.step.seconds for plan in plans)
         return next(plan for plan in plans if plan.step.seconds <= fastest * _EQUALLY_FAST)
+    sizes = [unit.slot_bytes(has_sums=loop.has_sums) for unit in units]
+    activations = _activation_bytes(units)
     return TooLarge(
         budget_bytes=budget_bytes,
-        slots_bytes=2 * max(sizes),
-        activation_bytes=max(activations),
+        memory=min(needed, key=attrgetter("total")),
         largest_unit=sizes.index(max(sizes)),
         fullest_unit=activations.index(max(activations)),
     )
 
 
 def plan_with(
-    units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, num_micro_batches: int = 1
+    units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop = ONE_MICRO_BATCH
 ) -> PhasePlan:
     """What a step takes with phases that begin at these units."""
-    sizes = [unit.slot_bytes(num_micro_batches) for unit in units]
-    phases = [_joined(units[first:last]) for first, last in pairwise((*cuts, len(units)))]
-    step = _walked(phases, speed, min(num_micro_batches, _WALKED))
-    if num_micro_batches > _WALKED:
-        step = step.grown(_walked(phases, speed, _WALKED - 1), num_micro_batches - _WALKED)
-    memory = PhaseMemory(slots=2 * _largest(sizes, cuts), activations=max(_activation_bytes(units)))
-    return PhasePlan(cuts=tuple(cuts), memory=memory, step=step)
+    phases, number = _joined(units, cuts), loop.num_micro_batches
+    step = _walked(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
+    if number > _WALKED:
+        shorter = _walked(phases, speed, replace(loop, num_micro_batches=_WALKED - 1))
+        step = step.grown(shorter, number - _WALKED)
+    return PhasePlan(cuts=tuple(cuts), memory=memory_with(units, cuts, loop), step=step)
 
 
-def even_cuts(sizes: Sequence[float], num_phases: int) -> tuple[int, ...]:
-    """The first units of ``num_phases`` phases, whose largest one is as small as it can be."""
-    least, most = max(*sizes, sum(sizes) / num_phases), sum(sizes)
+def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop = ONE_MICRO_BATCH) -> PhaseMemory:
+    """The most bytes that a step needs with phases that begin at these units."""
+    phases = _joined(units, cuts)
+    size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
+    slots = [max(part, key=size) for part in (phases[::2], phases[1::2]) if part]
+    return PhaseMemory(
+        weights=sum(phase.weight_bytes for phase in slots),
+        state=sum(phase.state_bytes for phase in slots),
+        sums=sum(phase.gradient_bytes for phase in slots) if loop.has_sums else 0.0,
+        activations=max(_activation_bytes(units)),
+    )
+
+
+def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop = ONE_MICRO_BATCH) -> tuple[int, ...]:
+    """The first units of ``num_phases`` phases, of which the largest is as small as it can be."""
+    return even_cuts(tuple(unit.slot_bytes(has_sums=loop.has_sums) for unit in units), num_phases)
+
+
+@lru_cache(maxsize=4096)
+def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
+    """Where each of ``number`` parts of ``sizes`` begins, of which the largest is as small as it can be."""
+    least, most = max(*sizes, sum(sizes) / number), sum(sizes)
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
-        least, most = (least, middle) if len(_filled(sizes, middle, 1)) <= num_phases else (middle, most)
-    return _filled(sizes, most, num_phases)
-
-
-def _filled(sizes: Sequence[float], most: float, num_phases: int) -> tuple[int, ...]:
-    """The first units of phases of up to ``most``, filled one after another; at least so many phases."""
-    cuts, filled = [0], 0.0
+        least, most = (least, middle) if _parts_behind(sizes, middle)[0] <= number else (middle, most)
+    behind = _parts_behind(sizes, most)
+    cuts, filled, left = [0], 0.0, sum(sizes)  # bytes of the last part so far, and of all from it on
     for place, size in enumerate(sizes):
-        left = len(sizes) - place  # so many units are enough for the phases that lack
-        if place and (filled + size > most or left <= num_phases - len(cuts)):
+        parts = number - len(cuts)
+        is_full = filled + size > most or filled + size / 2 > left / (parts + 1)
+        if place > cuts[-1] and (len(sizes) - place == parts or (is_full and behind[place] <= parts)):
             cuts.append(place)
+            left -= filled
             filled = 0.0
         filled += size
     return tuple(cuts)
 
 
-def _numbers(most: int) -> Iterator[int]:
-    """Numbers of phases that are tried."""
-    number = 1
+def _parts_behind(sizes: tuple[float, ...], most: float) -> list[int]:
+    """How few parts of up to ``most`` have what is at each place and behind it."""
+    parts, end, filled = [0] * (len(sizes) + 1), len(sizes), 0.0
+    for place in reversed(range(len(sizes))):
+        filled += sizes[place]
+        while filled > most and end > place + 1:
+            end -= 1
+            filled -= sizes[end]
+        parts[place] = 1 + parts[end]
+    return parts
+
+
+def numbers_of_phases(most: int) -> list[int]:
+    """The numbers of phases that are tried, even and odd ones."""
+    numbers, number = {max(1, most - 1), most}, 1
     while number < most:
-        yield number
+        numbers |= {number, min(number + 1, most)}
         number += 1 if number < _FINE else number // 8
-    yield most
-
-
-def _largest(sizes: Sequence[float], cuts: Sequence[int]) -> float:
-    """The size of the largest phase."""
-    return max(sum(sizes[first:last]) for first, last in pairwise((*cuts, len(sizes))))
+    return sorted(numbers)
 
 
 def _activation_bytes(units: Sequence[UnitCost]) -> list[float]:
-    """While each unit runs: the inputs that are kept, what it needs itself, and its gradients."""
+    """While each unit runs: the inputs that are kept, its gradients, and what its passes or its update need."""
     kept = accumulate(unit.input_bytes for unit in units)
-    return [inputs + unit.running_bytes + unit.gradient_bytes for inputs, unit in zip(kept, units, strict=True)]
+    return [
+        inputs + unit.gradient_bytes + max(unit.running_bytes, unit.updating_bytes)
+        for inputs, unit in zip(kept, units, strict=True)
+    ]
 
 
-def _joined(units: Sequence[UnitCost]) -> UnitCost:
-    """What several units take together."""
-    return UnitCost(**{f.name: sum(getattr(unit, f.name) for unit in units) for f in fields(UnitCost)})
+def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
+    """What the units of each phase take together."""
+    names = [f.name for f in fields(UnitCost)]
+    return [
+        UnitCost(**{name: sum(getattr(unit, name) for unit in units[first:last]) for name in names})
+        for first, last in pairwise((*cuts, len(units)))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,22 +273,31 @@ class _Visit:
     written_bytes: float
 
 
-def _visits(phases: Sequence[UnitCost], num_micro_batches: int) -> Iterator[_Visit]:
-    """The phases of a step in their order: of each micro batch forward and backward."""
-    for number in range(num_micro_batches):
-        for place, phase in enumerate(phases):
+def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
+    """The phases of a step in their order: of each micro batch forward and backward; updates apart are last."""
+    rows = [*enumerate(phases)]
+    for number in range(loop.num_micro_batches):
+        for place, phase in rows:
             yield _Visit(place, phase.forward_seconds, 0.0, 0.0)
-        is_last = number == num_micro_batches - 1
-        for place, phase in reversed([*enumerate(phases)]):
-            partial = phase.gradient_bytes if number else 0.0
-            if is_last:
-                seconds = phase.backward_seconds + phase.update_seconds
-                yield _Visit(place, seconds, partial + phase.state_bytes, phase.updated_bytes + phase.state_bytes)
+        updates = number == loop.num_micro_batches - 1 and not loop.updates_apart
+        for place, phase in reversed(rows):
+            read = phase.gradient_bytes if number else 0.0
+            if updates:
+                yield _updated(place, phase, phase.backward_seconds, read)
             else:
-                yield _Visit(place, phase.backward_seconds, partial, phase.gradient_bytes)
+                yield _Visit(place, phase.backward_seconds, read, phase.gradient_bytes)
+    if loop.updates_apart:
+        for place, phase in reversed(rows):
+            yield _updated(place, phase, 0.0, phase.gradient_bytes)
 
 
-def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, num_micro_batches: int) -> PhaseStep:
+def _updated(place: int, phase: UnitCost, seconds: float, read_bytes: float) -> _Visit:
+    """A visit that updates a phase, too."""
+    seconds += phase.update_seconds
+    return _Visit(place, seconds, read_bytes + phase.state_bytes, phase.updated_bytes + phase.state_bytes)
+
+
+def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseStep:
     """What a walk over a step finds, which begins with the first two phases in the slots.
 
     One transfer follows another: what a visit changed is written behind the read of the next visit, and before
@@ -246,7 +305,7 @@ def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, num_micro_batches: in
     """
     held = {0, 1}
     reading = writing = read_bytes = started = ended = free = 0.0  # ``free``: when the store has nothing to do
-    visits = [*_visits(phases, num_micro_batches)]
+    visits = [*_visits(phases, loop)]
     done: list[tuple[float, float]] = []  # when each visit ended, and the seconds of its write
     for place, visit in enumerate(visits):
         if place > 1:

@@ -1,9 +1,11 @@
 """Pictures of a mapping in SVG: the cube of devices, and the phases over the layers."""
 
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
+from popsize.duration import phase_plan
+from popsize.footprint import phase_units
 from popsize.hardware import GIB
 from popsize.mapping import Mapping, Workload
 from popsize.model import Model
@@ -52,7 +54,7 @@ def cube_svg(one: Candidate, workload: Workload) -> str:
         parts.append(_text(_MARGIN, bottom, f"not drawn: {', '.join(hidden)}", 12))
         bottom += 24
     if mapping.phases > 1:
-        parts.append(_phases(model, mapping, bottom, width - 2 * _MARGIN))
+        parts.append(_phases(one, workload, bottom, width - 2 * _MARGIN))
         bottom += 84
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom}" '
@@ -78,25 +80,28 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
     return [*words, f"1/{mapping.tensor} of each"] if mapping.tensor > 1 else words
 
 
-def _phases(model: Model, mapping: Mapping, top: int, width: int) -> str:
+def _phases(one: Candidate, workload: Workload, top: int, width: int) -> str:
     """The layers of a stage as a bar, cut into phases."""
-    step = width / mapping.phases
-    parts = [
-        _text(
-            _MARGIN, top, f"{mapping.phases} phases of a stage: one is in memory, the next is read meanwhile", 12
-        )
-    ]
-    for phase in range(mapping.phases):
-        x = _MARGIN + phase * step
+    mapping = one.mapping
+    words = f"{mapping.phases} phases of a stage: one is in memory, the next is read meanwhile"
+    layers = [1] * mapping.phases
+    if mapping.has_layer_phases:
+        plan = phase_plan(workload, mapping)
+        layers = [b - a for a, b in pairwise((*plan.cuts, len(phase_units(workload, mapping))))]
+        words += f"; a step waits {seconds(plan.step.reading)} for reads, {seconds(plan.step.writing)} for writes"
+    parts = [_text(_MARGIN, top, words, 12)]
+    step = width / sum(layers)
+    for phase, (first, last) in enumerate(pairwise((0, *accumulate(layers)))):
+        x, wide = _MARGIN + first * step, (last - first) * step
         parts.append(
-            f'<rect x="{x:.1f}" y="{top + 10}" width="{step:.1f}" height="28" '
+            f'<rect x="{x:.1f}" y="{top + 10}" width="{wide:.1f}" height="28" '
             f'fill="{_HUES[phase % len(_HUES)]}" stroke="#555"/>'
         )
-        if step > _NARROWEST:
-            parts.append(_text(x + step / 2 - 4, top + 28, str(phase + 1), 11))
-    layers = -(-model.num_layers // mapping.pipeline)
-    parts.append(_text(_MARGIN, top + 54, f"layer 1 of {layers}", 11))
-    parts.append(_text(_MARGIN + width - 60, top + 54, f"layer {layers}", 11))
+        if wide > _NARROWEST:
+            parts.append(_text(x + wide / 2 - 4, top + 28, str(phase + 1), 11))
+    number = sum(layers) if mapping.has_layer_phases else -(-workload.model.num_layers // mapping.pipeline)
+    parts.append(_text(_MARGIN, top + 54, f"layer 1 of {number}", 11))
+    parts.append(_text(_MARGIN + width - 60, top + 54, f"layer {number}", 11))
     return "".join(parts)
 
 

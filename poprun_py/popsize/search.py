@@ -16,6 +16,7 @@ from popsize.footprint import Memory, memory_of
 from popsize.hardware import GIB, gib
 from popsize.mapping import MOST_DEVICES, Mapping, Schedule, Workload, check, completed, divisors
 from popsize.model import RECOMPUTE
+from popsize.phases import numbers_of_phases
 from popsize.stages import Stage, most_phases
 
 _LARGEST_MICRO_BATCH: Final = 64
@@ -210,10 +211,10 @@ def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mappi
     groups: dict[Mapping, list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
-    ways: dict[tuple[int, int], list[Mapping]] = {}
+    ways: dict[tuple[int, int, str], list[Mapping]] = {}
     found = []
     for shapes in groups.values():
-        size = (shapes[0].tensor, shapes[0].pipeline)
+        size = (shapes[0].tensor, shapes[0].pipeline, shapes[0].recompute)
         if size not in ways:
             ways[size] = _ways(shapes[0], workload, fixed)
         found += [(ways[size], shapes)] if ways[size] else []
@@ -251,7 +252,7 @@ def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Ma
     offloads: list[_Values] = [{}]
     phases: list[_Values] = []
     if workload.machine.device.streaming_bytes:
-        most = most_phases(workload.model, shape.pipeline)
+        most = most_phases(workload.model, shape.pipeline, are_layers=False)
         phases = [{"phases": n} for n in sorted({2, 4, 8, 16, most // 2, most}) if 1 < n <= most]
         offloads += [
             {"offload_activations": True},
@@ -261,6 +262,9 @@ def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Ma
     state = {name: value for name, value in fixed.items() if name in _STATE}
     ways = [{**sharding, **way, **state} for way in offloads for sharding in shardings]
     ways += [{**sharding, **way, **state} for way in phases for sharding in (shardings[0], shardings[-1])]
+    if phases and shape.pipeline == 1:
+        most = most_phases(workload.model, 1, are_layers=True)
+        ways += [{"phases": n, **state} for n in numbers_of_phases(most) if n > 1]
     every = dict.fromkeys(replace(shape, **way) for way in ways)
     return [way for way in every if not _broken_rule(way, workload)]
 

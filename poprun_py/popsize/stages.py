@@ -51,6 +51,9 @@ def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
     return tuple(dict.fromkeys(stage for stage in (stages[0], fullest, stages[-1]) if stage is not None))
 
 
-def most_phases(model: Model, pipeline: int) -> int:
-    """The parts of the stage that has most: so many phases may it run in."""
-    return max(sum(n * len(layer.parts) for layer, n in stage.layers) for stage in shown_stages(model, pipeline))
+def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
+    """The layers, or parts of layers, of the stage that has most: so many phases may it run in."""
+    return max(
+        sum(n * (1 if are_layers else len(layer.parts)) for layer, n in stage.layers)
+        for stage in shown_stages(model, pipeline)
+    )

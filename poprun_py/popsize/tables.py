@@ -6,10 +6,19 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from itertools import pairwise
 from typing import Any, Final
 
-from popsize.duration import Duration, exchanges, is_near, streamed_bytes, tensor_rounds, transfer_bytes
-from popsize.footprint import Memory
+from popsize.duration import (
+    Duration,
+    exchanges,
+    is_near,
+    phase_plan,
+    streamed_bytes,
+    tensor_rounds,
+    transfer_bytes,
+)
+from popsize.footprint import Memory, phase_units
 from popsize.hardware import GIB, TERA, gib
 from popsize.mapping import Mapping, Workload
 from popsize.search import Answer, Candidate
@@ -51,7 +60,7 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> str:
     lines += [f"{more} more fit (--top {len(answer.fitting)} lists all)."] if more > 0 else []
     if answer.fitting:
         lines += ["", f"The first, on its fullest device ({where(answer.fitting[0])}):"]
-        lines += memory_lines(answer.fitting[0])
+        lines += [*memory_lines(answer.fitting[0]), *phase_lines(answer.fitting[0], workload)]
     lines += why_not_faster(answer)
     return "\n".join(lines) + "\n"
 
@@ -116,6 +125,31 @@ def memory_lines(candidate: Candidate) -> list[str]:
     return columns(rows)
 
 
+def phase_lines(candidate: Candidate, workload: Workload) -> list[str]:
+    """Of whole layers in phases: how large they are, and what a step reads and writes."""
+    if not candidate.mapping.has_layer_phases:
+        return []
+    plan, device = phase_plan(workload, candidate.mapping), workload.machine.device
+    write_speed = device.streaming_write_bytes_per_second or device.streaming_bytes_per_second
+    step = plan.step
+    rows = [
+        ("  read", step.read_bytes, device.streaming_bytes_per_second, step.reading),
+        ("  written", step.written_bytes, write_speed, step.writing),
+    ]
+    ends = (*plan.cuts, len(phase_units(workload, candidate.mapping)))
+    sizes = sorted({last - first for first, last in pairwise(ends)})
+    number = f"{sizes[0]} to {sizes[-1]} layers" if len(sizes) > 1 else f"{sizes[0]} layer{'s' * (sizes[0] > 1)}"
+    return [
+        f"Phases of {number}, two at once in memory. Between it and the slower memory, in a step:",
+        *columns(
+            [
+                (name, f"{size / GIB:.3f} GiB", f"in {seconds(size / speed)}", f"waiting {seconds(waited)}")
+                for name, size, speed, waited in rows
+            ]
+        ),
+    ]
+
+
 def explanation(candidate: Candidate, workload: Workload) -> str:
     """One mapping: each term of its time, and its memory by kind."""
     terms, total = asdict(candidate.duration), candidate.duration.total
@@ -136,6 +170,7 @@ def explanation(candidate: Candidate, workload: Workload) -> str:
         "",
         f"Memory of {where(candidate)}: it {'fits' if candidate.fits else 'does not fit'}.",
         *memory_lines(candidate),
+        *phase_lines(candidate, workload),
         "Sent by a device in a step:",
         *columns(sent),
     ]
@@ -204,6 +239,7 @@ def candidate_table(one: Candidate, workload: Workload) -> dict[str, Any]:
         "missing_bytes": one.missing_bytes,
         "missing_streaming_bytes": one.missing_streaming_bytes,
         "fits": one.fits,
+        "phases": asdict(phase_plan(workload, one.mapping)) if one.mapping.has_layer_phases else None,
         "sent_bytes": {name: {"bytes": size, "over": link} for name, size, link in traffic(one.mapping, workload)},
     }
 

@@ -8,7 +8,7 @@ from typing import Final
 from tests.architecture.source_tree import words
 
 _LOWEST_FIRST: Final = {
-    "popsize": "errors phases < hardware model < constants stages < catalogue < mapping < duration footprint"
+    "popsize": "errors phases < hardware model < constants stages < catalogue < mapping < footprint < duration"
     " < search < cases tables < picture",
     "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < devices"
     " < job monitor emit doctor < cli vipu < start size < command < __main__",

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -21,9 +22,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_it_prints_a_machine(number: int) -> None:
-    """So many devices on one host, each speed above zero; popsize reads it."""
-    done = run(str(number))
+def test_it_prints_a_machine(number: int, tmp_path: Path) -> None:
+    """So many devices on one host, each speed above zero; popsize reads it. A disk only if one is named."""
+    done = run(str(number), *(["--store", str(tmp_path)] if number > 1 else []))
     assert (done.returncode, done.stderr) == (0, "")
     machine = machines_of({"here": json.loads(done.stdout)}, "here")["here"]
 
@@ -33,6 +34,10 @@ def test_it_prints_a_machine(number: int) -> None:
     assert machine.device.memory_bytes_per_second > 0
     assert 0 < machine.device.operator_seconds < 0.1
     assert not machine.device.launches_ahead
+    assert (machine.device.streaming_bytes > 0) == (number > 1)
+    assert (machine.device.streaming_bytes_per_second > 0) == (number > 1)
+    assert (machine.device.streaming_write_bytes_per_second > 0) == (number > 1)
+    assert list(tmp_path.iterdir()) == []
     assert set(machine.device.flops) == {"fp32", "bf16"}
     assert all(speed > 0 for speed in machine.device.flops.values())
 

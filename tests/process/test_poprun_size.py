@@ -102,6 +102,7 @@ def test_what_is_fixed_is_kept() -> None:
             "tensor=3 does not divide hidden=1600 of gpt2-xl: nearest are 1 and 5",
         ),
         ((*ASKED, "--explain", "replicas=16"), "uses 16 devices; 8xA100-80GB has 8"),
+        ((*ASKED, "--store", "/"), "--store is measured with --cpu"),
         ((*ASKED, "--fix", "tnsor=1"), "a mapping has no 'tnsor': nearest are tensor"),
         ((*ASKED, "--memory-limit", "0.5"), "what would fit:\n  devices of "),
         ((*ASKED, "--precision", "int4"), "Invalid value for '--precision'"),

@@ -86,7 +86,9 @@ def workload(model: str = "gpt2-xl", global_batch: int = 64) -> Workload:
         ("replicas=3", "a global batch of 64 does not divide into replicas=3 with micro_batch=1"),
         ("replicas=3", "nearest are replicas=2 and 4"),
         ("replicas=8,micro_batch=16", "nearest are replicas=2 and 4"),
-        ("phases=99", "phases=99 are more than the 98 parts of a stage of gpt2-xl"),
+        ("phases=99", "phases=99 are more than the 50 layers of gpt2-xl"),
+        ("phases=99,sharding=weights,replicas=2,weight_shards=2,optimizer_shards=2", "the 98 parts of a stage of"),
+        ("phases=2", "phases=2 of whole layers compute these again"),
         ("pipeline=2,interleave=2", "interleave is 2 or more with schedule=interleaved and several stages"),
         ("pipeline=2,schedule=interleaved", "interleave is 2 or more with schedule=interleaved"),
         ("schedule=interleaved,interleave=2", "several stages"),
@@ -232,7 +234,8 @@ def test_stages_have_every_layer_once(name: str, data: st.DataObject) -> None:
     assert max(blocks) - min(blocks) <= 1
     assert sum(stage.parameters_on_device(1) for stage in stages) == pytest.approx(model.num_parameters + copies)
     assert {stage.index for stage in shown_stages(model, pipeline)} >= {0, pipeline - 1}
-    assert most_phases(model, pipeline) >= 2 * max(blocks)
+    assert most_phases(model, pipeline, are_layers=False) >= 2 * max(blocks)
+    assert most_phases(model, 1, are_layers=True) == model.num_layers + 2
 
 
 @pytest.mark.parametrize(

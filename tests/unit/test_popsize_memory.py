@@ -164,14 +164,15 @@ def test_interleaved_stages_keep_what_their_warm_up_leaves() -> None:
     assert [in_flight(plain, stage, 1000) for stage in (0, 7)] == [8, 1]
 
 
-@given(st.integers(2, 65))
+@given(st.integers(2, 31))
 def test_more_phases_never_need_more_weights(phases: int) -> None:
     """A stage is cut so that its largest phase is as small as it can be."""
     work = Workload(
         model=named_model("llama3-8b"), machine=named_machine("8xA100-80GB"), training=Training(global_batch=8)
     )
     weights = [
-        memory_of(work, Mapping(tensor=2, replicas=4, phases=number))[0].weights for number in (phases, phases + 1)
+        memory_of(work, Mapping(tensor=2, pipeline=2, replicas=2, phases=number))[0].weights
+        for number in (phases, phases + 1)
     ]
 
     assert weights[1] <= weights[0] * (1 + 1e-6)

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popsize.catalogue import named_model
+from popsize.duration import phase_plan
 from popsize.errors import MappingError
-from popsize.hardware import GIB, named_machine
+from popsize.hardware import GIB, machines_of, named_machine
 from popsize.mapping import SHARDING, Mapping, Training, Workload, check, divisors
 from popsize.model import RECOMPUTE
+from popsize.picture import cube_svg
 from popsize.search import Candidate, nearest_changes, predict, search
+from popsize.tables import answer_table, explanation, seconds
 
 
 def workload(model: str, machine: str, global_batch: int, limit_gib: float | None = None) -> Workload:
@@ -301,3 +304,30 @@ def test_what_is_asked_to_be_sharded_is() -> None:
     """Over as many replicas as there are; one replica shards nothing."""
     for found in search(workload("gpt2-xl", "8xA100-80GB", 64), {"sharding": "weights"}).fitting:
         assert found.mapping.weight_shards > 1 or found.mapping.replicas == 1
+
+
+def test_a_cpu_with_a_store_trains_a_larger_model_in_phases() -> None:
+    """Of whole layers that are computed again; memory and waiting are those of the phases that are planned."""
+    figures = {"memory_gib": 8, "tflops": 0.2, "memory_gb_per_second": 20, "operator_seconds": 3e-6}
+    figures |= {"link_gb_per_second": 1, "network_gb_per_second": 1}
+    store = {"streaming_gib": 100, "streaming_gb_per_second": 0.5, "streaming_write_gb_per_second": 0.25}
+    one = Workload(
+        model=named_model("gpt2-large"),
+        machine=machines_of({"box": figures | store}, "m.yaml")["box"],
+        training=Training(global_batch=4, precision="fp32"),
+        memory_limit_bytes=3 * GIB,
+    )
+    answer = search(one, {})
+    first = answer.fitting[0]
+    plan = phase_plan(one, first.mapping)
+
+    assert first.mapping.has_layer_phases
+    assert first.mapping.recompute == "layer"
+    assert first.memory.total == plan.memory.total <= 3 * GIB
+    assert first.duration.streaming == plan.step.reading + plan.step.writing > 0
+    assert first.duration.layers + first.duration.optimizer == pytest.approx(plan.step.computing)
+    assert first.memory.streaming >= 12 * one.model.num_parameters
+    assert "  written " in answer_table(answer, one, 1)
+    assert f"waiting {seconds(plan.step.reading)}" in explanation(first, one)
+    assert f"{seconds(plan.step.writing)} for writes" in cube_svg(first, one)
+    assert search(replace(one, memory_limit_bytes=GIB / 4), {}).fitting == ()

@@ -108,7 +108,11 @@ def test_an_explanation_has_each_term() -> None:
 def test_a_picture_is_well_formed(tensor: int, pipeline: int, replicas: int, phases: int) -> None:
     """As many cells as devices are drawn; more are said, not drawn; all is inside."""
     mapping = Mapping(
-        tensor=tensor, pipeline=pipeline, replicas=replicas, phases=min(phases, 2 * (32 // pipeline))
+        tensor=tensor,
+        pipeline=pipeline,
+        replicas=replicas,
+        phases=min(phases, 2 * (32 // pipeline)),
+        recompute="layer",
     )
     root = ET.fromstring(cube_svg(predict(WORKLOAD, mapping), WORKLOAD))  # noqa: S314 - our own
     cells = root.findall("{*}g")

@@ -1,11 +1,12 @@
 """``python -m popdist.parallel.cpu_speed N``: what each of N instances on this machine's CPU reaches, as JSON.
 
-N processes share the cores and are measured at the same time, for about two seconds.
+N processes share the cores and are measured at the same time, for about two seconds, and the disk of ``--store``.
 """
 
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -23,7 +24,8 @@ import psutil
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it all the same
 
-from popdist.errors import BackendError
+from popdist.errors import BackendError, StoreError
+from popdist.parallel.store_file import StoreFile, StoreThreads, allocate, make_buffer
 from popdist.torch_private import connect_gloo
 
 _PHASE_SECONDS: Final = 0.3
@@ -33,6 +35,8 @@ _WIDTH: Final = 512
 _CHAIN: Final = 64
 _COPIED_BYTES: Final = 2**25
 _NUM_SUMS: Final = 5
+_STORE_BYTES: Final = 2**27
+_NUM_MOVES: Final = 2
 _GIGA: Final = 10**9
 _TERA: Final = 10**12
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
@@ -42,12 +46,15 @@ def main() -> None:
     """Print the figures of one machine, which `popsize.hardware.machines_of` reads."""
     parser = ArgumentParser(prog="python -m popdist.parallel.cpu_speed", description=__doc__)
     parser.add_argument("num_devices", metavar="N", type=int, help="how many instances share the CPU")
-    num_devices = parser.parse_args().num_devices
+    parser.add_argument("--store", metavar="FOLDER", type=Path, help="where phases of a model would wait")
+    words = parser.parse_args()
+    num_devices = words.num_devices
     if not 1 <= num_devices <= _MOST_DEVICES:
         parser.error(f"N={num_devices} must be from 1 to {_MOST_DEVICES}")
     try:
-        print(json.dumps(measure(num_devices)))  # noqa: T201 - what it is run for
-    except BackendError as error:
+        figures = measure(num_devices) | ({} if words.store is None else store_figures(words.store, num_devices))
+        print(json.dumps(figures))  # noqa: T201 - what it is run for
+    except (BackendError, StoreError) as error:
         sys.exit(f"{parser.prog}: {error}")
 
 
@@ -84,6 +91,34 @@ def measure(num_devices: int) -> dict[str, object]:
         "devices_per_host": num_devices,
         "operator_seconds": 1 / rates["operators"],
     }
+
+
+def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
+    """The share that each of ``num_devices`` has of a disk: its room, and how fast it is read and written."""
+    threads = StoreThreads(torch.device("cpu"))
+    memory = make_buffer(_STORE_BYTES).fill_(1)
+    rates = {}
+    try:
+        with TemporaryDirectory(prefix="popdist-speed-", dir=folder) as place:
+            path = Path(place, "speed")
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = StoreFile(descriptor, path, _STORE_BYTES, threads)
+            try:
+                allocate(descriptor, _STORE_BYTES, str(path))
+                file.write(0, memory).wait()  # what is written for the first time takes longer
+                for name, move in {"_write": file.write, "": file.read}.items():
+                    start = perf_counter()
+                    for _ in range(_NUM_MOVES):
+                        move(0, memory).wait()
+                    rates[name] = _NUM_MOVES * _STORE_BYTES / (perf_counter() - start)
+            finally:
+                file.close()
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be measured: {error.strerror}") from error
+    finally:
+        threads.close()
+    speeds = {f"streaming{name}_gb_per_second": rate / num_devices / _GIGA for name, rate in rates.items()}
+    return {"streaming_gib": shutil.disk_usage(folder).free / num_devices / 2**30, **speeds}
 
 
 def _received(receivers: list[Connection]) -> list[dict[str, float]]:
