@@ -29,6 +29,15 @@ def local_part(tensor: Any) -> Tensor:  # noqa: ANN401 - torch's stubs do not kn
         return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return] # as above
 
 
+def part_itself(tensor: Any) -> Tensor:  # noqa: ANN401 - as above
+    """The tensor that a DTensor holds the part in which is here; any other tensor itself."""
+    if not is_distributed(tensor):
+        return tensor  # type: ignore[no-any-return] # a tensor
+    (name,), _ = tensor.__tensor_flatten__()
+    part: Tensor = getattr(tensor, name)
+    return part
+
+
 def local_gradient(parameter: Any) -> Tensor | None:  # noqa: ANN401 - as above
     """The part of the gradient that is here; one that is placed otherwise than its parameter is first moved there.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
+from popdist.parallel.phased_model import PhasedModel, phased
 from popdist.parallel.phased_optimizer import PhasedOptimizer
 from popdist.parallel.recompute import recompute
 
@@ -15,7 +16,17 @@ if TYPE_CHECKING:
     from popdist.parallel.apply_mapping import Roles as Roles
     from popdist.parallel.apply_mapping import parallelize as parallelize
 
-__all__ = ["Description", "PhasedOptimizer", "Roles", "describe", "parallelize", "recompute", "sharded_randomness"]
+__all__ = [
+    "Description",
+    "PhasedModel",
+    "PhasedOptimizer",
+    "Roles",
+    "describe",
+    "parallelize",
+    "phased",
+    "recompute",
+    "sharded_randomness",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -55,15 +55,15 @@ def recompute(
     """
     if what not in ("layer", "attention"):
         raise WeightsError(f"what={what!r} must be 'layer' or 'attention'")
-    for layer in _chosen(model, layers):
+    for layer in chosen_layers(model, layers, "recompute"):
         layer.forward = _Recomputed(layer, is_selective=what == "attention")
     return model
 
 
-def _chosen(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> list[nn.Module]:
+def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, asked_by: str) -> list[nn.Module]:
     """The modules that are meant, each once."""
     if not isinstance(model, nn.Module):
-        raise WeightsError(f"recompute() is for an nn.Module, and was given {type(model).__name__}")
+        raise WeightsError(f"{asked_by}() is for an nn.Module, and was given {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
     modules = {name: module for module, name in names.items()}
     if layers is None:
@@ -116,7 +116,7 @@ class _Recomputed:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What surrounds a forward pass, and what surrounds it each time that it is computed again."""
-        state = _LayerState(self._layer)
+        state = LayerState(self._layer)
         if not self._is_selective:
             return _Contexts(state.watched), _Contexts(state.restored)
         first, again = create_selective_checkpoint_contexts(_Policy())
@@ -136,7 +136,7 @@ class _Contexts(ExitStack):
         return self
 
 
-class _LayerState:
+class LayerState:
     """What a layer's forward pass reads beside its inputs, and torch's checkpoint does not put back."""
 
     def __init__(self, layer: nn.Module) -> None:

@@ -63,7 +63,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
     def cut(nest: Nest) -> Nest:
         if isinstance(nest, torch.Tensor) or is_list_of_strings(nest):
             return nest[samples.start : samples.stop]
-        return _map(nest, cut)
+        return map_nest(nest, cut)
 
     return cut(batch)
 
@@ -84,7 +84,7 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
         return type(nest)([to_device(child, device) for child in nest])
     if device.type != "cpu" and callable(to := getattr(nest, "to", None)):
         return to(device)
-    return _map(nest, lambda child: to_device(child, device))
+    return map_nest(nest, lambda child: to_device(child, device))
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def is_list_of_strings(nest: Nest) -> bool:
     return all(isinstance(item, str | bytes) for item in nest)
 
 
-def _map(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
+def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
     """A nest like ``nest`` with ``function`` of each child; a leaf as it is."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*map(function, nest))

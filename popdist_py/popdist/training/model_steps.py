@@ -25,6 +25,7 @@ from popdist.gradients.step_headers import (
     BatchPosition,
     MeanOrSum,
     ModelChecks,
+    StepChecks,
 )
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, is_fully_sharded, local_gradient
@@ -276,24 +277,26 @@ class ModelSteps:
         if self._is_distributed:
             self._reshard()
         old = OldGradients(self.module, self.gradients)
-        checks = self._checks.begin_step(batch)
-        if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
-            self.step = LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)
-        else:
-            memory = self.gradients.memory(context.data_parallel_group(), self.layout)
-            buffers = self.buffers if self.layout.num_replicas > 1 else None
-            self.step = Step(
-                memory,
-                self.buffers,
-                GradientSum(memory, buffers, checks, old),
-                checks,
-                accumulation=accumulation,
-                checks_finite=self._checks_finite,
-            )
+        self.step = self._make_step(self._checks.begin_step(batch), old, accumulation)
         self.automatic.step = self.step
         self._left_at = None
         self._state.begin()
         return self.step
+
+    def _make_step(self, checks: StepChecks, old: OldGradients, accumulation: int) -> Step | LoneStep:
+        """The step that begins, with ``accumulation`` micro batches of each local replica."""
+        if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
+            return LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)
+        memory = self.gradients.memory(context.data_parallel_group(), self.layout)
+        buffers = self.buffers if self.layout.num_replicas > 1 else None
+        return Step(
+            memory,
+            self.buffers,
+            GradientSum(memory, buffers, checks, old),
+            checks,
+            accumulation=accumulation,
+            checks_finite=self._checks_finite,
+        )
 
     def _reshard(self) -> None:
         """Have parts of ``fully_shard`` whose weights a forward pass has left whole show their shards again."""

@@ -1,0 +1,315 @@
+"""Sums of gradients of a few parameters at a time, in the order in which those of a whole model are added.
+
+Of the sums that cannot be added further yet the newest is in memory, and the others wait in a store: they make a
+stack, of which each micro batch takes some from the top.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from popdist.errors import CollectiveError, MicroBatchError, PopdistError
+from popdist.gradients.flat_buffers import (
+    FlatGradient,
+    FlatTensors,
+    GradientLayout,
+    RepeatedSum,
+    nodes_of,
+    scale_flat,
+)
+from popdist.gradients.reduction import ABANDON_SECONDS
+from popdist.groups import Group, wait_for_first_error
+from popdist.layout import ReplicaLayout
+from popdist.tree import TreeSum
+
+_LINE_BYTES: Final = 64
+
+_TEXT: Final = "phased(), gradients of layers"
+_GOES_ON, _LEFT = 0, 1
+
+_CHUNKS: Final = (1 << 12, 1 << 16, 1 << 20)
+"""Lengths of what the instances add at once: memory that they share is of one of these sizes."""
+
+
+@lru_cache(maxsize=16)
+def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[tuple[int, ...], int]:
+    """For each micro batch of an instance how many of the sums before it its gradient is added to.
+
+    And the most sums that wait on any instance while a micro batch computes.
+    """
+    counts = [_merges_of(layout, it, accumulation) for it in range(layout.num_instances)]
+    return tuple(counts[instance]), max(map(_most_waiting, counts))
+
+
+def _merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> list[int]:
+    counts: list[int] = []
+
+    def add(left: int, _right: int) -> int:
+        counts[-1] += 1
+        return left
+
+    replicas = layout.replicas_of(instance)
+    of_job: TreeSum[int] = TreeSum(layout.num_replicas, add, start=replicas.start)
+    for _ in replicas:
+        of_replica: TreeSum[int] = TreeSum(accumulation, add)
+        for _ in range(accumulation):
+            counts.append(0)
+            of_replica.push(0)
+        of_job.push(of_replica.total)
+    return counts
+
+
+def _most_waiting(merges: Sequence[int]) -> int:
+    depth, most = 0, 0
+    for count in merges:
+        most = max(most, depth)
+        depth += 1 - count
+    return max(most, depth - 1)
+
+
+class PieceGradient:
+    """The gradient of some parameters in flat memory, with a mark for each that had one."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
+        self._parameters = dict(named_parameters)
+        self.layout = GradientLayout(self._parameters.items())
+        self._places: list[tuple[int, int, torch.dtype]] = []
+        position = self._reserve(0, len(self.layout.names), torch.float32)
+        for buffer in self.layout.flat_buffers:
+            position = self._reserve(position, buffer.size, buffer.dtype)
+        self.num_bytes = position
+
+    def _reserve(self, position: int, size: int, dtype: torch.dtype) -> int:
+        end = position + size * dtype.itemsize
+        self._places.append((position, end, dtype))
+        return -(-end // _LINE_BYTES) * _LINE_BYTES
+
+    @property
+    def is_there(self) -> bool:
+        """Whether one of the parameters has a ``.grad``."""
+        return any(it.grad is not None for it in self._parameters.values())
+
+    def make(self, *, zeros: bool = False) -> Tensor:
+        """Memory for it."""
+        device = next(iter(self._parameters.values())).device
+        make = torch.zeros if zeros else torch.empty
+        return make(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def parts(self, memory: Tensor) -> FlatTensors:
+        """The marks, and then the flat buffers, in ``memory``."""
+        return [memory[begin:end].view(dtype) for begin, end, dtype in self._places]
+
+    def gradient(self, memory: Tensor) -> FlatGradient:
+        """The gradients in ``memory``, parameter by parameter; these are not absent."""
+        return self.layout.make_wide(self.parts(memory)[1:])
+
+    @torch.no_grad()
+    def move_in(self, memory: Tensor, times: float) -> None:
+        """Move every ``.grad`` into ``memory``, times a number; zeros where there is none."""
+        used = self.layout.fill(self.gradient(memory), times=times, clears=True)
+        marks = [float(used >> index & 1) for index in range(len(self.layout.names))]
+        self.parts(memory)[0].copy_(torch.tensor(marks, dtype=torch.float32))
+
+    @torch.no_grad()
+    def add(self, left: Tensor, right: Tensor | None) -> None:
+        """Add ``right``, or zeros for None, to ``left``."""
+        parts = self.parts(left)
+        for total, part in zip(parts, parts if right is None else self.parts(right), strict=True):
+            total.add_(0.0 if right is None else part)
+
+    @torch.no_grad()
+    def set_gradients(self, memory: Tensor, over: float) -> None:
+        """Set every ``.grad`` to what is in ``memory``, divided; to None where no replica had one."""
+        marks, *flats = self.parts(memory)
+        scale_flat(flats, over=over)
+        used = sum(1 << index for index, mark in enumerate(marks.tolist()) if mark > 0)
+        self.layout.set_gradients(self.gradient(memory), used)
+
+
+class GradientBarrier:
+    """The places of one step at which all instances wait for each other, to add gradients that are complete."""
+
+    def __init__(self, group: Group) -> None:
+        self.is_over = False  # whether there is nothing more to wait for
+        self._group = group
+        self._number = 0
+        self._is_lost = False  # whether all instances know that there is no gradient
+
+    def wait_for_others(self, words: Sequence[int] = ()) -> list[list[int]]:
+        """Wait until all instances are here, or raise what one of them has left; gives the words of each."""
+        if len(self._group.instances) == 1:
+            return [[*words]]
+        try:
+            numbers = self._group.start(_TEXT, [_GOES_ON, self._number, *words]).wait()
+        except CollectiveError:
+            self._is_lost = True
+            raise
+        if left := [it for it, (state, *_) in zip(self._group.instances, numbers, strict=True) if state == _LEFT]:
+            self._is_lost = True
+            wait_for_first_error()
+            raise MicroBatchError(
+                f"{self._group.name(left)} left the micro_batches loop before its end (by break, return or an "
+                "exception), so this step has no gradient on any instance"
+            )
+        if len({number for _, number, *_ in numbers}) > 1:
+            self._is_lost = True
+            raise CollectiveError("the instances add the gradients of different layers: their models differ")
+        self._number += 1
+        return [found[2:] for found in numbers]
+
+    def abandon(self, wait: Callable[[float], object]) -> bool:
+        """Say to the others that there will be no gradient; whether they know, as they wait for it. Never raises.
+
+        ``wait`` waits, so many seconds at most, until all have begun the step.
+        """
+        if len(self._group.instances) > 1 and not self.is_over and not self._is_lost:
+            with suppress(PopdistError):
+                wait(ABANDON_SECONDS)
+                self._group.start(_TEXT, [_LEFT, self._number]).wait(ABANDON_SECONDS)
+            self._is_lost = True
+        return self._is_lost
+
+
+class InstanceSums:
+    """The sum over the instances of what each has added of the tree, in pieces of a bounded size."""
+
+    def __init__(self, group: Group, layout: ReplicaLayout) -> None:
+        self._group = group
+        self._layout = layout
+        self._nodes = nodes_of(layout, group.backend.instance_index)
+        self._sums: dict[tuple[int, torch.dtype], tuple[RepeatedSum, list[FlatTensors]]] = {}
+
+    @torch.no_grad()
+    def add(self, own: Sequence[Tensor]) -> None:
+        """Overwrite the first of ``own``, flat partial sums, with the sum of all instances; all call it alike."""
+        length, begin = len(own[0]), 0
+        while begin < length:
+            size = next((it for it in _CHUNKS if it >= length - begin), _CHUNKS[-1])
+            stop = min(begin + size, length)
+            total, rooms = self._sum_of(size, own[0])
+            for (room,), flat in zip(rooms, own, strict=True):
+                room[: stop - begin].copy_(flat[begin:stop])
+            (added,) = total.finish(self._group, self._layout, dict(zip(self._nodes, rooms, strict=True)))
+            own[0][begin:stop].copy_(added[: stop - begin])
+            begin = stop
+
+    def _sum_of(self, size: int, like: Tensor) -> tuple[RepeatedSum, list[FlatTensors]]:
+        """What adds flat tensors of ``size``, and room for them."""
+        if (size, like.dtype) not in self._sums:
+            rooms = [[torch.zeros(size, dtype=like.dtype, device=like.device)] for _ in self._nodes]
+            self._sums[size, like.dtype] = RepeatedSum(), rooms
+        return self._sums[size, like.dtype]
+
+
+class SumPlaces(Protocol):
+    """Where sums of gradients wait: each has a plane of the store, and the newest of a piece room in memory."""
+
+    def room(self, piece: int) -> Tensor:
+        """The room of a piece, which may be written."""
+
+    def is_room(self, piece: int, value: Tensor) -> bool:
+        """Whether ``value`` lies in the room of a piece."""
+
+    def load(self, piece: int, plane: int) -> Tensor:
+        """The room of a piece with the sum that waits in ``plane``."""
+
+    def keep(self, piece: int, plane: int) -> None:
+        """Let the sum that is in the room of a piece wait in ``plane``."""
+
+
+class StepSums:
+    """The gradients of one step on this instance, piece by piece, as far as they are added."""
+
+    def __init__(
+        self,
+        gradients: Mapping[int, PieceGradient],
+        merges: Sequence[int],
+        weights: Sequence[float],
+        scale: Callable[[], float],
+        places: SumPlaces,
+    ) -> None:
+        self._gradients = gradients
+        self._merges = merges
+        self._weights = weights  # of each micro batch
+        self._scale = scale  # the divisor of weights
+        self._places = places
+        self._waiting: dict[int, list[bool]] = {piece: [] for piece in gradients}  # False for zeros
+        self._positions = dict.fromkeys(gradients, 0)
+
+    def awaited(self, piece: int, number: int) -> int | None:
+        """The plane of the sum that is needed first when micro batch ``number`` is added; None for none."""
+        waiting = self._waiting[piece]
+        return len(waiting) - 1 if waiting and waiting[-1] and self._merges[number] else None
+
+    def push(self, piece: int, number: int, stop: int) -> Tensor | None:
+        """Add what micro batch ``number`` has left in ``.grad``, and zeros for all others before ``stop``.
+
+        Gives the newest sum if it is the last one, and None for zeros.
+        """
+        value: Tensor | None = None
+        for position in range(self._positions[piece], stop):
+            value = self._added(piece, position, has_gradient=position == number)
+            if position + 1 < len(self._weights):
+                self._put_aside(piece, value)
+        self._positions[piece] = stop
+        return value
+
+    def total(self, piece: int, number: int) -> list[Tensor]:
+        """What this instance has added, ``number`` being its last micro batch with samples: nodes of the tree."""
+        value = self.push(piece, number, len(self._weights))
+        found: list[Tensor | None] = []
+        for plane, is_there in enumerate(self._waiting[piece]):
+            value = None if value is None else self._own_copy(piece, value)
+            found.append(self._places.load(piece, plane).clone() if is_there else None)
+        self._waiting[piece] = []
+        return [self._gradients[piece].make(zeros=True) if it is None else it for it in (*found, value)]
+
+    def _added(self, piece: int, position: int, *, has_gradient: bool) -> Tensor | None:
+        """The sum that a micro batch completes, in memory; None for zeros."""
+        gradient, waiting, merges = self._gradients[piece], self._waiting[piece], self._merges[position]
+        value: Tensor | None = None
+        weight = self._weights[position] if has_gradient else 0.0
+        if weight and gradient.is_there:
+            is_new = not merges and position + 1 < len(self._weights)
+            value = self._places.room(piece) if is_new else gradient.make()
+            gradient.move_in(value, weight / self._scale())
+        gradient.layout.clear()
+        for _ in range(merges):
+            if waiting.pop():
+                value = None if value is None else self._own_copy(piece, value)
+                held = self._places.load(piece, len(waiting))
+                gradient.add(held, value)
+                value = held
+            elif value is not None:
+                gradient.add(value, None)
+        return value
+
+    def _own_copy(self, piece: int, value: Tensor) -> Tensor:
+        """``value``, or a copy if it lies where the next sum is read."""
+        return value.clone() if self._places.is_room(piece, value) else value
+
+    def _put_aside(self, piece: int, value: Tensor | None) -> None:
+        """Let a sum wait, None for zeros."""
+        waiting = self._waiting[piece]
+        if value is not None:
+            if not self._places.is_room(piece, value):
+                self._places.room(piece)[: len(value)].copy_(value)
+            self._places.keep(piece, len(waiting))
+        waiting.append(value is not None)
+
+
+def node_weights(layout: ReplicaLayout, instance: int, accumulation: int, weights: Sequence[float]) -> list[float]:
+    """The weights of an instance's micro batches, added as far as its gradients are."""
+    of_job: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=layout.replicas_of(instance).start)
+    for begin in range(0, len(weights), accumulation):
+        of_replica: TreeSum[float] = TreeSum(accumulation, operator.add)
+        for weight in weights[begin : begin + accumulation]:
+            of_replica.push(weight)
+        of_job.push(of_replica.total)
+    return of_job.values

@@ -1,0 +1,388 @@
+"""The memory of phases: two slots, of which one is read ahead and written behind while the other one computes.
+
+A phase is a run of units whose weights are in memory together. A slot holds what one phase needs: its weights, the
+optimizer's state of those that this instance updates, and room for a partial sum of their gradients.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from popdist.local_tensors import local_part
+from popdist.parallel.phase_layout import Form, Region, span
+from popdist.parallel.phased_layers import PhasedLayers, PhasePiece, make_absent
+from popdist.parallel.store_file import StoreFile, make_buffer
+
+What: TypeAlias = Literal["weights", "state", "sum"]
+
+RESIDENT = -1
+"""The number of the phase that never leaves: the weights that no unit has by itself."""
+
+
+class Content(NamedTuple):
+    """What may be in memory: the weights of a piece, the optimizer's state of it, or a partial sum."""
+
+    what: What
+    piece: int
+
+
+class FileRange(NamedTuple):
+    """Where some of a content lies: in a file, and from which byte of the content on."""
+
+    file: StoreFile
+    region: Region
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredTensors:
+    """Tensors in one file of a store, by name."""
+
+    file: StoreFile
+    regions: dict[str, Region]
+    forms: dict[str, Form]
+
+    @classmethod
+    def of(cls, made: tuple[StoreFile, dict[str, Region]], forms: dict[str, Form]) -> Self:
+        """Those of these forms in a file that a store has made."""
+        return cls(file=made[0], regions=made[1], forms=forms)
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor as it is in the file."""
+        return self.file.mapped(self.regions[name], self.forms[name])
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write a tensor, and wait until it is there."""
+        self.file.write_tensor(self.regions[name], self.forms[name], local_part(value))
+
+    def in_order(self, names: Iterable[str]) -> tuple[tuple[FileRange, ...], dict[str, int], int]:
+        """Where these lie, where each begins if they lie one behind the other in memory, and all bytes."""
+        ranges, offsets, position = list[FileRange](), dict[str, int](), 0
+        for name in names:
+            ranges.append(FileRange(self.file, self.regions[name], position))
+            offsets[name] = position
+            position += self.regions[name].length
+        return tuple(ranges), offsets, position
+
+
+@dataclass(kw_only=True, eq=False)
+class _Slot:
+    """Memory that holds a phase."""
+
+    memory: Tensor
+    phase: int | None = None
+    places: dict[Content, tuple[int, int]] = field(default_factory=dict)  # begin and end in the memory
+    # what is there, or on its way: where it was read from, and when it has come
+    present: dict[Content, tuple[tuple[FileRange, ...], "Future[None] | None"]] = field(default_factory=dict)
+    unwritten: list[tuple[Content, FileRange]] = field(default_factory=list)
+    writing: "Future[None] | None" = None
+
+    def room(self, content: Content) -> Tensor:
+        """The bytes of ``content``."""
+        begin, end = self.places[content]
+        return self.memory[begin:end]
+
+
+class PhaseMemory:
+    """Which phases are in memory, and what is on its way between memory and the store."""
+
+    def __init__(self, layers: PhasedLayers, device: torch.device) -> None:
+        self.layers = layers
+        self.device = device
+        self.sizes: dict[Content, int] = {}  # of all that may be in memory
+        self.stored: dict[Content, tuple[FileRange, ...]] = {}  # of weights and state: where they lie
+        self.phases: list[tuple[int, ...]] = []  # the units of each
+        self.phase_of: dict[int, int] = {}  # by unit
+        self.bind: Callable[[PhasePiece, Tensor], None] = lambda *_: None  # lets weights have these bytes
+        self.wanted_back: Callable[[PhasePiece], Iterable[tuple[Content, tuple[FileRange, ...]]]] = lambda _: ()
+        self._slots: list[_Slot] = []
+        self._current: tuple[int, bool] | None = None
+        self._bound: list[PhasePiece] = []
+        self._mover = ThreadPoolExecutor(1, "popdist-phases")
+        self._end = weakref.finalize(self, self._mover.shutdown, wait=True)
+
+    def cut(self, phases: Sequence[Sequence[int]]) -> None:
+        """Let these be the phases: the units of each, in the order of the forward pass."""
+        self.wait()
+        self._unbind()
+        self.phases = [tuple(it) for it in phases]
+        self.phase_of = {unit: number for number, units in enumerate(self.phases) for unit in units}
+        self._current = None
+        self._slots = []
+        largest = max(self._places(number)[1] for number in range(len(self.phases)))
+        self._slots = [self._make_slot(largest) for _ in self.phases[:2]]
+        if self.layers.resident:
+            slot = self._make_slot(self._places(RESIDENT)[1])
+            self._slots.append(slot)
+            self._place(slot, RESIDENT)
+            self._request(slot, self._weights(RESIDENT))
+            self._arrive(slot, self._weights(RESIDENT))
+            for piece in self.pieces_of(RESIDENT):
+                self.bind(piece, slot.room(Content("weights", piece.index)))
+
+    def _make_slot(self, num_bytes: int) -> _Slot:
+        return _Slot(memory=make_buffer(num_bytes, self.device))
+
+    def pieces_of(self, phase: int) -> list[PhasePiece]:
+        """The pieces that the units of a phase use."""
+        if phase == RESIDENT:
+            return [*self.layers.resident]
+        units = set(self.phases[phase])
+        return [piece for piece in self.layers.pieces if not units.isdisjoint(piece.units)]
+
+    def last_phase(self, piece: PhasePiece) -> int:
+        """The phase in whose backward pass the gradient of ``piece`` is complete."""
+        return min((self.phase_of[unit] for unit in piece.units), default=RESIDENT)
+
+    def _places(self, phase: int) -> tuple[dict[Content, tuple[int, int]], int]:
+        """Where in a slot each content of ``phase`` is, and the bytes of all."""
+        pieces, position = self.pieces_of(phase), 0
+        places = {}
+        for what in ("weights", "state", "sum"):
+            for piece in pieces:
+                content = Content(what, piece.index)
+                if content in self.sizes and (what == "weights" or self.last_phase(piece) == phase):
+                    places[content] = (position, position + self.sizes[content])
+                    position += self.sizes[content]
+        return places, position
+
+    def enter(self, phase: int, *, backward: bool, will_return: bool = False) -> None:
+        """Have ``phase`` in memory, and begin to read the one that comes behind it.
+
+        ``will_return`` says that a backward pass will follow this forward pass.
+        """
+        if phase == RESIDENT or (phase, backward) == self._current:
+            return
+        slot = self._slot_of(phase)
+        if slot is None:
+            slot = self._other_slot(self._current_phase)
+            self._place(slot, phase)
+        if self._current_phase != phase:
+            self._unbind()
+        self._current = (phase, backward)
+        wanted = self._weights(phase) + (self._wanted_back(phase) if backward else [])
+        self._request(slot, wanted)
+        self._read_ahead(phase, backward=backward, will_return=will_return)
+        self._arrive(slot, wanted)
+        if not self._bound:
+            self._bound = self.pieces_of(phase)
+            for piece in self._bound:
+                self.bind(piece, slot.room(Content("weights", piece.index)))
+
+    def _read_ahead(self, phase: int, *, backward: bool, will_return: bool) -> None:
+        """Begin to read what comes behind ``phase``; where a pass turns, the phase before it stays."""
+        following = phase + (-1 if backward else 1)
+        if 0 <= following < len(self.phases):
+            slot = self._slot_of(following)
+            if slot is None:
+                slot = self._other_slot(phase)
+                self._place(slot, following)
+            self._request(slot, self._weights(following) + (self._wanted_back(following) if backward else []))
+        elif will_return and not backward:
+            for number in (phase, phase - 1):
+                if (slot := self._slot_of(number)) is not None and number >= 0:
+                    self._request(slot, self._weights(number) + self._wanted_back(number))
+
+    @property
+    def _current_phase(self) -> int | None:
+        return None if self._current is None else self._current[0]
+
+    def _slot_of(self, phase: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.phase == phase), None)
+
+    def _other_slot(self, phase: int | None) -> _Slot:
+        """A slot that does not hold ``phase``, if there are two."""
+        slots = [slot for slot in self._slots if slot.phase != RESIDENT]
+        return next((slot for slot in slots if phase is None or slot.phase != phase), slots[0])
+
+    def _weights(self, phase: int) -> list[tuple[Content, tuple[FileRange, ...]]]:
+        contents = [Content("weights", piece.index) for piece in self.pieces_of(phase)]
+        return [(content, self.stored[content]) for content in contents]
+
+    def _wanted_back(self, phase: int) -> list[tuple[Content, tuple[FileRange, ...]]]:
+        pieces = [piece for piece in self.pieces_of(phase) if self.last_phase(piece) == phase]
+        return [wanted for piece in pieces for wanted in self.wanted_back(piece)]
+
+    def _place(self, slot: _Slot, phase: int) -> None:
+        """Let ``slot`` hold ``phase``, whose contents are read when all of the phase before is written."""
+        self._write(slot)
+        slot.phase = phase
+        slot.present = {}
+        slot.places, _ = self._places(phase)
+
+    def _write(self, slot: _Slot) -> None:
+        """Begin to write what was changed in ``slot``."""
+        moves, slot.unwritten = _joined(slot, [(content, (it,)) for content, it in slot.unwritten]), []
+        if moves:
+            slot.writing = self._mover.submit(_write_all, moves)
+
+    def _request(self, slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> None:
+        """Begin to read what is not there yet."""
+        lacking = [it for it in wanted if slot.present.get(it[0], ((), None))[0] != it[1]]
+        if not lacking:
+            return
+        if slot.writing is not None or slot.unwritten:
+            self._write(slot)
+        reading = self._mover.submit(_read_all, _joined(slot, lacking))
+        for content, ranges in lacking:
+            slot.present[content] = (ranges, reading)
+
+    def _arrive(self, slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> None:
+        """Wait until it is there."""
+        for content, _ in wanted:
+            ranges, reading = slot.present[content]
+            if reading is not None:
+                try:
+                    reading.result()
+                except BaseException:
+                    slot.present.clear()
+                    raise
+                slot.present[content] = (ranges, None)
+
+    def bytes_of(self, content: Content) -> Tensor:
+        """The bytes of ``content`` in the phase that computes."""
+        return self._home(content).room(content)
+
+    def _home(self, content: Content) -> _Slot:
+        resident = not self.layers.pieces[content.piece].units
+        phase = RESIDENT if resident else self._current_phase
+        return next(slot for slot in self._slots if slot.phase == phase)
+
+    def load(self, content: Content, ranges: tuple[FileRange, ...]) -> Tensor:
+        """The bytes of ``content`` as they lie in the store; waits for them."""
+        slot = self._home(content)
+        self._request(slot, [(content, ranges)])
+        self._arrive(slot, [(content, ranges)])
+        return slot.room(content)
+
+    def make_writable(self, content: Content) -> Tensor:
+        """The bytes of ``content``, of which nothing is on its way: they may be written."""
+        slot = self._home(content)
+        if slot.writing is not None:
+            slot.writing.result()
+            slot.writing = None
+        _, reading = slot.present.pop(content, ((), None))
+        if reading is not None:
+            reading.result()
+        return slot.room(content)
+
+    def write_behind(self, content: Content, ranges: Iterable[FileRange], whole: tuple[FileRange, ...]) -> None:
+        """Note that these parts of ``content`` have changed; all of it lies at ``whole`` when they are written."""
+        home = self._home(content)
+        home.present[content] = (whole, None)
+        home.unwritten.extend((content, it) for it in ranges)
+        for slot in self._slots:
+            if slot is not home:
+                slot.present.pop(content, None)
+
+    def begin_writing(self) -> None:
+        """Begin to write all that has changed."""
+        for slot in self._slots:
+            self._write(slot)
+
+    def wait(self) -> None:
+        """Wait until all that has changed is written."""
+        self.begin_writing()
+        for slot in self._slots:
+            if slot.writing is not None:
+                writing, slot.writing = slot.writing, None
+                writing.result()
+
+    def forget(self, contents: Iterable[Content]) -> None:
+        """Read these anew when they are needed next: another instance has written them."""
+        forgotten = {*contents}
+        for slot in self._slots:
+            for content in forgotten & slot.present.keys():
+                if slot.phase != RESIDENT:
+                    del slot.present[content]
+        self._current = None
+        self._unbind()
+        resident = self._slot_of(RESIDENT)
+        if resident is not None:
+            wanted = [it for it in self._weights(RESIDENT) if it[0] in forgotten]
+            for content, _ in wanted:
+                del resident.present[content]
+            self._request(resident, wanted)
+            self._arrive(resident, wanted)
+
+    def _unbind(self) -> None:
+        for piece in self._bound:
+            for parameter in piece.parameters:
+                make_absent(parameter)
+        self._bound = []
+
+    def close(self) -> None:
+        """End the thread; what was not written is lost."""
+        self._unbind()
+        self._end()
+
+
+class StoredSums:
+    """Where sums of gradients wait."""
+
+    def __init__(self, memory: PhaseMemory, stored: StoredTensors, first_plane: int) -> None:
+        self._memory = memory
+        self._stored = stored
+        self._first_plane = first_plane  # of this instance
+
+    def room(self, piece: int) -> Tensor:
+        """The room of a piece, which may be written."""
+        return self._memory.make_writable(Content("sum", piece))
+
+    def is_room(self, piece: int, value: Tensor) -> bool:
+        """Whether ``value`` lies in the room of a piece."""
+        content = Content("sum", piece)
+        return content in self._memory.sizes and self._memory.bytes_of(content).data_ptr() == value.data_ptr()
+
+    def load(self, piece: int, plane: int) -> Tensor:
+        """The room of a piece with the sum that waits in ``plane``."""
+        self._memory.load(Content("sum", piece), self.ranges(piece, plane))
+        return self.room(piece)
+
+    def keep(self, piece: int, plane: int) -> None:
+        """Let the sum that is in the room of a piece wait in ``plane``."""
+        ranges = self.ranges(piece, plane)
+        self._memory.write_behind(Content("sum", piece), ranges, ranges)
+
+    def ranges(self, piece: int, plane: int) -> tuple[FileRange, ...]:
+        """Where a sum lies in the store."""
+        return (FileRange(self._stored.file, self._stored.regions[f"{self._first_plane + plane}/{piece}"], 0),)
+
+
+Move = tuple[StoreFile, int, Tensor]
+"""Bytes of a file from a place on, and the memory that they are read into or written from."""
+
+
+def _joined(slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> list[Move]:
+    """What is to be moved, where neighbours in the file and in memory are moved together."""
+    found: list[tuple[StoreFile, Region, int]] = []
+    parts = [
+        (it.file, it.region, slot.places[content][0] + it.offset) for content, ranges in wanted for it in ranges
+    ]
+    for file, region, begin in sorted(parts, key=lambda part: (id(part[0]), part[1].start)):
+        if found and found[-1][0] is file:
+            last = found[-1][1]
+            if last.end == region.start and found[-1][2] + last.length == begin:
+                found[-1] = (file, span([last, region]), found[-1][2])
+                continue
+            if last.start <= region.start < last.end:  # the same once more
+                continue
+        found.append((file, region, begin))
+    return [(file, region.start, slot.memory[begin : begin + region.length]) for file, region, begin in found]
+
+
+def _read_all(moves: Sequence[Move]) -> None:
+    transfers = [file.read(start, memory) for file, start, memory in moves]
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _write_all(moves: Sequence[Move]) -> None:
+    transfers = [file.write(start, memory) for file, start, memory in moves]
+    for transfer in transfers:
+        transfer.wait()

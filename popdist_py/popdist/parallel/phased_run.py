@@ -1,0 +1,478 @@
+"""Passes and updates of a phased model on this instance: which weights come when, and what becomes of gradients.
+
+In the last micro batch of a step a gradient is added over all replicas, and its weights are updated, as soon as no
+layer adds to it any more; all instances do so in one order.
+"""
+
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from popdist.collectives import gather_bytes
+from popdist.errors import (
+    BatchError,
+    CollectiveError,
+    GradientError,
+    MicroBatchError,
+    OptimizerError,
+)
+from popdist.gradients.optimizer_steps import mark_reduced
+from popdist.gradients.phased_sums import (
+    GradientBarrier,
+    InstanceSums,
+    PieceGradient,
+    StepSums,
+    merges_of,
+    node_weights,
+)
+from popdist.gradients.step_headers import MeanOrSum
+from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
+from popdist.groups import Group, as_words
+from popdist.layout import ReplicaLayout
+from popdist.local_tensors import local_part, part_itself, placed_as
+from popdist.parallel.phase_layout import Form, span
+from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, StoredSums, StoredTensors
+from popdist.parallel.phase_store import PhaseStore
+from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, set_data
+from popdist.parallel.store_file import Transfer, make_buffer
+
+if TYPE_CHECKING:
+    from popdist.parallel.phased_optimizer import PhasedOptimizer
+
+_ORDER: Final = "phased(), the order of the layers"
+
+Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
+"""Updates a parameter by its gradient, with the memory of the optimizer's state for it."""
+
+
+@dataclass(kw_only=True)
+class StepPlan:
+    """What is known of a step when its loop begins."""
+
+    accumulation: int
+    reduction: MeanOrSum
+    weights: Sequence[float]  # of each micro batch of this instance
+    last: int  # the last micro batch of this instance that has samples; -1 for none
+    scale: Callable[[float | None], float]  # the divisor of weights; waits for all instances
+    total_weight: Callable[[list[list[int]]], float]
+    barrier: GradientBarrier
+    places: StoredSums = field(init=False)
+    sums: StepSums = field(init=False)
+    number: int = -1  # of the micro batch that runs, or ran last
+    over: float = 1.0
+
+
+class PhasedRun:
+    """The passes of one model, of which one step at a time is trained."""
+
+    def __init__(
+        self, layers: PhasedLayers, store: PhaseStore, owners: dict[str, int], group: Group, layout: ReplicaLayout
+    ) -> None:
+        self.layers = layers
+        self.store = store
+        self.device = part_itself(layers.pieces[0].parameters[0]).device
+        self.memory = PhaseMemory(layers, self.device)
+        self.memory.bind = self._bind
+        self.memory.wanted_back = self._wanted_back
+        forms = {name: Form.of(part_itself(it)) for piece in layers.pieces for name, it in piece.named}
+        self.weights = StoredTensors(file=store.weights, regions=store.regions, forms=forms)
+        self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
+        self.owned = {name for name, owner in owners.items() if owner == store.host_index}
+        self.optimizer: weakref.ref[PhasedOptimizer] | None = None
+        self.step: StepPlan | None = None
+        self.num_steps = 0
+        self.is_unfinished = False  # whether a loop has ended, and the optimizer's step has not
+        self._group = group
+        self._layout = layout
+        self._order: list[int] = []  # units, as the first forward pass called them
+        self._agreed_order: list[int] | None = None
+        self._final_order: list[PhasePiece] = []
+        self.calls = CallCounts()
+        self._complete: set[int] = set()
+        self._num_final = 0
+        self._trained: list[PhasePiece] = []
+        self._gradients: dict[int, PieceGradient] = {}
+        self._sums = InstanceSums(group, layout)
+        self._stored: StoredTensors | None = None  # gradients and sums of them
+        self._state: StoredTensors | None = None
+        self._state_offsets: dict[int, dict[str, int]] = {}
+        self._transfers: list[tuple[Transfer, Tensor]] = []
+        for piece in layers.pieces:
+            region = span(store.regions[name] for name in piece.names)
+            content = Content("weights", piece.index)
+            self.memory.sizes[content] = region.length
+            self.memory.stored[content] = (FileRange(store.weights, region, 0),)
+
+    # What the layers call
+
+    @contextmanager
+    def running(self, unit: Unit, *, backward: bool) -> Iterator[None]:
+        """Within it the weights of ``unit`` are in memory."""
+        if unit.index not in self._order:
+            self._order.append(unit.index)
+        returns = self.calls.micro_batch is not None
+        self.memory.enter(self.memory.phase_of[unit.index], backward=backward, will_return=returns)
+        yield
+
+    def begin_call(self, unit: Unit) -> object:
+        """Count a forward pass that a backward pass will follow."""
+        return self.calls.begin(unit)
+
+    def check_call(self, unit: Unit, micro_batch: object) -> None:
+        """Check that a backward pass belongs to the micro batch that runs."""
+        self.calls.check(unit, micro_batch)
+
+    def end_call(self, unit: Unit) -> None:
+        """Take the gradients that are complete now."""
+        for piece in self.calls.end(unit):
+            if piece.index in self._gradients:
+                self._end_piece(piece)
+
+    # The steps of a loop
+
+    def check_ready(self) -> None:
+        """Check that a step may begin."""
+        self.store.check_whole()
+        self._optimizer_now()
+        if self.is_unfinished:
+            raise GradientError(
+                "a loop over micro batches has ended, and optimizer.step() was not called before the next one: "
+                "call it after each loop, as it waits until all weights are written"
+            )
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Begin a step: gradients of the weights that are trained now."""
+        self.step, self._num_final, self._complete, self._final_order = plan, 0, set(), []
+        self._trained = [piece for piece in self.layers.pieces if piece.is_trained]
+        self._gradients = {piece.index: PieceGradient(piece.named) for piece in self._trained}
+        merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, plan.accumulation)
+        self._make_room(num_planes)
+        plan.places = StoredSums(self.memory, self._stored_now(), num_planes * self.store.host_index)
+        plan.sums = StepSums(self._gradients, merges, plan.weights, lambda: plan.scale(None), plan.places)
+
+    def _make_room(self, num_planes: int) -> None:
+        """Have room in the store for so many sums of each piece, and in memory for one."""
+        forms = {
+            f"{plane}/{index}": Form(dtype=torch.uint8, shape=(gradient.num_bytes,), stride=(1,))
+            for plane in range(num_planes * self.store.host_size)
+            for index, gradient in self._gradients.items()
+        }
+        if not self._optimizer_now().step_in_backward:
+            forms |= {f"gradient/{name}": form for name, form in self.weights.forms.items()}
+        known = self._stored.forms if self._stored is not None else None
+        if known is not None and all(
+            name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()
+        ):
+            return
+        self._stored = StoredTensors.of(self.store.create_gradients(forms), forms)
+        for index in self._gradients:
+            self.memory.sizes.pop(Content("sum", index), None)
+            if num_planes:
+                self.memory.sizes[Content("sum", index)] = self._stored.regions[f"0/{index}"].length
+        self.memory.cut(self.memory.phases)
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Begin a micro batch that has samples; those before it that were left out have none."""
+        step = self._step_now()
+        step.number = number
+        self.calls.begin_micro_batch()
+        self._complete.clear()
+
+    def end_micro_batch(self) -> None:
+        """Take what gradients there are: layers that were not called, or not passed back, add nothing more."""
+        step = self._step_now()
+        self.calls.end_micro_batch()
+        if step.number < step.last:
+            for piece in self._trained:
+                if piece.index not in self._complete:
+                    self._push(piece)
+        self.memory.begin_writing()
+
+    def finish(self) -> None:
+        """Make all gradients final that are not yet, and end the updates."""
+        step, optimizer = self._step_now(), self._optimizer_now()
+        self._complete = set(self._gradients)
+        self._make_final()
+        self._end_transfers()
+        step.barrier.is_over = True
+        if optimizer.step_in_backward:
+            optimizer.end_update()
+        self.step, self.is_unfinished = None, True
+
+    def abandon(self) -> bool:
+        """Leave the step without a gradient; whether the others know, as they wait for gradients. Never raises."""
+        step, self.step = self.step, None
+        self.calls.end_micro_batch()
+        for piece in self.layers.pieces:
+            for parameter in piece.parameters:
+                parameter.grad = None
+        return step is not None and step.barrier.abandon(step.scale)
+
+    def _step_now(self) -> StepPlan:
+        if self.step is None:
+            raise MicroBatchError("this model is in no step")
+        return self.step
+
+    def _optimizer_now(self) -> "PhasedOptimizer":
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is None:
+            raise OptimizerError(
+                "a phased model is trained by a popdist.parallel.PhasedOptimizer(model, ...), which updates "
+                "weights while they are in memory: make it before the loop, and keep it"
+            )
+        return optimizer
+
+    def _end_piece(self, piece: PhasePiece) -> None:
+        """The gradient of ``piece`` is complete in this micro batch."""
+        step = self._step_now()
+        self._complete.add(piece.index)
+        if step.number < step.last:
+            self._push(piece)
+        elif piece.units:
+            self._make_final()
+
+    def _push(self, piece: PhasePiece) -> None:
+        """Add the gradients of a micro batch that is not the last one to the sums that wait."""
+        self.memory.enter(self.memory.last_phase(piece), backward=True)
+        step = self._step_now()
+        step.sums.push(piece.index, step.number, step.number + 1)
+
+    # Gradients of the whole job
+
+    def _make_final(self) -> None:
+        """Make those gradients final that are complete, in the order that all instances have."""
+        step = self._step_now()
+        if not self._final_order:
+            self._agree_on_order()
+        while self._num_final < len(self._final_order):
+            piece = self._final_order[self._num_final]
+            if piece.index not in self._complete:
+                return
+            if not self._num_final:
+                self._begin_updates()
+            self.memory.enter(self.memory.last_phase(piece), backward=True)
+            self._sum_over_job(piece, step)
+            self._use(piece)
+            self._num_final += 1
+
+    def _agree_on_order(self) -> None:
+        """Have all instances make gradients final in one order: the layers of the first forward pass backwards."""
+        if self._agreed_order is None:
+            told = gather_bytes(self._group, _ORDER, json.dumps(self._order).encode())
+            orders = [json.loads(it) for it in told]
+            self._agreed_order = next(filter(None, orders), [])
+        known = self._agreed_order
+        order = [*known, *(unit.index for unit in self.layers.units if unit.index not in known)]
+        place = {unit: number for number, unit in enumerate(order)}
+        self._final_order = sorted(
+            self._trained, key=lambda it: min((place[unit] for unit in it.units), default=-1), reverse=True
+        )
+
+    def _begin_updates(self) -> None:
+        """Learn what all micro batches of the job weigh; from now on weights are updated."""
+        step, optimizer = self._step_now(), self._optimizer_now()
+        scale = step.scale(None)
+        weights = node_weights(self._layout, self._group.backend.instance_index, step.accumulation, step.weights)
+        numbers = step.barrier.wait_for_others([optimizer.settings_number, *as_words(weights)])
+        if len({settings for settings, *_ in numbers}) > 1:
+            raise CollectiveError(
+                "the instances have optimizers with different settings, such as lr, so they would make different "
+                "weights: set the same on all of them"
+            )
+        total = step.total_weight([words for _, *words in numbers])
+        if step.reduction == "mean" and not total:
+            raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
+        step.over = total / scale if step.reduction == "mean" else 1.0
+        if optimizer.step_in_backward:
+            optimizer.begin_update()
+            self.num_steps += 1
+            self.store.begin_step(self.num_steps)
+
+    def _sum_over_job(self, piece: PhasePiece, step: StepPlan) -> None:
+        """Set every ``.grad`` of ``piece`` to that of all replicas."""
+        gradient = self._gradients[piece.index]
+        is_lone = len(step.weights) == self._layout.num_replicas == 1
+        if is_lone and (step.reduction == "mean" or step.weights[0] == 1):
+            return  # one micro batch in the whole job keeps its bits
+        own = step.sums.total(piece.index, step.last)
+        if len(self._group.instances) > 1:
+            step.barrier.wait_for_others()
+            for parts in zip(*map(gradient.parts, own), strict=True):
+                self._sums.add(parts)
+        gradient.set_gradients(own[0], step.over)
+
+    def _use(self, piece: PhasePiece) -> None:
+        """Update the weights of ``piece`` by their gradients, or keep these in the store."""
+        optimizer = self._optimizer_now()
+        for parameter in piece.parameters:
+            if parameter.grad is not None and not optimizer.forms_of(parameter):
+                parameter.grad = None
+        if optimizer.step_in_backward:
+            used = [it for it in piece.parameters if it.grad is not None]
+            self._update(piece, {it: it.grad for it in used if it.grad is not None}, optimizer.update)
+            for parameter in used:
+                parameter.grad = updated_gradient(self.names[id(parameter)], parameter)
+                mark_reduced(parameter.grad)
+        else:
+            self._keep(piece)
+
+    @torch.no_grad()
+    def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor], update: Update) -> None:
+        """Update those weights of ``piece`` that this instance owns, and write them behind."""
+        optimizer = self._optimizer_now()
+        mine = [it for it in gradients if self.names[id(it)] in self.owned]
+        if not mine:
+            return
+        weights, state = Content("weights", piece.index), Content("state", piece.index)
+        self.memory.make_writable(weights)
+        if any(map(optimizer.has_state, mine)):
+            self.memory.load(state, self.memory.stored[state])
+        memory, changed, stored = self.memory.make_writable(state), list[FileRange](), self._state_now()
+        views = {
+            name: stored.forms[name].view(memory[begin:])
+            for name, begin in self._state_offsets[piece.index].items()
+        }
+        for parameter in mine:
+            name = self.names[id(parameter)]
+            forms = optimizer.forms_of(parameter)
+            update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
+            region = self.store.regions[name]
+            first = self.memory.stored[weights][0].region.start
+            changed.append(FileRange(self.store.weights, region, region.start - first))
+        self.memory.write_behind(weights, changed, self.memory.stored[weights])
+        self.memory.write_behind(state, self.memory.stored[state], self.memory.stored[state])
+
+    @torch.no_grad()
+    def _keep(self, piece: PhasePiece) -> None:
+        """Write the gradients of ``piece`` to the store, of which ``.grad`` reads them."""
+        self._end_transfers()
+        for name, parameter in piece.named:
+            if parameter.grad is None:
+                continue
+            stored = self._stored_now()
+            if name in self.owned:
+                region = stored.regions[f"gradient/{name}"]
+                buffer = make_buffer(region.length, self.device)
+                self.weights.forms[name].view(buffer).copy_(local_part(parameter.grad))
+                self._transfers.append((stored.file.write(region.start, buffer), buffer))
+            read = partial(self._stored_gradient, name, parameter)
+            parameter.grad = stored_gradient(name, parameter, read)
+            mark_reduced(parameter.grad)
+
+    def _end_transfers(self) -> None:
+        for transfer, _ in self._transfers:
+            transfer.wait()
+        self._transfers = []
+
+    def _stored_gradient(self, name: str, parameter: Parameter) -> Tensor:
+        return placed_as(parameter, self._stored_now().mapped(f"gradient/{name}").to(self.device))
+
+    def _stored_now(self) -> StoredTensors:
+        if self._stored is None:
+            raise MicroBatchError("this model has no gradients in its store: no loop over micro batches has begun")
+        return self._stored
+
+    def _state_now(self) -> StoredTensors:
+        if self._state is None:
+            raise OptimizerError("this model has no PhasedOptimizer")
+        return self._state
+
+    def update_phases(self, update: Update) -> None:
+        """Update all weights whose gradients are in the store, phase by phase."""
+        self.num_steps += 1
+        self.store.begin_step(self.num_steps)
+        for piece in self._final_order:
+            self.memory.enter(self.memory.last_phase(piece), backward=True)
+            gradients: dict[Parameter, Tensor] = {}
+            for name, parameter in piece.named:
+                if parameter.grad is not None and name in self.owned:
+                    stored = self._stored_now()
+                    region = stored.regions[f"gradient/{name}"]
+                    buffer = make_buffer(region.length, self.device)
+                    stored.file.read(region.start, buffer).wait()
+                    gradients[parameter] = self.weights.forms[name].view(buffer)
+            self._update(piece, gradients, update)
+
+    def finish_step(self) -> None:
+        """Wait until all instances have written what they updated; the optimizer's step ends."""
+        if not self.is_unfinished:
+            raise MicroBatchError(
+                "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
+                "last call"
+            )
+        self.is_unfinished = False
+        self.memory.begin_writing()
+        self.store.end_step(self.num_steps, [cast("Transfer", self.memory)])
+        if self.store.host_size > 1:
+            others = [piece for piece in self._trained if any(name not in self.owned for name in piece.names)]
+            self.memory.forget(Content("weights", piece.index) for piece in others)
+
+    # The optimizer's state
+
+    def attach(self, optimizer: "PhasedOptimizer") -> None:
+        """Make room for the state of ``optimizer``; all instances call it."""
+        if self.optimizer is not None and self.optimizer() is not None:
+            raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
+        self.memory.wait()
+        forms = {
+            f"{name}/{key}": form
+            for piece in self.layers.pieces
+            for name, parameter in piece.named
+            for key, form in optimizer.forms_of(parameter).items()
+        }
+        self._state = StoredTensors.of(self.store.create_state(forms), forms)
+        for piece in self.layers.pieces:
+            mine = [
+                f"{name}/{key}"
+                for name, parameter in piece.named
+                if name in self.owned
+                for key in optimizer.forms_of(parameter)
+            ]
+            content = Content("state", piece.index)
+            found = self._state.in_order(mine)
+            self.memory.stored[content], self._state_offsets[piece.index], self.memory.sizes[content] = found
+        self.optimizer = weakref.ref(optimizer)
+        self.memory.cut(self.memory.phases)
+
+    def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
+        """What the store has of the optimizer's state for ``parameter``."""
+        self.memory.wait()
+        name, state = self.names[id(parameter)], self._state_now()
+        return {key: state.mapped(f"{name}/{key}") for key in self._optimizer_now().forms_of(parameter)}
+
+    def write_state(self, parameter: Parameter, written: Mapping[str, Tensor]) -> None:
+        """Write tensors of the optimizer's state for ``parameter`` to the store."""
+        name, state = self.names[id(parameter)], self._state_now()
+        for key, value in written.items():
+            state.write(f"{name}/{key}", value)
+        self.memory.forget([Content("state", it.index) for it in self.layers.pieces if name in it.names])
+
+    def _bind(self, piece: PhasePiece, memory: Tensor) -> None:
+        """Let the weights of ``piece`` be in ``memory``."""
+        first = self.store.regions[piece.names[0]].start
+        for name, parameter in piece.named:
+            region = self.store.regions[name]
+            set_data(parameter, self.weights.forms[name].view(memory[region.start - first : region.end - first]))
+
+    def _wanted_back(self, piece: PhasePiece) -> list[tuple[Content, tuple[FileRange, ...]]]:
+        """What the backward pass needs of ``piece`` beside its weights."""
+        step, index, wanted = self.step, piece.index, []
+        if step is None or index not in self._gradients:
+            return []
+        optimizer = self._optimizer_now()
+        state = Content("state", index)
+        is_last = step.number == step.last and optimizer.step_in_backward
+        if is_last and self.memory.sizes.get(state) and any(map(optimizer.has_state, piece.parameters)):
+            wanted.append((state, self.memory.stored[state]))
+        plane = step.sums.awaited(index, step.number)
+        if plane is not None:
+            wanted.append((Content("sum", index), step.places.ranges(index, plane)))
+        return wanted

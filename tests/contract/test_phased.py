@@ -1,0 +1,26 @@
+"""Models of which a few layers at a time are in memory: they learn what they learn in memory, bit by bit.
+
+Holds popdist.gradients.phased_sums, popdist.parallel.phase_memory, popdist.parallel.phased_layers,
+popdist.parallel.phased_model and popdist.parallel.phased_run.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract import phased_laws
+from tests.contract.forked_calls import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
+
+
+@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (2, 6), (4, 4)])
+def test_laws(forked_world: ForkedWorlds, disk_folder: Path, num_instances: int, num_replicas: int) -> None:
+    """Every law of phased_laws.py, on every instance."""
+    counts = forked_world(
+        phased_laws.run_all,
+        str(disk_folder),
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert counts == [len(phased_laws.all_laws())] * num_instances
