@@ -320,6 +320,8 @@ def test_wrong_use_is_said_and_changes_nothing() -> None:
     model = InPhases(make_net())
     with pytest.raises(popdist.OptimizerError, match="is none of the model's"):
         PhasedOptimizer(model, SGD, nn.Linear(2, 2).parameters())
+    with pytest.raises(popdist.OptimizerError, match=r"from popdist.parallel.phased\(\), not a Linear"):
+        PhasedOptimizer(nn.Linear(2, 2), SGD)
     optimizer = PhasedOptimizer(model, ADAMW, lr=0.01)
     model.backward(draw_gradients(model.module, 0))
     before = copy.deepcopy(optimizer.state_dict())

@@ -94,7 +94,9 @@ def test_a_stored_gradient_is_read_as_any_other(model: Model) -> None:
     assert gradient is not None
     gradient.data.mul_(2)
     gradient.detach().add_(1)
-    expected = stored[0] * 2 + 1
+    torch._foreach_mul_([gradient], 3.0)
+    expected = (stored[0] * 2 + 1) * 3
+    assert torch.equal(torch._foreach_norm([gradient, expected])[0], expected.norm())
     assert type(gradient * 1) is Tensor
     assert torch.equal(gradient * 1, expected)
     assert torch.equal(torch.stack([gradient, gradient])[1], expected)
@@ -118,7 +120,7 @@ def test_a_change_that_would_be_lost_is_refused(model: Model) -> None:
         lambda: gradient[0].mul_(2),
         lambda: gradient.view(-1).zero_(),
         lambda: torch.add(stored[0], 1, out=gradient),
-        lambda: torch._foreach_mul_([gradient], 2.0),
+        lambda: torch._foreach_mul_([gradient], [2.0]),
     ):
         with pytest.raises(popdist.OptimizerError, match=r"in place, .*parameter.grad = tensor"):
             change()

@@ -14,12 +14,17 @@ from torch.nn import Parameter
 from popdist import torch_private
 from popdist.errors import OptimizerError
 from popdist.gradients.partial_gradients import READS_OF_MEMORY
+from popdist.local_tensors import local_part
 
 _CHANGES: Final = (
     *("add_", "sub_", "mul_", "div_", "neg_", "zero_"),
     *("clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"),
 )
 """Changes in place by numbers, which give each element the same bits now and later."""
+
+
+_ON_LISTS: Final = "_foreach_"
+"""The names of operators on lists of tensors begin with it."""
 
 
 class _Source:
@@ -103,10 +108,12 @@ class StoredGradient(Tensor):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
-            if name in ("detach", "detach_"):
+            if name in ("detach", "detach_") or (name == "view" and tuple(args[1]) == gradient.shape):
                 return cls(gradient, gradient.source)
             if name in _CHANGES and all(map(_is_number, (*args[1:], *kwargs.values()))):
                 return _record(gradient, func, args[1:], kwargs)
+        if name.startswith(_ON_LISTS) and not kwargs and all(map(_is_number, args[1:])):
+            return _do_one_by_one(func, args[0], args[1:])
         if written := _gradients_in((*(args[:1] if name.endswith("_") else ()), kwargs.get("out"))):
             _refuse(name, written[0])
         wholes = [gradient.whole for gradient in _gradients_in((*args, *kwargs.values()))]
@@ -142,9 +149,19 @@ def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Ma
         return gradient.whole  # type: ignore[return-value] # it raises
     if not source.may_change:
         _refuse(name, gradient)
-    numbers = [value.clone() if isinstance(value, Tensor) else value for value in args]
+    numbers = [local_part(value).clone() if isinstance(value, Tensor) else value for value in args]
     source.changes.append(lambda elements: func(elements, *numbers, **kwargs))
     return gradient
+
+
+def _do_one_by_one(func: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Any] | None:  # noqa: ANN401 - as above
+    """Do with each tensor of a list what an operator does with all: one gradient at a time is in memory."""
+    name = func.overloadpacket.__name__
+    if not name.endswith("_"):
+        return [func([it.whole if isinstance(it, StoredGradient) else it], *numbers)[0] for it in tensors]
+    for tensor in tensors:
+        getattr(tensor, name.removeprefix(_ON_LISTS))(*numbers)
+    return None
 
 
 def _refuse(name: str, gradient: StoredGradient) -> None:
@@ -162,14 +179,16 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:  
     """``result``; views of gradients in it refuse to be changed, as that would be lost."""
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)
-    places = {whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}
-    if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() not in places:
+    places = {local_part(whole).untyped_storage().data_ptr() for whole in wholes if whole.numel()}
+    if not isinstance(result, Tensor) or local_part(result).untyped_storage().data_ptr() not in places:
         return result
     return StoredGradient(result, _Source(f"a parameter ({name})", lambda: result, may_change=False))
 
 
 def _is_number(value: object) -> bool:
-    return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, StoredGradient))
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not isinstance(value, StoredGradient)
+    return not isinstance(value, list | tuple)
 
 
 def _unscale(

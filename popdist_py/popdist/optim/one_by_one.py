@@ -108,12 +108,13 @@ class OneByOne:
         return self._taken_state(parameter)
 
     def end(self) -> dict[str, Any]:
-        """End the step; gives the settings after it."""
-        if self._after is None and not is_known(type(self._inner)):
+        """End the step; gives the settings after it, none if no step was begun."""
+        if self._settings and self._after is None and not is_known(type(self._inner)):
             self._inner.param_groups[0] = {"params": [], **self._settings}
             quiet_step(self._inner)  # one that counts its steps counts this one, too
             self._after = self.settings
-        return self._settings if self._after is None else self._after
+        settings, self._settings, self._after = self._after or self._settings, {}, None
+        return settings
 
     def load(self, parameter: Parameter, settings: Mapping[str, Any], state: State) -> State:
         """The state of ``parameter`` as the optimizer loads it."""

@@ -177,6 +177,10 @@ class PhasedOptimizer(Optimizer):
         **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
     ) -> None:
         check_flags(OptimizerError, step_in_backward=step_in_backward)
+        if not hasattr(model, "attach_optimizer"):
+            raise OptimizerError(
+                f"PhasedOptimizer takes a model from popdist.parallel.phased(), not a {type(model).__name__}"
+            )
         given: object = optimizer_class
         if not (isinstance(given, type) and issubclass(given, Optimizer)):
             raise OptimizerError(f"PhasedOptimizer takes a class of optimizers, not {optimizer_class!r}")
@@ -336,8 +340,8 @@ class PhasedOptimizer(Optimizer):
 
     def _update_from_store(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """Update ``parameter`` by its ``.grad``, of which ``gradient`` is what the store has."""
-        now = parameter.grad
-        if now is not None:
+        if parameter.grad is not None:
+            now = local_part(parameter.grad)
             self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
 
     def state_dict(self) -> dict[str, Any]:
