@@ -26,13 +26,6 @@ from torch.utils import data
 
 from popdist.errors import BackendError, DescriptionError, PopdistWarning
 
-try:
-    from torch.nn.modules.batchnorm import _BatchNorm
-except ImportError:  # then a layer of somebody's own is found only if its class is derived from one of these
-    _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # type: ignore[misc,assignment]
-
-BatchNorm = _BatchNorm
-
 
 def _find(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
     """The attribute, or None in a torch that lacks it."""
@@ -188,10 +181,6 @@ def unscaler_of(operator: object) -> Callable[..., None] | None:
     return _unscale if _unscale is not None and operator is _unscale_operator.default else None
 
 
-ASKED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
-"""An attribute for which DistributedDataParallel asks its module. In a torch that does not: it is not refused."""
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
@@ -270,14 +259,14 @@ class _Numbers:
     def __init__(
         self, numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]]
     ) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
 
     def _distribute_region(
         self,
         spec: Any,  # noqa: ANN401 - of a private class
         generator: torch.Generator | None = None,
     ) -> AbstractContextManager[None]:
-        return self._numbers(spec.mesh, spec.placements, generator)
+        return self.numbers(spec.mesh, spec.placements, generator)
 
 
 @contextmanager
@@ -324,18 +313,17 @@ def _mode(module: str, name: str) -> Any:  # noqa: ANN401 - a class that torch's
 class PipelineParts(NamedTuple):
     """What a schedule of torch.distributed.pipelining was made of."""
 
-    stages: list[Any]  # of this process
+    stages: list[Any]  # of this process, ascending
     num_micro_batches: int
-    has_loss: bool
 
 
 def parts_of_schedule(schedule: object) -> PipelineParts | None:
-    """What a pipeline's schedule was made of. None for what is no schedule, and in a torch without the names."""
-    one, number = _find(schedule, "_stage"), _find(schedule, "_n_microbatches")
-    stages = _find(schedule, "_stages") if one is None else [one]
-    if not stages or number is None:
-        return None
-    return PipelineParts(stages, number, _find(schedule, "_loss_fn") is not None)
+    """What a pipeline's schedule was made of. None for what is no schedule, and in a torch without the name."""
+    number = _find(schedule, "_n_microbatches")
+    values = [] if number is None else list(vars(schedule).values())
+    found = [it for value in values for it in (value if isinstance(value, list) else [value])]
+    stages = {it.stage_index: it for it in found if hasattr(it, "stage_index") and hasattr(it, "submod")}
+    return PipelineParts([stages[index] for index in sorted(stages)], number) if stages else None
 
 
 def _module(name: str) -> Any:  # noqa: ANN401 - a module of torch's, or None

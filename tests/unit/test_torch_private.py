@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
-import popdist
 from popdist import torch_private
 from popdist.errors import BackendError, DescriptionError, PopdistWarning
 from popdist.gradients import partial_gradients
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.shards import remember
-from popdist.training import ddp_answers
 
 
 def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,29 +176,6 @@ def test_nccl_groups_without_torchs_name(monkeypatch: pytest.MonkeyPatch, name: 
     assert vars(made) == {name: timeout if name == "_timeout" else None}
 
 
-def test_batch_norms_without_torchs_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers of torch itself are found, and those derived from them, and no others."""
-    own = type("Own", (torch.nn.BatchNorm3d,), {})(2)
-    monkeypatch.delattr("torch.nn.modules.batchnorm._BatchNorm")
-    kind = run_path(torch_private.__file__)["BatchNorm"]
-
-    assert isinstance(torch.nn.BatchNorm1d(2), torch_private.BatchNorm)
-    for layer in torch.nn.BatchNorm1d(2), torch.nn.BatchNorm2d(2), own, torch.nn.SyncBatchNorm(2):
-        assert isinstance(layer, kind), layer
-    assert not isinstance(torch.nn.InstanceNorm2d(2), kind)
-
-
-def test_ddp_that_asks_for_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not refused: the model has no such attribute."""
-    model = popdist.ReplicatedModel(torch.nn.Linear(2, 2))
-    asked = torch_private.ASKED_BY_DDP
-    with pytest.raises(popdist.WeightsError, match="DistributedDataParallel around a ReplicatedModel"):
-        hasattr(model, asked)
-    monkeypatch.setattr(ddp_answers, "ASKED_BY_DDP", "another")
-
-    assert not hasattr(model, asked)
-
-
 def test_workers_of_streams_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that divides itself would lose items, so it is an error that says what to do."""
     monkeypatch.setattr(torch_private, "_worker", None)
@@ -254,13 +229,15 @@ def test_modules_are_not_measured_without_torchs_modes(monkeypatch: pytest.Monke
 
 
 def test_a_schedule_shows_its_parts() -> None:
-    """One stage or several, and whether there is a loss; what has none of torch's names is no schedule."""
-    one = SimpleNamespace(_stage="a", _n_microbatches=2, _loss_fn=None)
-    several = SimpleNamespace(_stages=["a", "b"], _n_microbatches=4, _loss_fn=print)
+    """One stage or several, whatever it calls them; what has no such, or not torch's name, is no schedule."""
+    first, second = (SimpleNamespace(stage_index=index, submod=torch.nn.Identity()) for index in range(2))
+    one = SimpleNamespace(_stage=first, _n_microbatches=2)
+    several = SimpleNamespace(_stages=[second, first], by_index={1: second}, _n_microbatches=4)
 
-    assert torch_private.parts_of_schedule(one) == (["a"], 2, False)
-    assert torch_private.parts_of_schedule(several) == (["a", "b"], 4, True)
-    assert torch_private.parts_of_schedule(SimpleNamespace(_stage="a")) is None
+    assert torch_private.parts_of_schedule(one) == ([first], 2)
+    assert torch_private.parts_of_schedule(several) == ([first, second], 4)
+    assert torch_private.parts_of_schedule(SimpleNamespace(_stage=first)) is None
+    assert torch_private.parts_of_schedule(SimpleNamespace(_n_microbatches=4)) is None
     assert torch_private.parts_of_schedule(7) is None
 
 

@@ -7,7 +7,7 @@ of these, times what each counts in the loss.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from popdist.gradients.buffers import ReplicaBuffers, accept_buffers
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.step_headers import agree_on_changes, changes_of
 from popdist.groups import Group, wait_for_first_error
-from popdist.torch_private import BatchNorm, skip_tracing
+from popdist.torch_private import skip_tracing
 from popdist.training.micro_batches import Nest, split_batch, to_device
 from popdist.training.norm_sync import (
     GroupValues,
@@ -42,6 +42,18 @@ _NUM_DIMENSIONS: Final[dict[type, tuple[int, ...]]] = {
     nn.BatchNorm3d: (5,),
 }
 """Of the inputs of torch's own layers."""
+
+
+def class_of_norms(layers: Sequence[type[nn.Module]], other: type[nn.Module]) -> Any:  # noqa: ANN401 - private to torch
+    """The nearest class that all ``layers`` are derived from, and not ``other``; the layers if there is none."""
+    shared = (kind for kind in layers[0].__mro__ if all(issubclass(layer, kind) for layer in layers))
+    return next((kind for kind in shared if not issubclass(other, kind)), tuple(layers))
+
+
+if TYPE_CHECKING:
+    BatchNorm: TypeAlias = SyncBatchNorm
+else:
+    BatchNorm = class_of_norms([*_NUM_DIMENSIONS, SyncBatchNorm], nn.InstanceNorm1d)
 
 _calibrated: Final[list[nn.Module]] = []
 """The models whose statistics :func:`update_bn` makes: there each replica is a group of its own."""

@@ -4,14 +4,15 @@ docs/from-ddp.md gives the same answers.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError, name_instances
 from popdist.local_tensors import is_distributed, is_fully_sharded
-from popdist.torch_private import ASKED_BY_DDP
 
 _MOVE: Final = "move the module first: ReplicatedModel(net.to(popdist.device()))"
 _NOTHING: Final = "leave it out"
@@ -75,12 +76,17 @@ def answer(attribute: str) -> str | None:
     return _ATTRIBUTES.get(attribute)
 
 
-def refuse_wrapper(attribute: str) -> None:
-    """Refuse DistributedDataParallel, which asks its module for an attribute that nothing else wants."""
-    if attribute == ASKED_BY_DDP:
-        raise WeightsError(
-            "DistributedDataParallel around a ReplicatedModel would reduce its gradients twice: leave it out"
-        )
+@cache
+def refuse_wrappers(model_class: type[nn.Module]) -> None:
+    """Refuse DistributedDataParallel around a model of ``model_class`` from now on."""
+
+    def refuse(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+        if isinstance(module, model_class) and isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            raise WeightsError(
+                "DistributedDataParallel around a ReplicatedModel would reduce its gradients twice: leave it out"
+            )
+
+    register_module_module_registration_hook(refuse)
 
 
 def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:

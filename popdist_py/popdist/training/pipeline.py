@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Arguments: TypeAlias = Callable[[Nest], tuple[Sequence[Any], Mapping[str, Any], Tensor]]
 """Gives for samples what ``schedule.step`` is called with: inputs, keyword arguments and the target."""
+
+_SUCH_AS: Final = "such as ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,7 @@ class Pipeline:
         self.num_micro_batches = parts.num_micro_batches  # of one run
         self._is_first = any(stage.is_first for stage in stages)
         self._is_last = any(stage.is_last for stage in stages)
-        self._group = stages[0].group
-        self._device = stages[0].device
+        self._own = stages[0]  # one of those that this instance has
         places = [stages[0].stage_index_to_group_rank[index] for index in range(stages[0].num_stages)]
         self._last_rank = places[-1]
         self._can_evaluate = all(here != after for here, after in pairwise(places))
@@ -110,25 +111,35 @@ class Pipeline:
     def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
         """Call ``step`` of a schedule; gives the losses of its micro batches where the last stage is here."""
         losses: list[Tensor] | None = [] if self._is_last else None
-        step(
-            *(run.inputs if self._is_first else ()),
-            target=run.target if self._is_last else None,
-            losses=losses,
-            return_outputs=False,
-            **run.keywords,
-        )
+        try:
+            step(
+                *(run.inputs if self._is_first else ()),
+                target=run.target if self._is_last else None,
+                losses=losses,
+                return_outputs=False,
+                **run.keywords,
+            )
+        except RuntimeError as error:  # where the last stage is, torch misses the losses
+            self._check_loss(error)
+            raise
+        self._check_loss(None)
         return [loss.detach() for loss in losses or ()]
+
+    def _check_loss(self, error: RuntimeError | None) -> None:
+        """Refuse a schedule without a loss, which the first run of a step shows: it has no backward pass."""
+        if torch.is_grad_enabled() and not self._own.has_backward:
+            raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
     def losses(self, losses: Sequence[Tensor], number: int, *, share: bool) -> Tensor | None:
         """The losses of a step's ``number`` micro batches; None without the last stage, unless all get them."""
         if self._is_last:
             found = torch.stack([loss.double() for loss in losses])
         elif share:
-            found = torch.empty(number, dtype=torch.float64, device=self._device)
+            found = torch.empty(number, dtype=torch.float64, device=self._own.device)
         else:
             return None
-        if share and dist.get_world_size(self._group) > 1:
-            dist.broadcast(found, group=self._group, group_src=self._last_rank)
+        if share and dist.get_world_size(self._own.group) > 1:
+            dist.broadcast(found, group=self._own.group, group_src=self._last_rank)
         return found
 
 
@@ -139,10 +150,10 @@ Pipelines: TypeAlias = "WeakKeyDictionary[object, Pipeline]"
 def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeline:
     """The pipeline that ``schedule`` runs; checked before its first step."""
     parts = parts_of_schedule(schedule)
-    if parts is None or not parts.has_loss:
+    if parts is None:
         raise BatchError(
-            f"pipeline_step({type(schedule).__name__}): it takes a schedule of torch.distributed.pipelining that "
-            "was made with a loss_fn, such as ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)"
+            f"pipeline_step({type(schedule).__name__}): it takes a schedule of torch.distributed.pipelining, "
+            f"{_SUCH_AS}"
         )
     if schedule not in known:
         known[schedule] = Pipeline(parts, module)

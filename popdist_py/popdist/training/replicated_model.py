@@ -18,7 +18,7 @@ from popdist.gradients.flat_buffers import check_gradient_dtype
 from popdist.gradients.step_headers import MeanOrSum
 from popdist.local_tensors import is_distributed
 from popdist.training.batch_norm import group_norms
-from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
+from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrappers
 from popdist.training.micro_batches import Nest, Split, to_device
 from popdist.training.model_steps import ModelSteps, WholeStep
 from popdist.training.norm_sync import check_group_size
@@ -108,6 +108,7 @@ class ReplicatedModel(nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
         contract = context.environment().contract
         of_stage = contract.parallelism.stage_of(contract.instance_index)
+        refuse_wrappers(ReplicatedModel)
         refuse_module(module, context.instances_of_replica(), of_stage)
         if seed is None and layout.num_replicas > 1:
             raise BatchError(
@@ -389,7 +390,6 @@ class ReplicatedModel(nn.Module):
             if "_model_steps" not in self.__dict__:
                 raise
             module = self._model_steps.module
-            refuse_wrapper(name)
             advice = None if hasattr(module, name) else answer(name)
             if advice is not None:
                 raise AttributeError(f"ReplicatedModel has no {name!r}: {advice}") from None
