@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import HostsError, PlanError, UsageError, error_of_system
-from poprun.job.identity import JobIdentity
 from poprun.job.loop import Attempt
 from poprun.job.record import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
+from poprun.job.state import JobIdentity
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
 from poprun.probe.limits import find_loopback_problem, raise_open_files, users_open_files

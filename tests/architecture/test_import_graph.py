@@ -21,7 +21,7 @@ from tests.architecture.source_tree import (
 )
 
 AGENT = words(
-    "poprun poprun.messages poprun.messages.control poprun.messages.json_lines"
+    "poprun poprun.messages poprun.messages.control"
     " poprun.process poprun.process.spawn poprun.process.process_tree"
 )
 """All that the agents may use of ours, beside their own folder."""

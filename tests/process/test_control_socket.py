@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poprun.messages.control import abstract_address
-from poprun.messages.json_lines import MAX_MESSAGE_BYTES
+from poprun.messages.control import MAX_MESSAGE_BYTES, abstract_address
 from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until

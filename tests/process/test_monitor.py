@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.messages.control import abstract_address
-from poprun.messages.json_lines import encode
+from poprun.messages.control import abstract_address, encode
 from tests.process.endings import has_met, write_program
 from tests.process.test_control_socket import control_socket
 from tests.process.test_endings import wait_until

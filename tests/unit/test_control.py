@@ -1,15 +1,14 @@
 """The messages between poprun and its agents.
 
-Holds poprun, poprun.messages.json_lines and poprun.messages.proofs.
+Holds poprun, poprun.messages and poprun.messages.proofs.
 """
 
 import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from poprun.messages import json_lines
-from poprun.messages.control import EVENT_FIELDS, check_event
-from poprun.messages.json_lines import LineReader, ProtocolError, decode, encode
+from poprun.messages import ProtocolError, control
+from poprun.messages.control import EVENT_FIELDS, LineReader, check_event, decode, encode
 from poprun.messages.proofs import Handshake, Seal, new_key
 
 json_values = st.recursive(
@@ -40,7 +39,7 @@ def test_a_line_that_is_too_long_takes_no_other_with_it(lines: list[bytes], num_
     """Those that are short enough come through, the others are counted, and memory stays bounded."""
     reader = LineReader()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lines, "MAX_MESSAGE_BYTES", 20)
+        patch.setattr(control, "MAX_MESSAGE_BYTES", 20)
         fed = [reader.feed(chunk) for chunk in chunks(b"".join(line + b"\n" for line in lines), num_bytes)]
 
     assert [line for kept, _ in fed for line in kept] == [line for line in lines if len(line) <= 20]

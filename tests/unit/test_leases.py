@@ -12,7 +12,7 @@ from poprun.devices.pool.records import HeldLease, fold_names
 from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.agents import start_order
-from poprun.job.identity import JobIdentity
+from poprun.job.state import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod

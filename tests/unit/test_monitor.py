@@ -13,11 +13,11 @@ from rich.console import Console
 
 from popdist.layout import Parallelism
 from popdist.progress import Progress
-from poprun.job.identity import JobIdentity
 from poprun.job.monitors import job_view
 from poprun.job.record import Record
-from poprun.job.state import InstanceState, InstanceStatus, Usage
-from poprun.messages.json_lines import ProtocolError, decode, encode
+from poprun.job.state import InstanceState, InstanceStatus, JobIdentity, Usage
+from poprun.messages import ProtocolError
+from poprun.messages.control import decode, encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.job_table import Rate, describe_seconds, fit, rates, render
 from poprun.monitor.top import draw_views

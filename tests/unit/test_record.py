@@ -1,6 +1,6 @@
 """What an agent's event makes of its instance's status, and the snapshot that the policy then sees, as tables.
 
-Holds poprun.job.identity.
+Holds poprun.job.state.
 """
 
 import errno
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from popdist.contract import Endpoint
 from popdist.progress import USED_BYTES, Progress, ProgressPage
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.identity import JobIdentity
 from poprun.job.record import Record, after_event
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import (
@@ -30,6 +29,7 @@ from poprun.job.state import (
     SHIM_KILLED,
     InstanceState,
     InstanceStatus,
+    JobIdentity,
     JobSnapshot,
     MemoryCurve,
     Phase,

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
 from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, RECORDER_AT, USED_BYTES
 from poprun.errors import LaunchError, describe_error
-from poprun.job.identity import JobIdentity
+from poprun.job.state import JobIdentity
 from poprun.messages.control import (
     LOST,
     VIEW_EVENT,
     Link,
+    Message,
     abstract_address,
     check_event,
     notice_death,
     peer_user,
     tcp_address,
 )
-from poprun.messages.json_lines import Message
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.program_environment import (
     interface_environment,

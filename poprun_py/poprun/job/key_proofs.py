@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from poprun.messages import ProtocolError
 from poprun.messages.control import Link
-from poprun.messages.json_lines import ProtocolError
 from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES, Handshake
 
 _PROOF_SECONDS: Final = 30.0

@@ -12,12 +12,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order
-from poprun.job.identity import JobIdentity
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, JobEnd, Record, exit_code
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import Phase
+from poprun.job.state import JobIdentity, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE

@@ -14,8 +14,7 @@ from typing import Final
 
 from poprun.job.record import Record
 from poprun.job.state import InstanceStatus
-from poprun.messages.control import Link
-from poprun.messages.json_lines import encode
+from poprun.messages.control import Link, encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.plan.plan import LaunchPlan
 from poprun.process.process_tree import key_of, reap

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 from popdist.contract import Endpoint
 from popdist.progress import Progress
 from poprun.errors import SHORTAGES, OutputError, describe_error
-from poprun.job.identity import JobIdentity
 from poprun.job.state import (
     AGENT_FROZEN,
     AGENT_KILLED,
@@ -27,6 +26,7 @@ from poprun.job.state import (
     SHIM_KILLED,
     InstanceState,
     InstanceStatus,
+    JobIdentity,
     JobSnapshot,
     Phase,
     Usage,

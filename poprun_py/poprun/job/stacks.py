@@ -19,7 +19,7 @@ from popdist import contract
 from popdist.layout import Parallelism
 from poprun.job.hangs import Hang, describe_hang
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
-from poprun.messages.json_lines import Message
+from poprun.messages.control import Message
 from poprun.process.spawn import start_thread
 
 _MOST_READING_SECONDS = 1.0

@@ -1,14 +1,19 @@
-"""The state of a job and of its instances at one moment, as frozen values, and exit codes in words. Pure."""
+"""The identity of a job, its state and that of its instances at one moment, and exit codes in words. Pure."""
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
 from popdist.progress import Progress
+from poprun.plan.plan import LaunchPlan, LeasedDevices
+
+if TYPE_CHECKING:
+    from poprun.devices.pool.records import HeldLease
+    from poprun.hosts.routes import HostRoute, JobNetwork
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"
@@ -33,6 +38,33 @@ NOT_EXECUTABLE: Final = 126  # what a shell says of a program that it cannot exe
 NOT_FOUND: Final = 127  # what a shell says of a program that is not there
 EXIT_OF_SIGNAL: Final = 128  # what a shell adds to the number of the signal that ended a program
 NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobIdentity:
+    """A job, and which attempt of it this is."""
+
+    job_id: str  # the same for all instances and all attempts
+    restart_count: int
+    began_at_seconds: float  # monotonic time at which the first attempt began
+    network: "JobNetwork | None" = None  # None when there is only this machine
+    leases: "tuple[HeldLease, ...]" = ()
+    given: LeasedDevices | None = None  # what leases gave the job on this machine; None for what its plan names
+    open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
+
+    def with_leases(self, streams: Sequence[int]) -> list[int]:
+        """The descriptors to send to an agent: the streams of its program, and the leases, which it keeps open."""
+        leases = [lease.descriptor for lease in self.leases if lease.descriptor is not None]
+        return [*streams, *leases] if streams else []
+
+    def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
+        """The devices and cores of the job on the host of instance ``index``: those leased, or those planned."""
+        given, route = self.given or plan.named_devices, self.route(plan, index)
+        return replace(given, devices=route.devices) if route is not None and route.devices else given
+
+    def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
+        """How to reach the host of instance ``index``; None if there is only this machine."""
+        return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import time
 
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
-from poprun.messages.control import RECEIVE_BYTES, Link, connect, is_remote, notice_death
-from poprun.messages.json_lines import Message, ProtocolError
+from poprun.messages import ProtocolError
+from poprun.messages.control import RECEIVE_BYTES, Link, Message, connect, is_remote, notice_death
 from poprun.process.process_tree import (
     ancestors,
     catchers,

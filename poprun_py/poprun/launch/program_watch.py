@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
     from poprun.launch.recorder import RecorderQuestion
-    from poprun.messages.json_lines import Message
+    from poprun.messages.control import Message
 else:
     import _signal as signal  # signal itself loads enum and more
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 
-from poprun.messages.json_lines import ProtocolError, decode
+from poprun.messages import ProtocolError
+from poprun.messages.control import decode
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Final
 
-    from poprun.messages.json_lines import Message
+    from poprun.messages.control import Message
 else:
     import _socket as socket  # socket itself loads enum and more
 

@@ -197,8 +197,8 @@ class Shim:
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
         """Report to poprun that an agent is lost, with an error number or 0, and wait until it has heard."""
         # else poprun would take the end of this process for the first thing that went wrong
-        from poprun.messages.control import connect  # noqa: PLC0415 - agents are hardly ever lost
-        from poprun.messages.json_lines import ProtocolError  # noqa: PLC0415 - as above
+        from poprun.messages import ProtocolError  # noqa: PLC0415 - agents are hardly ever lost
+        from poprun.messages.control import connect  # noqa: PLC0415 - as above
 
         try:
             link = connect(self._address, self._key, _CONNECT_SECONDS)

@@ -2,15 +2,17 @@
 
 An agent sends *events*, poprun sends *orders*. On one machine the connection is a unix socket, whose other end the
 kernel vouches for; between hosts a TCP socket on which both ends prove that they know the job's key (`proofs`).
-Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
+Messages are JSON objects, one a line. Standard library only, and little of it: each shim of an MPI job loads this
+in a bare interpreter. So not the package `json`, but the part of it in C, with the arguments that `json` gives it.
 """
 
 from __future__ import annotations
 
 import errno
+from _json import encode_basestring_ascii, make_encoder, make_scanner
 from _struct import Struct
 
-from poprun.messages.json_lines import LineReader, Message, ProtocolError, decode, encode
+from poprun.messages import ProtocolError
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -23,6 +25,11 @@ else:
     import _socket as socket  # socket itself loads enum, selectors and more
 
     from poprun.process import NamedTuple
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # room for the largest environment that Linux lets a program have
+Message = dict[str, object]
+
+_BLANKS = " \t\r"
 
 VIEW_EVENT = "view"  # a monitor's, in place of an agent's hello; it is sent views of the job until it hangs up
 LOST = "lost"  # the event that poprun makes up when an agent's connection closes
@@ -55,6 +62,67 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 _MAX_DESCRIPTORS = 5
 _DESCRIPTOR = Struct("i")
 _CREDENTIALS = Struct("iII")
+
+
+class _Grammar:
+    """What the scanner asks for, as `json.JSONDecoder` has it: Python's own numbers, no hooks."""
+
+    strict = True
+    object_hook = None
+    object_pairs_hook = None
+    parse_float = float
+    parse_int = int
+    parse_constant = float
+
+
+def _refuse(value: object) -> object:
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+_scan = make_scanner(_Grammar)  # type: ignore[arg-type]  # it asks for these attributes, and no more
+_encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)  # noqa: FBT003
+
+
+def encode(message: Message) -> bytes:
+    """One message as a line of bytes."""
+    return "".join(_encode(message, 0)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line; a ProtocolError if it is no JSON object."""
+    try:
+        text = line.decode().strip(_BLANKS)
+        message, end = _scan(text, 0)
+    except (ValueError, RecursionError, StopIteration):
+        raise ProtocolError(f"a control message is no JSON: {line[:80]!r}") from None
+    if end != len(text):
+        raise ProtocolError(f"a control message is no JSON: {line[:80]!r}")
+    if not isinstance(message, dict):
+        raise ProtocolError(f"a control message is no object: {line[:80]!r}")
+    return message
+
+
+class LineReader:
+    """Cuts a byte stream into lines, and drops those that grow too long."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_too_long = False
+
+    def feed(self, data: bytes) -> tuple[list[bytes], int]:
+        """Every line that ``data`` completes, without its ending, and how many were too long and are lost."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        num_lost = 0
+        if self._is_too_long and lines:
+            lines.pop(0)
+            self._is_too_long = False
+            num_lost = 1
+        kept = [line for line in lines if len(line) <= MAX_MESSAGE_BYTES]
+        if len(self._rest) > MAX_MESSAGE_BYTES:
+            self._rest, self._is_too_long = b"", True
+        elif self._is_too_long:
+            self._rest = b""
+        return kept, num_lost + len(lines) - len(kept)
 
 
 def check_event(message: Message) -> None:

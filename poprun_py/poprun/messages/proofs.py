@@ -12,7 +12,7 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
-from poprun.messages.json_lines import ProtocolError
+from poprun.messages import ProtocolError
 
 if TYPE_CHECKING:
     import socket

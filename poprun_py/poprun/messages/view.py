@@ -10,7 +10,8 @@ from typing import Annotated, Any, Self
 
 from popdist.layout import Parallelism
 from poprun.errors import PlanError
-from poprun.messages.json_lines import Message, ProtocolError
+from poprun.messages import ProtocolError
+from poprun.messages.control import Message
 from poprun.text.fields import between, read_record
 
 

@@ -19,8 +19,17 @@ from rich.live import Live
 from rich.text import Text
 
 from popdist.contract import VERSION
-from poprun.messages.control import RECEIVE_BYTES, VIEW_EVENT, abstract_address, peer_process, peer_user
-from poprun.messages.json_lines import LineReader, ProtocolError, decode, encode
+from poprun.messages import ProtocolError
+from poprun.messages.control import (
+    RECEIVE_BYTES,
+    VIEW_EVENT,
+    LineReader,
+    abstract_address,
+    decode,
+    encode,
+    peer_process,
+    peer_user,
+)
 from poprun.messages.view import JobView
 from poprun.monitor.job_table import Rate, describe_seconds, rates, render
 from poprun.text.screen import print_out, run_click, visible, write_any_letter

@@ -109,9 +109,9 @@ def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, 
     )
 
 
-def check_found(plan: LaunchPlan, asked: AskedMapping | None, num_gpus: int) -> None:
+def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
     """Refuse a mapping for more GPUs than a host has, of which ``num_gpus`` were found."""
-    if asked is None or asked.replicas is None or plan.devices or not num_gpus:
+    if asked.replicas is None or plan.devices or not num_gpus:
         return
     there = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
     size = plan.parallelism.instances_per_replica
@@ -125,9 +125,9 @@ def check_found(plan: LaunchPlan, asked: AskedMapping | None, num_gpus: int) -> 
     )
 
 
-def other_devices(plan: LaunchPlan, asked: AskedMapping | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     """Advice if the devices are others than the mapping was planned for; ``gpus`` are those of a host."""
-    if asked is None or asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
+    if asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
         return ()
     planned, on_gpus = asked.devices, bool(plan.devices)
     num_devices = plan.num_replicas * plan.parallelism.instances_per_replica

@@ -15,7 +15,6 @@ from popdist.layout import Parallelism
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.advice import advise
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
-from poprun.plan.parallelism import check_found, choose_parallelism, other_devices, with_counts
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan, LeasedDevices
 from poprun.plan.request import (
@@ -78,15 +77,14 @@ def make_advised_plan(
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
     """The plan of :func:`make_plan` with advice on it; ``are_hosts_seen`` says if other hosts are examined."""
-    plan, left_out = _decide(request, facts, pod, is_counted=is_counted)
-    advice = advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen)
-    return plan, (*other_devices(plan, request.mapping, facts.gpus), *advice)
+    plan, left_out, differences = _decide(request, facts, pod, is_counted=is_counted)
+    return plan, (*differences, *advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen))
 
 
 def _decide(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
-) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Make the plan; with it come the words for an MPI launcher that this job's launcher cannot be told."""
+) -> tuple[LaunchPlan, tuple[str, ...], tuple[str, ...]]:
+    """Make the plan; with words that its launcher cannot be told, and how devices differ from its mapping's."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -124,11 +122,16 @@ def _decide(
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
     )
-    check_found(plan, request.mapping, len(_gpus(request, facts)))
+    differences: tuple[str, ...] = ()
+    if request.mapping is not None:
+        from poprun.plan.parallelism import check_found, other_devices  # noqa: PLC0415 - few jobs share replicas
+
+        check_found(plan, request.mapping, len(_gpus(request, facts)))
+        differences = other_devices(plan, request.mapping, facts.gpus)
     num_computing = max(num_instances, plan.num_replicas)
     threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_computing)
     plan = replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod))
-    return replace(plan, bindings=place(plan, facts)), words.left_out
+    return replace(plan, bindings=place(plan, facts)), words.left_out, differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +154,13 @@ def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
     """Find the counts of a job; the request comes back with what a mapping and an allocation of Slurm say."""
-    parallelism = choose_parallelism(request)
+    parallelism = Parallelism()
+    if request.mapping is not None or request.instances_per_replica is not None:
+        from poprun.plan.parallelism import choose_parallelism, with_counts  # noqa: PLC0415 - as above
+
+        parallelism = choose_parallelism(request)
+        request, is_counted = with_counts(request, parallelism.instances_per_replica, is_counted=is_counted)
     size = parallelism.instances_per_replica
-    request, is_counted = with_counts(request, size, is_counted=is_counted)
     if facts.allocation is not None:
         request = _within_allocation(request, facts.allocation, size, is_counted=is_counted)
     hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)

@@ -23,8 +23,7 @@ from poprun.devices.lease.claims import LeasedPlan
 from poprun.devices.pool.records import HeldLease
 from poprun.errors import HostsError, PoprunError
 from poprun.hosts.routes import JobNetwork, remote_words
-from poprun.messages.control import RECEIVE_BYTES
-from poprun.messages.json_lines import LineReader
+from poprun.messages.control import RECEIVE_BYTES, LineReader
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.request import RemoteSettings

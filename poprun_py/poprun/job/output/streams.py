@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import LaunchError, PlanError, describe_error
-from poprun.job.identity import JobIdentity
+from poprun.job.state import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.process.spawn import start_thread
 from poprun.text.screen import log
