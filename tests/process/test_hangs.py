@@ -1,5 +1,6 @@
 """Jobs that hang, and users who want to know where their jobs stand."""
 
+import json
 import re
 import signal
 import subprocess
@@ -258,11 +259,52 @@ def test_a_stage_of_a_pipeline_is_lost(poprun: Poprun, tmp_path: Path, ending: s
         )
     else:
         assert finished.code == 75
-        assert f"instance 0 {waiting} waits in _wait_batch_p2p() of torch.distributed\n" in finished.told
+        assert f"instance 0 {waiting} waits in step() of torch.distributed.pipelining\n" in finished.told
         assert f"\n  instance 1 {lost} did not arrive\n" in finished.told
         assert (
             "time.sleep(600)" in finished.told.partition(f"  instance 1 {lost}:\n")[2].partition("  instance 0")[0]
         )
+
+
+LOADER = """
+import os, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+class Data(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2 and os.environ["RANK"] == "1":
+            time.sleep(600)
+        return torch.ones(3)
+
+dist.init_process_group("gloo")
+for batch in DataLoader(Data(), num_workers=1):
+    dist.all_reduce(batch)
+"""
+
+
+def test_a_stuck_worker_of_a_data_loader_is_named(poprun: Poprun, tmp_path: Path) -> None:
+    """With its line, and the collective in which torch's recorder has the others; in the report, too."""
+    program = tmp_path / "train.py"
+    program.write_text(LOADER)
+    options = ("--launcher", "local", "-n", "2", "--hang-report", "3", "--hang-timeout", "3")
+    finished = poprun(*options, "--report", "report.json", sys.executable, str(program), cwd=tmp_path)
+
+    waits = "instance 0 waits in collective 3: all_reduce(float32[1, 3]), which instance 1 has not called"
+    stuck = rf"instance 1 waits for its data loader's worker, process \d+, which stands at {program}:12, in \w+"
+    assert finished.code == 75
+    assert finished.told.count(f"\n  {waits}\n") == 2  # when it hangs, and at the end
+    assert len(re.findall(rf"\n  {stuck}: time.sleep\(600\)", finished.told)) == 2
+    (attempt,) = json.loads((tmp_path / "report.json").read_text())["attempts"]
+    verdict, (waiting, late) = attempt["verdict"], attempt["instances"]
+    assert (verdict["cause"], verdict["culprits"], verdict["victims"]) == ("helper process", [1], [0])
+    assert verdict["places"]["1"] == f"{program}:12"
+    groups = [it["evidence"]["groups"][0] for it in (waiting, late)]
+    assert [group["calls"][-1]["is_done"] for group in groups] == [False, True]
+    assert late["evidence"]["helpers"][0]["stack"][-1] == f"{program}:12 in __getitem__"
 
 
 def test_programs_that_sleep_by_themselves_do_not_hang(poprun: Poprun) -> None:

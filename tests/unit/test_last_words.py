@@ -28,7 +28,8 @@ def test_the_last_traceback_is_shown() -> None:
     """What a library printed around it is not."""
     said = words(TRACEBACK, CALL, "KeyError: 1", "noise", TRACEBACK, CALL, "ValueError: x")
 
-    assert said == LastWords(summary="ValueError: x", lines=(TRACEBACK, CALL, "ValueError: x"))
+    lines = (TRACEBACK, CALL, "ValueError: x")
+    assert said == LastWords(summary="ValueError: x", place="/home/me/train.py:3", lines=lines)
 
 
 def test_a_call_may_be_marked_with_a_line_of_blanks() -> None:

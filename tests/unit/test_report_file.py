@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from poprun.devices.pool.records import HeldLease
+from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
 from poprun.job.record import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
 from poprun.job.report.report_file import job_to_dict, render_job
+from poprun.job.stacks import StackFrame, Standing
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
+from poprun.job.verdict import Cause, Verdict
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.request import AskedMapping
 from poprun.text.atomic_file import check_target, write_whole
@@ -28,13 +31,30 @@ GOOD = InstanceStatus(
     memory=MemoryCurve().after(10.5, 1000).after(11.5, 3000).after(12.0, 2000),
 )
 KILLED = replace(GOOD, index=1, exit_code=-15, exited_at_seconds=11.0)
+THEN = 1_700_000_001.0
+CALL = Call(name="all_reduce", number=3, sizes=((4,),), types=("float32",), is_done=False, at_epoch_seconds=THEN)
+EVIDENCE = InstanceEvidence(
+    standing=Standing(threads=((StackFrame("train.py", 7, "main"),),)),
+    helpers=(Helper(pid=9, process="process 9: ended"),),
+    groups=(GroupRecord(name="0", num_called=3, num_done=2, calls=(CALL,)),),
+    full_disks=("/tmp",),
+)
+VERDICT = Verdict(
+    cause=Cause.EXCEPTION,
+    culprits=(1,),
+    victims=(0,),
+    places={1: "train.py:3"},
+    details=("a",),
+    since_epoch_seconds=THEN,
+)
 END = JobEnd(
     statuses=[GOOD, KILLED],
     started_at_epoch_seconds=1_700_000_000.5,
     seconds=3.0,
     launcher_code=0,
     stop_reason="instance 1 failed",
-    findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}),
+    evidence={0: EVIDENCE},
+    findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}, verdict=VERDICT),
 )
 LEASE = HeldLease(host="n1", names=("GPU 0", "GPU 1"), pool="/pool", partition="p")
 
@@ -57,6 +77,16 @@ JOB = {
             "launcher_exit_code": 0,
             "launcher_excerpt": [],
             "survivors": [],
+            "verdict": {
+                "cause": "exception",
+                "culprits": [1],
+                "victims": [0],
+                "torn_down": [],
+                "places": {"1": "train.py:3"},
+                "details": ["a"],
+                "since": "2023-11-14T22:13:21.000Z",
+                "advice": "",
+            },
             "instances": [
                 {
                     "index": 0,
@@ -73,6 +103,26 @@ JOB = {
                     "duration_seconds": 2.25,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
+                    "evidence": {
+                        "stack": ["train.py:7 in main"],
+                        "helpers": [{"process": "process 9: ended", "stack": []}],
+                        "groups": [
+                            {
+                                "name": "0",
+                                "num_called": 3,
+                                "num_done": 2,
+                                "calls": [
+                                    {
+                                        "number": 3,
+                                        "call": "all_reduce(float32[4])",
+                                        "is_done": False,
+                                        "at": "2023-11-14T22:13:21.000Z",
+                                    }
+                                ],
+                            }
+                        ],
+                        "full_disks": ["/tmp"],
+                    },
                 },
                 {
                     "index": 1,
@@ -89,6 +139,7 @@ JOB = {
                     "duration_seconds": 1.0,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
+                    "evidence": None,
                 },
             ],
         }

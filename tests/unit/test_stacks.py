@@ -260,12 +260,13 @@ def test_it_is_said_when_all_have_answered() -> None:
     statuses = [*RUNNING[:2], ENDED[2]]
     inquiry = ask(statuses, asked)
     inquiry.add_answer(0, answer("a"))
-    assert inquiry.text(statuses, 1.0) is None
+    assert not inquiry.is_over(statuses, 1.0)
 
     inquiry.add_answer(1, answer("b"))
 
     assert asked == [0, 1]
-    assert inquiry.text(statuses, 1.0) == (
+    assert inquiry.is_over(statuses, 1.0)
+    assert inquiry.text(statuses) == (
         "where the instances stand, the latest call last\n  instance 0:\n    | a\n  instance 1:\n    | b"
     )
 
@@ -276,15 +277,16 @@ def test_nobody_is_waited_for_too_long() -> None:
     inquiry.add_answer(0, answer("a"))
     statuses = [*RUNNING[:2], ENDED[2]]
 
-    assert inquiry.text(statuses, 3.9) is None
-    said = inquiry.text(statuses, 4.0) or ""
+    assert not inquiry.is_over(statuses, 3.9)
+    assert inquiry.is_over(statuses, 4.0)
+    said = inquiry.text(statuses)
     assert "instance 1:\n    | no answer" in said
     assert "instance 2:\n    | it has ended" in said
 
 
 def test_nobody_is_asked_when_nobody_runs() -> None:
     """It is said at once."""
-    assert ask(ENDED).text(ENDED, 0.0) == "no program runs"
+    assert ask(ENDED).text(ENDED) == "no program runs"
 
 
 def test_whoever_did_not_arrive_is_shown_first() -> None:
@@ -292,7 +294,7 @@ def test_whoever_did_not_arrive_is_shown_first() -> None:
     inquiry = ask(RUNNING, hang=Hang(idle_seconds=5, waiting={"barrier()": (0, 1)}, absent=(2,)))
     for index in range(3):
         inquiry.add_answer(index, answer(f"process {index}"))
-    said = inquiry.text(RUNNING, 1.0) or ""
+    said = inquiry.text(RUNNING)
 
     assert said.splitlines()[0] == "no progress for 5 s: instances 0 and 1 wait in barrier()"
     assert said.index("process 2") < said.index("process 0") < said.index("process 1")

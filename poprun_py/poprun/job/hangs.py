@@ -87,9 +87,12 @@ def _takes_part(index: int, progress: Progress) -> bool:
 
 
 def describe_hang(
-    hang: Hang, statuses: Sequence[InstanceStatus], parallelism: Parallelism = _NOT_SHARED
+    hang: Hang,
+    statuses: Sequence[InstanceStatus],
+    parallelism: Parallelism = _NOT_SHARED,
+    findings: Sequence[str] = (),
 ) -> list[str]:
-    """Describe a hang: who waits in what, for how long, and who did not come."""
+    """Describe a hang: who waits in what, for how long, who did not come, and the ``findings``, else a guess."""
     lines = [
         f"{name_with_place(indices, parallelism)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()
@@ -107,6 +110,8 @@ def describe_hang(
         lines.append(
             f"{name_with_place(hang.ended, parallelism)} {'has' if len(hang.ended) == 1 else 'have'} ended"
         )
+    if findings:
+        return [*lines, *findings]
     if FINALIZE in hang.waiting and len(hang.waiting) > 1:
         lines.append(f"{name_instances(hang.waiting[FINALIZE])} will take part in nothing more")
     elif not hang.absent and not hang.ended:

@@ -9,6 +9,7 @@ import selectors
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order
@@ -217,14 +218,28 @@ class Attempt:
             if self._inquiry.is_over(self._record.statuses, now_seconds):
                 self._record.hang_watch.note_calls(self._inquiry.calls(), self._record.statuses, now_seconds)
                 self._inquiry = None
-        elif self._inquiry is not None:
-            text = self._inquiry.text(self._record.statuses, now_seconds)
-            if text is not None:
-                self._inquiry = None
-                self._print_stacks(text)
+        elif self._inquiry is not None and self._inquiry.is_over(self._record.statuses, now_seconds):
+            inquiry, self._inquiry = self._inquiry, None
+            findings = self._explain_hang(inquiry)
+            self._print_stacks(inquiry.text(self._record.statuses, findings))
         if self._signals.wants_stacks and self._inquiry is None:
             self._signals.wants_stacks = False
             self._ask_for_stacks()
+
+    def _explain_hang(self, inquiry: "StackInquiry") -> list[str]:
+        """Find out who keeps the others waiting, from what all have told; the lines that say so."""
+        if inquiry.hang is None:
+            return []
+        from poprun.job.stacks import read_lines  # noqa: PLC0415 - most jobs do not hang
+        from poprun.job.verdict import describe_verdict, find_verdict_of_hang, own_places  # noqa: PLC0415 - as above
+
+        statuses, evidence = self._record.statuses, self._record.evidence
+        sources = read_lines(own_places(evidence))
+        verdict = find_verdict_of_hang(inquiry.hang, statuses, evidence, lambda *place: sources.get(place, ""))
+        self._record.verdict_of_hang = verdict
+        if verdict.is_about_absence:
+            inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
+        return describe_verdict(verdict, self._plan.parallelism)
 
     def _print_stacks(self, text: str) -> None:
         """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""
@@ -339,6 +354,8 @@ class Attempt:
             stop_reason=record.stop_reason,
             survivors=tuple(key.pid for key in self._survivors),
             interrupted=self._streams.interrupted,
+            evidence=record.evidence,
+            verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
         )
         if exit_code(end) == 0 and not end.survivors:
             return end

@@ -8,7 +8,7 @@ import errno
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from poprun.job.hangs import Hang
     from poprun.job.report.findings import Findings
     from poprun.job.signals import ReceivedSignals
+    from poprun.job.verdict import Verdict
     from poprun.launch.launchers import StartWatch
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
@@ -256,6 +257,9 @@ class Record:
         self.stop_reason = ""  # why poprun stops it; empty when it does not
         # what instances have told when they were asked last, or left behind when they failed, by index
         self.evidence: dict[int, InstanceEvidence] = {}
+        self.verdict_of_hang: Verdict | None = (
+            None  # who keeps the others waiting, when the user was told of a hang
+        )
         self._is_asked = False  # whether they were asked because of a failure
         self._asked: set[int] = set()  # those that have not answered yet
         self._asked_at_seconds = 0.0
@@ -400,6 +404,8 @@ class JobEnd:
     stop_reason: str = ""  # why poprun stopped the job; empty when it ended by itself
     survivors: tuple[int, ...] = ()  # process ids that even SIGKILL did not end
     interrupted: tuple[int, ...] = ()  # instances whose tracebacks of KeyboardInterrupt were not shown, ascending
+    evidence: Mapping[int, "InstanceEvidence"] = field(default_factory=dict)  # what instances told, by index
+    verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job that was stopped for that
     # what there is to say of a job that did not end well; None for one that did
     findings: "Findings | None" = None
 
@@ -419,12 +425,12 @@ class JobEnd:
 
 def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
     """The instance that failed first, or None. One that failed by itself comes before one that was let down."""
-    failed = [status for status in statuses if status.has_failed]
-    return min(
-        failed,
-        key=lambda status: (_LET_DOWN.get(status.problem, 0), status.exited_at_seconds or 0.0),
-        default=None,
-    )
+    return min((status for status in statuses if status.has_failed), key=order_of_failure, default=None)
+
+
+def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
+    """What sorts failures: those by themselves first, then by time."""
+    return _LET_DOWN.get(status.problem, 0), status.exited_at_seconds or 0.0
 
 
 def has_left(end: JobEnd) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from popdist import contract
 from popdist.layout import Parallelism
 from poprun.job.hangs import Hang, describe_hang
+from poprun.job.report.last_words import LIBRARY
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 from poprun.messages.control import Message
 from poprun.process.spawn import start_thread
@@ -96,6 +97,12 @@ def read_standing(text: str, processes: Sequence[object]) -> Standing:
             threads[-1].append(StackFrame(frame["file"], int(frame["line"]), frame["function"]))
     stacks = tuple(tuple(reversed(thread)) for thread in reversed(threads))  # the first thread is written last
     return Standing(threads=stacks, processes=tuple(map(str, processes)))
+
+
+def own_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
+    """The latest call in code that belongs to no library; None where there is none."""
+    own = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(_LIBRARY))
+    return next(own, None)
 
 
 def collective_of(standing: Standing) -> str:
@@ -204,7 +211,7 @@ class StackInquiry:
     ) -> None:
         running = [status.index for status in statuses if status.state is InstanceState.RUNNING]
         first = hang.absent if hang is not None else ()
-        self._hang = hang
+        self.hang = hang  # because of which they are asked, or None
         self._hang_timeout_seconds = hang_timeout_seconds
         self._parallelism = parallelism
         self._answers: dict[int, dict[str, Any] | None] = dict.fromkeys((*first, *running))
@@ -220,7 +227,7 @@ class StackInquiry:
     @property
     def is_about_suspicion(self) -> bool:
         """Whether it is only suspected that somebody waits: then the answers' calls decide."""
-        return self._hang is not None and not self._hang.waiting
+        return self.hang is not None and not self.hang.waiting
 
     def calls(self) -> dict[int, str]:
         """The collectives of torch that programs stand in, in words, by instance."""
@@ -235,19 +242,17 @@ class StackInquiry:
         )
         return not is_awaited or now_seconds >= self._deadline_seconds
 
-    def text(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> str | None:
-        """The answers in words; None while programs that run have not answered and may still do."""
-        if not self.is_over(statuses, now_seconds):
-            return None
-        return "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._last_lines()])
+    def text(self, statuses: Sequence[InstanceStatus], findings: Sequence[str] = ()) -> str:
+        """The answers in words; ``findings`` say who is at fault, as far as it is known."""
+        return "\n  ".join([*self._heading(statuses, findings), *self._lines(statuses), *self._last_lines()])
 
-    def _heading(self, statuses: Sequence[InstanceStatus]) -> list[str]:
-        if self._hang is not None:
-            return describe_hang(self._hang, statuses, self._parallelism)
+    def _heading(self, statuses: Sequence[InstanceStatus], findings: Sequence[str]) -> list[str]:
+        if self.hang is not None:
+            return describe_hang(self.hang, statuses, self._parallelism, findings)
         return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
 
     def _last_lines(self) -> list[str]:
-        if self._hang is None:
+        if self.hang is None:
             return []
         if self._hang_timeout_seconds is None:
             return ["the job goes on: an instance that compiles or saves for long looks the same"]
@@ -272,7 +277,7 @@ class StackInquiry:
         return render_standings(
             standings,
             lambda file, line: sources.get((file, line), ""),
-            None if self._hang is None else _MAX_GROUPS_OF_HANG,
+            None if self.hang is None else _MAX_GROUPS_OF_HANG,
             self._parallelism,
         )
 

@@ -11,6 +11,7 @@ from popdist.errors import name_instances
 from poprun.errors import describe_error
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
+from poprun.job.verdict import Verdict
 from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
 from poprun.text.ranges import describe_bytes
 
@@ -27,6 +28,9 @@ _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
 
 
+_NO_VERDICT: Final = Verdict()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """What is known of a job that did not end well."""
@@ -39,6 +43,7 @@ class Findings:
     left_early: tuple[int, ...] = ()  # instances that had ended with 0 when the MPI launcher ended the others
     # whether the launcher has failed only because one of its processes was killed
     has_launcher_followed: bool = False
+    verdict: Verdict = _NO_VERDICT  # who is at fault
     # what to write instead, where another Python than poprun's own lacks a module; or empty
     other_python: str = ""
 

@@ -26,8 +26,9 @@ _ORIGIN: Final = re.compile(
 _FATAL: Final = "Fatal Python error: "
 _FATAL_THREAD: Final = re.compile(r"Current thread .*\(most recent call first\):$")
 _SYNTAX_ERROR: Final = re.compile(r'  File "[^"]*", line \d+$')
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+)')
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
-_LIBRARY: Final = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|<frozen ")
+LIBRARY: Final = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|<frozen ")
 _RANK: Final = re.compile(r"\[rank(\d+)\]: ?")
 
 NOISE: Final = re.compile(
@@ -65,6 +66,7 @@ class LastWords:
     """What a program said before it ended; empty for one that said nothing."""
 
     summary: str = ""  # the line that says most: the exception's, else the last one
+    place: str = ""  # the file and line of the user's code that is nearest to the exception, as ``file:line``
     lines: tuple[str, ...] = ()  # the excerpt, of at most ``MAX_EXCERPT_LINES``
 
 
@@ -100,7 +102,15 @@ def last_words(tail: Sequence[str]) -> LastWords:
         excerpt = _last_lines(lines)
         return LastWords(summary=excerpt[-1].strip() if excerpt else "", lines=tuple(excerpt))
     excerpt = [_shorten(line) for line in _condense(chosen, tracebacks)[:MAX_EXCERPT_LINES]]
-    return LastWords(summary=_first_words(chosen) or chosen.header, lines=tuple(excerpt))
+    summary = _first_words(chosen) or chosen.header
+    return LastWords(summary=summary, place=_place(chosen.frames), lines=tuple(excerpt))
+
+
+def _place(frames: Sequence[Frame]) -> str:
+    """The file and line of the user's last call, else of the last one; empty where there is none."""
+    own = [frame for frame in frames if not LIBRARY.search(frame[0])] or frames
+    found = _FRAME.match(own[-1][0]) if own else None
+    return f"{found[1]}:{found[2]}" if found else ""
 
 
 def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
@@ -236,7 +246,7 @@ def _condense(traceback: Traceback, tracebacks: Sequence[Traceback]) -> list[str
 def _summary(traceback: Traceback) -> str:
     """A traceback in one line: the exception, and the place in the user's code that is nearest to it, if any."""
     said = _first_words(traceback) or traceback.header
-    own = [frame for frame in traceback.frames if not _LIBRARY.search(frame[0])]
+    own = [frame for frame in traceback.frames if not LIBRARY.search(frame[0])]
     return f"{said} ({own[-1][0].strip()})" if own else said
 
 
@@ -260,7 +270,7 @@ def _condense_message(traceback: Traceback) -> list[str]:
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
     """All calls if they fit; else the user's last call, the very last one, and more of the user's."""
     every = range(len(frames))
-    own = [number for number in every if not _LIBRARY.search(frames[number][0])] or list(every)
+    own = [number for number in every if not LIBRARY.search(frames[number][0])] or list(every)
     kept: set[int] = set(every)
     if len(_render_frames(frames, kept)) > max_lines:
         kept = set()

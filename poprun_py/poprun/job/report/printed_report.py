@@ -3,12 +3,13 @@
 import math
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
+from poprun.job.end_verdict import combine, find_verdict_of_end
 from poprun.job.record import JobEnd, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words
@@ -21,6 +22,7 @@ from poprun.job.state import (
     name_with_place,
     shell_code,
 )
+from poprun.job.verdict import Cause, Verdict, describe_verdict
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.probe.program import words_for_own_python
@@ -29,6 +31,7 @@ from poprun.text.screen import Level, log
 
 _MAX_SURVIVORS: Final = 10
 MAX_OTHER_LINES: Final = 3
+MAX_REPORT_LINES: Final = 15
 _MAX_SUMMARY: Final = 120
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
@@ -91,6 +94,11 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
         lines = []  # as a shell, which says nothing of a program whose reader has gone
     elif failed is not None and not (failed.problem in (SHIM_KILLED, RUNTIME_KILLED) and is_let_down):
         lines = _render_failure(end, failed, plan)
+    elif end.is_hung and end.findings is not None:
+        lines = [
+            end.stop_reason,
+            *(f"  {line}" for line in describe_verdict(end.findings.verdict, plan.parallelism)),
+        ]
     elif end.stop_reason and not (end.num_interrupts or end.is_terminated or end.is_output_closed):
         lines = _render_launcher_end(end, plan)
     else:
@@ -136,16 +144,48 @@ def _describe_attempt(end: JobEnd) -> str:
 
 
 def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> list[str]:
-    which = f"instance {failed.index} failed first" if len(end.statuses) > 1 else "the program failed"
     findings = end.findings or Findings()
-    said = findings.words_of(failed.index)
-    why = findings.reason_of(failed)
-    return [
-        f"{which}: {failed.problem or describe_code(failed.exit_code or 0)} ({_place(failed, plan)})",
+    verdict = findings.verdict
+    shown = _shown_failure(end.statuses, failed, verdict)
+    said = findings.words_of(shown.index)
+    why = findings.reason_of(shown)
+    found = describe_verdict(verdict, plan.parallelism)
+    others = describe_others(shown, end.statuses, findings.words, plan.parallelism, verdict.victims)
+    head = [
+        _headline(end, failed, shown, plan, verdict),
         *([f"  {why}"] if why else []),
-        *(f"  | {line}" for line in said.lines),
-        *(f"  {line}" for line in describe_others(failed, end.statuses, findings.words, plan.parallelism)),
+        *(f"  {line}" for line in found),
     ]
+    num_left = MAX_REPORT_LINES - len(head) - len(others)
+    excerpt = said.lines if len(said.lines) <= num_left else said.lines[len(said.lines) - num_left :]
+    return [*head, *(f"  | {line}" for line in excerpt), *(f"  {line}" for line in others)]
+
+
+def _shown_failure(statuses: Sequence[InstanceStatus], failed: InstanceStatus, verdict: Verdict) -> InstanceStatus:
+    """The failure to show: the culprit's, else the first one."""
+    if not verdict.culprits or failed.index in verdict.culprits:
+        return failed
+    culprit = statuses[verdict.culprits[0]]
+    return culprit if culprit.exit_code or culprit.problem else failed
+
+
+def _headline(
+    end: JobEnd, failed: InstanceStatus, shown: InstanceStatus, plan: LaunchPlan, verdict: Verdict
+) -> str:
+    how = f"{shown.problem or describe_code(shown.exit_code or 0)} ({_place(shown, plan)})"
+    if len(end.statuses) == 1:
+        return f"the program failed: {how}"
+    if shown is not failed:
+        return f"instance {shown.index} is at fault, although instance {failed.index} ended before it: {how}"
+    if verdict.culprits and failed.index not in verdict.culprits:
+        return f"{name_with_place(verdict.culprits, plan.parallelism)} let the others down: {_fault(verdict)}"
+    return f"instance {failed.index} failed first: {how}"
+
+
+def _fault(verdict: Verdict) -> str:
+    if verdict.cause is Cause.EARLY_END:
+        return "it ended with 0 before them" if len(verdict.culprits) == 1 else "they ended with 0 before them"
+    return str(verdict.cause)
 
 
 def _render_launcher_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
@@ -221,16 +261,21 @@ def explain(
     left_early = _left_early(end, plan)
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
+    words = {index: last_words(tail) for index, tail in tails.items()}
     findings = Findings(
         evidence=Evidence() if kills_before is None else evidence_since(kills_before),
-        words={index: last_words(tail) for index, tail in tails.items()},
+        words=words,
         launcher_words=last_words(without_tracebacks(launcher_output)),
         shortage=find_shortage(launcher_output),
         left_early=left_early,
         has_launcher_followed=not left_early and _has_launcher_followed(end, launcher_output),
         other_python=_other_python(end, plan, tails),
     )
-    explained = replace(end, findings=findings)
+    reasons = {it.index: findings.reason_of(it) for it in end.statuses if it.has_failed}
+    verdict = find_verdict_of_end(end.statuses, words, reasons, end.evidence)
+    if end.verdict_of_hang is not None:
+        verdict = combine(end.verdict_of_hang, verdict, words)
+    explained = replace(end, findings=replace(findings, verdict=verdict))
     if lines := render_end(explained, plan):
         log("\n".join(lines), Level.ERROR)
     return explained
@@ -241,6 +286,7 @@ def describe_others(
     statuses: Sequence[InstanceStatus],
     words: Mapping[int, LastWords],
     parallelism: Parallelism,
+    victims: Collection[int] = (),
 ) -> list[str]:
     """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first."""
     cause = _kind(failed, words)
@@ -250,7 +296,7 @@ def describe_others(
         if status is failed:
             continue
         is_alike = _has_failed_by_itself(status, words) and _kind(status, words) == cause
-        text = "failed in the same way" if is_alike else _describe_end(status, words)
+        text = "failed in the same way" if is_alike else _describe_end(status, words, victims)
         worth = 0 if is_alike else 1 if status.has_failed else 2
         key = (worth, _NUMBER.sub("#", text))
         groups.setdefault(key, []).append(status.index)
@@ -281,7 +327,7 @@ def _summary(status: InstanceStatus, words: Mapping[int, LastWords]) -> str:
     return words[status.index].summary if status.index in words else ""
 
 
-def _describe_end(status: InstanceStatus, words: Mapping[int, LastWords]) -> str:
+def _describe_end(status: InstanceStatus, words: Mapping[int, LastWords], victims: Collection[int]) -> str:
     if status.problem:
         return status.problem
     if status.exit_code is None:
@@ -291,5 +337,8 @@ def _describe_end(status: InstanceStatus, words: Mapping[int, LastWords]) -> str
     if status.was_stopped and status.exit_code < 0:
         return f"stopped by poprun: {name_code(status.exit_code)}"
     summary = _summary(status, words)[:_MAX_SUMMARY]
-    how = "ended while poprun stopped the job" if status.was_stopped else "failed, too"
+    if status.index in victims:
+        how = "torn down by it"
+    else:
+        how = "ended while poprun stopped the job" if status.was_stopped else "failed, too"
     return f"{how}: {describe_code(status.exit_code)}{f': {summary}' if summary else ''}"

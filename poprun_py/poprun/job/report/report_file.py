@@ -8,9 +8,12 @@ from typing import Final
 
 from popdist import contract
 from poprun.devices.pool.records import HeldLease
+from poprun.job.evidence import InstanceEvidence
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
+from poprun.job.stacks import Standing
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
+from poprun.job.verdict import Verdict
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
@@ -64,10 +67,58 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "launcher_exit_code": None if end.launcher_code is None else shell_code(end.launcher_code),
         "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
         "survivors": list(end.survivors),
+        "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],
     }
+
+
+def _verdict_to_dict(verdict: Verdict) -> dict[str, object]:
+    since = verdict.since_epoch_seconds
+    return {
+        "cause": str(verdict.cause),
+        "culprits": list(verdict.culprits),
+        "victims": list(verdict.victims),
+        "torn_down": list(verdict.torn_down),
+        "places": {str(index): place for index, place in sorted((verdict.places or {}).items())},
+        "details": list(verdict.details),
+        "since": None if since is None else _utc(since),
+        "advice": verdict.advice,
+    }
+
+
+def _evidence_to_dict(evidence: InstanceEvidence) -> dict[str, object]:
+    return {
+        "stack": _frames_to_list(evidence.standing or evidence.crash),
+        "helpers": [
+            {"process": helper.process, "stack": _frames_to_list(helper.standing)} for helper in evidence.helpers
+        ],
+        "groups": [
+            {
+                "name": group.name,
+                "num_called": group.num_called,
+                "num_done": group.num_done,
+                "calls": [
+                    {
+                        "number": call.number,
+                        "call": str(call),
+                        "is_done": call.is_done,
+                        "at": _utc(call.at_epoch_seconds),
+                    }
+                    for call in group.calls
+                ],
+            }
+            for group in evidence.groups
+        ],
+        "full_disks": list(evidence.full_disks),
+    }
+
+
+def _frames_to_list(standing: Standing) -> list[str]:
+    """The main thread's calls, the latest last; what /proc tells where there is no stack."""
+    frames = standing.threads[0] if standing.threads else ()
+    return [f"{it.file}:{it.line} in {it.function}" for it in frames] or list(standing.processes)
 
 
 def _instance_to_dict(
@@ -96,6 +147,7 @@ def _instance_to_dict(
             [round(at_seconds - (began or 0.0), _DIGITS), num_bytes]
             for at_seconds, num_bytes in status.memory.samples
         ],
+        "evidence": _evidence_to_dict(known) if (known := end.evidence.get(status.index)) else None,
     }
 
 

@@ -1,0 +1,258 @@
+"""Whose failure ended a job, and who failed only because of it: a pure function of what instances have told."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from popdist.errors import name_instances
+from poprun.job.evidence import GroupRecord, InstanceEvidence
+from poprun.job.record import order_of_failure
+from poprun.job.report.last_words import LastWords
+from poprun.job.state import InstanceStatus, signal_of
+from poprun.job.verdict import (
+    EVERYBODY,
+    OWN_CODE,
+    SAME_CALLS,
+    UNEVEN,
+    Cause,
+    Queue,
+    Verdict,
+    blame_different,
+    latest_own_frame,
+    odd_ones,
+    place_text,
+)
+
+_TORN: Final = re.compile(
+    r"gloo/transport/.*(?:Connection closed|Connection reset|Broken pipe|Connection refused|[Tt]imed out|timeout)"
+    r"|Socket closed|remote process exited|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|Watchdog caught collective operation timeout|Timed out waiting|wait timeout after|recvValue failed"
+    r"|sendBytes failed|failed to recv|DistNetworkError|DistStoreError|Application timeout caused pair closure"
+    r"|Connection closed by peer \["
+    r"|was closed: it ended or was lost|had given up waiting, or failed|did not come within"
+)
+"""What the last words of a program hold that failed only because another one was lost, or did not come."""
+
+_DIFFERENT: Final = re.compile(
+    r"collective mismatch in your code|op\.preamble\.length|appears not to match sizes of the same param"
+    r"|DDP expects same model across all ranks|are not in the same collective|inconsistent .* across ranks"
+    r"|Detected mismatch between collectives on ranks"
+)
+_BROUGHT: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
+"""A line of popdist's errors about calls that differ: who called what."""
+
+_LOADER_FAILED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited|has been)")
+_NO_SPACE: Final = re.compile(
+    r"No space left on device|\[Errno 28\]|Disk quota exceeded|file write failed.*PytorchStream"
+)
+_NO_MEMORY: Final = re.compile(
+    r"out of memory|MemoryError|OutOfMemoryError|DefaultCPUAllocator|bad_alloc", re.IGNORECASE
+)
+_EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b|[A-Za-z_][\w.]*: ")
+
+_MORE_MEMORY: Final = "smaller batches, fewer data loader workers, or a larger limit"
+
+
+def find_verdict_of_end(
+    statuses: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    reasons: Mapping[int, str],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """Whose failure ended the job; ``reasons`` are the likely ones that the machine shows, by instance."""
+    failed = sorted((it for it in statuses if it.has_failed), key=order_of_failure)
+    victims = [it.index for it in failed if is_torn(words.get(it.index)) and not it.problem]
+    stopped = tuple(it.index for it in statuses if it.was_stopped)
+    places = {index: it.place for index, it in words.items() if it.place}
+    places |= {
+        index: place_text(frame)
+        for index, it in evidence.items()
+        if (frame := latest_own_frame(it)) and index not in places
+    }
+    verdict = Verdict(victims=tuple(sorted(victims)), torn_down=stopped, places=places)
+    if any(_DIFFERENT.search(_last_lines(it)) for it in words.values()):
+        return _different_ends(verdict, statuses, words, evidence)
+    own = [it for it in failed if it.index not in victims]
+    own = own or [it for it in statuses if it.was_stopped and _has_own_words(words.get(it.index))]
+    if own:
+        return _blame(verdict, own[0], own, words, reasons, evidence)
+    return _without_culprit(verdict, statuses, failed, evidence)
+
+
+def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
+    """The verdict on a job that stood still: who did not come may have failed, and was slow to end."""
+    culprits = of_end.culprits
+    if not set(culprits) <= set(of_hang.culprits) or not any(_has_own_words(words.get(it)) for it in culprits):
+        return of_hang
+    said = words[culprits[0]].summary
+    details = (f"{name_instances(culprits)} had failed, and was about to end: {said}{of_end.at(culprits[0])}",)
+    return replace(of_end, victims=of_hang.victims, details=details)
+
+
+def is_torn(said: LastWords | None) -> bool:
+    """Whether a program failed only because another one was lost, by its last words."""
+    return said is not None and bool(_TORN.search(_last_lines(said)))
+
+
+def _last_lines(said: LastWords) -> str:
+    return "\n".join([said.summary, *(line for line in said.lines if not line.startswith("  "))])
+
+
+def _has_own_words(said: LastWords | None) -> bool:
+    return said is not None and bool(said.place) and not is_torn(said) and "KeyboardInterrupt" not in said.summary
+
+
+def _blame(
+    verdict: Verdict,
+    first: InstanceStatus,
+    own: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    reasons: Mapping[int, str],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """The first that failed by itself is the culprit, with those that failed alike."""
+    said = words.get(first.index, LastWords())
+    known = evidence.get(first.index, InstanceEvidence())
+    cause = _cause_of(first, said, reasons.get(first.index, ""))
+    kind = _kind(first, said)
+    alike = [it.index for it in own if _kind(it, words.get(it.index, LastWords())) == kind]
+    details = []
+    if cause is Cause.FULL_DISK and known.full_disks:
+        details.append(f"no space left in {' and '.join(known.full_disks)}")
+    if cause is Cause.SIGNAL and verdict.place_of(first.index):
+        details.append(f"it stood at {verdict.place_of(first.index)}")
+    advice = {Cause.OUT_OF_MEMORY: _MORE_MEMORY, Cause.FULL_DISK: "make room there, or write elsewhere"}.get(
+        cause, ""
+    )
+    return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
+
+
+def _kind(status: InstanceStatus, said: LastWords) -> tuple[int | None, str, str]:
+    return status.exit_code, status.problem, re.sub(r"\d+", "#", said.summary)
+
+
+def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
+    text = _last_lines(said)
+    code = status.exit_code or 0
+    if status.problem and not status.cannot_run:
+        return Cause.LOST
+    if _LOADER_FAILED.search(text) or _has_lost_helper(said):
+        return Cause.HELPER
+    if _NO_SPACE.search(text):
+        return Cause.FULL_DISK
+    if _NO_MEMORY.search(said.summary) or reason.removeprefix("probably ").startswith("out of memory"):
+        return Cause.OUT_OF_MEMORY
+    if signal_of(code) is not None and not ((code > 0 or status.was_stopped) and said.place):
+        return Cause.SIGNAL
+    return Cause.EXCEPTION if said.place or _EXCEPTION.match(said.summary) else Cause.EXIT
+
+
+def _has_lost_helper(said: LastWords) -> bool:
+    """Whether a connection to a process below the program has broken, which only a lost one does."""
+    is_broken = said.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
+    return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in said.lines)
+
+
+def _different_ends(
+    verdict: Verdict,
+    statuses: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """A job that ended because instances had called different collectives."""
+    brought = next((found for it in words.values() if len(found := _brought(it.lines)) > 1), {})
+    if brought:
+        details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in brought.items()]
+        culprits = odd_ones(list(brought.values()))
+    else:
+        records = {index: it.groups for index, it in evidence.items()}
+        queue = _differing_queue(records, len(statuses))
+        if queue is not None:
+            return blame_different(verdict, queue)
+        details = [
+            f"instance {it.index}: {_last_call(evidence.get(it.index))}{verdict.at(it.index)}" for it in statuses
+        ]
+        alone = [index for index, it in words.items() if _DIFFERENT.search(_last_lines(it))]
+        others = [it.index for it in statuses if it.index not in alone]
+        culprits = (
+            odd_ones([others, alone])
+            if len(alone) == 1 and alone != [0] and _is_of_models(words[alone[0]])
+            else ()
+        )
+    victims = tuple(it.index for it in statuses if it.has_failed and it.index not in culprits)
+    return replace(
+        verdict,
+        cause=Cause.MISMATCH,
+        culprits=culprits,
+        victims=victims if culprits else (),
+        details=tuple(details),
+        advice=SAME_CALLS,
+    )
+
+
+def _is_of_models(said: LastWords) -> bool:
+    """Whether a program found its model different from rank 0's, which only those that differ do."""
+    return "same param" in _last_lines(said)
+
+
+def _differing_queue(records: Mapping[int, Sequence[GroupRecord]], num_instances: int) -> Queue | None:
+    """The first collective that two programs have called differently."""
+    names = dict.fromkeys(group.name for groups in records.values() for group in groups)
+    for name in names:
+        found = {index: group for index, groups in records.items() for group in groups if group.name == name}
+        numbers = sorted({call.number for group in found.values() for call in group.calls})
+        for number in numbers:
+            calls = {index: call for index, group in found.items() if (call := group.find(number)) is not None}
+            queue = Queue(
+                name=name,
+                number=number,
+                waiting=calls,
+                members=frozenset(range(num_instances)),
+                behind=frozenset(),
+                calls=calls,
+            )
+            if queue.has_different_calls:
+                return queue
+    return None
+
+
+def _last_call(known: InstanceEvidence | None) -> str:
+    calls = [call for group in (known.groups if known else ()) for call in group.calls]
+    return str(max(calls, key=lambda call: call.at_epoch_seconds)) if calls else "its call is not known"
+
+
+def _brought(lines: Iterable[str]) -> dict[str, list[int]]:
+    """Who called what, as popdist's error says it."""
+    found = [match for line in lines if (match := _BROUGHT.fullmatch(line))]
+    return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in found}
+
+
+def _without_culprit(
+    verdict: Verdict,
+    statuses: Sequence[InstanceStatus],
+    failed: Sequence[InstanceStatus],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """All failures are those of victims: somebody ended early, does not come, or it is not known."""
+    first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
+    early = [
+        it.index
+        for it in statuses
+        if it.exit_code == 0 and not it.was_stopped and (it.exited_at_seconds or first_seconds) <= first_seconds
+    ]
+    if early and failed:
+        ends = f"{name_instances(early)} ended with 0 while {name_instances([it.index for it in failed])} went on"
+        return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(early), details=(ends,), advice=UNEVEN)
+    counts = {index: group.num_called for index, it in evidence.items() if (group := it.group(EVERYBODY))}
+    most = max(counts.values(), default=0)
+    free = [index for index, count in counts.items() if count < most and statuses[index].was_stopped]
+    if free and len(counts) == len(statuses):
+        done = (
+            f"{name_instances(free)} had called fewer collectives than the others, which waited until they gave up"
+        )
+        places = tuple(
+            f"instance {index} stood at {place}" for index in free if (place := verdict.place_of(index))
+        )
+        return replace(verdict, cause=Cause.ABSENT, culprits=tuple(free), details=(done, *places), advice=OWN_CODE)
+    return replace(verdict, details=("each that failed had lost its connection to another one",) if failed else ())

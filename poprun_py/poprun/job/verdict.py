@@ -1,0 +1,335 @@
+"""Who is at fault at an end or a standstill of a job: a pure function of what all instances have told.
+
+A wrong name is the worst answer: where two instances do not fit together and nothing says which of them is wrong,
+both are named, and neither is the culprit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from popdist.errors import name_instances
+from popdist.layout import Parallelism
+from popdist.progress import FINALIZE
+from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
+from poprun.job.hangs import Hang
+from poprun.job.stacks import Place, ReadLine, StackFrame, own_frame
+from poprun.job.state import InstanceState, InstanceStatus, name_with_place
+
+MAX_LINES: Final = 8
+EVERYBODY: Final = "0"  # torch's name of the group of all
+_MAJORITY: Final = 3  # from so many on, one that differs from all the others is named
+
+
+class Cause(StrEnum):
+    """What the culprit did, or what was done to it."""
+
+    EXCEPTION = "exception"
+    EXIT = "exit code"
+    SIGNAL = "signal"
+    OUT_OF_MEMORY = "out of memory"
+    FULL_DISK = "full disk"
+    MISMATCH = "collective mismatch"
+    ABSENT = "did not come back from its own code"
+    HELPER = "helper process"  # such as a data loader's worker
+    EARLY_END = "ended before the others"
+    LOST = "lost"  # with its host, its agent, or the launcher
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Who is at fault, and why."""
+
+    cause: Cause = Cause.UNKNOWN
+    culprits: tuple[int, ...] = ()  # ascending; none where it is not known who it is
+    victims: tuple[int, ...] = ()  # those that failed, or wait, only because of them
+    torn_down: tuple[int, ...] = ()  # those that poprun ended
+    places: Mapping[int, str] | None = None  # the file and line where instances failed or stand, where it is known
+    details: tuple[str, ...] = ()  # the evidence in words, one line each
+    since_epoch_seconds: float | None = None  # since when the others wait, where torch's recorder says so
+    advice: str = ""
+
+    @property
+    def is_about_absence(self) -> bool:
+        """Whether the culprits run, and do not come to where the others wait."""
+        return self.cause in (Cause.ABSENT, Cause.HELPER) and bool(self.culprits)
+
+    def place_of(self, instance: int) -> str:
+        """Where an instance failed or stands: ``file:line``, or empty."""
+        return (self.places or {}).get(instance, "")
+
+    def at(self, instance: int) -> str:
+        """The same, as the end of a line: ``, at file:line``, or empty."""
+        place = self.place_of(instance)
+        return f", at {place}" if place else ""
+
+
+SAME_CALLS: Final = "all must make the same calls, with the same sizes, in the same order"
+OWN_CODE: Final = "look at this line: the others wait until it goes on"
+UNEVEN: Final = "give all the same number of batches, or use torch.distributed.algorithms.join.Join"
+
+
+def find_verdict_of_hang(
+    hang: Hang,
+    statuses: Sequence[InstanceStatus],
+    evidence: Mapping[int, InstanceEvidence],
+    read_line: ReadLine = lambda _file, _line: "",
+) -> Verdict:
+    """Who keeps the others waiting."""
+    places = {index: place_text(frame) for index, known in evidence.items() if (frame := latest_own_frame(known))}
+    waiting = {index: text for text, indices in hang.waiting.items() for index in indices}
+    verdict = Verdict(victims=tuple(sorted(waiting)), places=places)
+    queues = _queues(waiting, statuses, evidence)
+    for queue in queues:
+        if queue.has_different_calls:
+            return blame_different(verdict, queue)
+    for queue in queues:
+        if free := sorted(queue.behind - waiting.keys()):
+            running = [it for it in free if statuses[it].state is InstanceState.RUNNING]
+            return (
+                _blame_absent(verdict, running, queue, evidence, read_line)
+                if running
+                else _blame_early(verdict, free, queue)
+            )
+    known = {index for queue in queues for index in queue.members}
+    if absent := [index for index in hang.absent if index not in known]:
+        return _blame_absent(verdict, absent, None, evidence, read_line)
+    if early := hang.ended or (hang.waiting.get(FINALIZE, ()) if len(hang.waiting) > 1 else ()):
+        return _blame_early(verdict, early, None)
+    return _blame_order(verdict, queues)
+
+
+def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
+    """All wait: for each other in different groups, for calls of other sizes, or for what nobody here shows."""
+    for queue in queues:
+        if not queue.behind and len({call.sizes for call in queue.calls.values()}) > 1:
+            return blame_different(verdict, queue)
+    if any(queue.behind for queue in queues):
+        rows = [f"  {queue.describe()}{verdict.at(min(queue.waiting))}" for queue in queues]
+        details = ("they wait for each other in different groups:", *rows)
+        return replace(verdict, cause=Cause.MISMATCH, details=details, advice=SAME_CALLS)
+    return replace(verdict, details=tuple(queue.describe() for queue in queues))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """The instances that wait in one process group for the others of it."""
+
+    name: str
+    number: int  # the collective of the group that they wait in
+    waiting: Mapping[int, Call]
+    members: frozenset[int]
+    behind: frozenset[int]  # members that have not called it
+    calls: Mapping[int, Call]  # what members have called as this number
+
+    @property
+    def has_different_calls(self) -> bool:
+        """Whether members have called different collectives as the same number."""
+        calls = list(self.calls.values())
+        return any(not call.is_like(calls[0]) for call in calls[1:])
+
+    @property
+    def since_epoch_seconds(self) -> float:
+        """When the first of them began to wait."""
+        return min(call.at_epoch_seconds for call in self.waiting.values())
+
+    def describe(self) -> str:
+        """Who waits in which collective, and how far those are that have not called it."""
+        who, call = sorted(self.waiting), next(iter(self.waiting.values()))
+        which = "" if self.name == EVERYBODY else f" of group {self.name}"
+        text = (
+            f"{name_instances(who)} wait{'s' if len(who) == 1 else ''} in collective {self.number}{which}: {call}"
+        )
+        if not self.behind:
+            return text
+        verb = "has" if len(self.behind) == 1 else "have"
+        return f"{text}, which {name_instances(sorted(self.behind))} {verb} not called"
+
+
+def _queues(
+    waiting: Mapping[int, str], statuses: Sequence[InstanceStatus], evidence: Mapping[int, InstanceEvidence]
+) -> list[Queue]:
+    """The queues before each process group, those that wait longest first."""
+    pending: dict[str, dict[int, GroupRecord]] = {}
+    for index, known in evidence.items():
+        group = _group_waited_in(known) if index in waiting else None
+        if group is not None:
+            pending.setdefault(group.name, {})[index] = group
+    queues = [_queue(name, groups, statuses, evidence) for name, groups in pending.items()]
+    return sorted(queues, key=lambda queue: queue.since_epoch_seconds)
+
+
+def _group_waited_in(known: InstanceEvidence) -> GroupRecord | None:
+    """The group with the call that is not done and was called first."""
+    open_groups = [group for group in known.groups if group.pending is not None]
+    return min(
+        open_groups, key=lambda group: group.pending.at_epoch_seconds if group.pending else 0.0, default=None
+    )
+
+
+def _queue(
+    name: str,
+    groups: Mapping[int, GroupRecord],
+    statuses: Sequence[InstanceStatus],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Queue:
+    calls = {index: group.pending for index, group in groups.items() if group.pending is not None}
+    number = min(call.number for call in calls.values())
+    records = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
+    named = next((group.ranks for group in groups.values() if group.ranks), ())
+    everybody = range(len(statuses)) if name == EVERYBODY else ()
+    members = frozenset((*records, *named, *everybody)) & frozenset(range(len(statuses)))
+    ended = {index for index in members - records.keys() if statuses[index].exit_code is not None}
+    called = {index: call for index, group in records.items() if (call := group.find(number)) is not None}
+    behind = {index for index, group in records.items() if group.num_called < number}
+    return Queue(
+        name=name,
+        number=number,
+        waiting={index: call for index, call in calls.items() if call.number == number},
+        members=members,
+        behind=frozenset(behind | ended),
+        calls=called,
+    )
+
+
+def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
+    """Members called different collectives: the one that differs from all others, of at least three, is named."""
+    alike: dict[str, list[int]] = {}
+    for index, call in sorted(queue.calls.items()):
+        alike.setdefault(str(call), []).append(index)
+    kinds = sorted(alike.items(), key=lambda item: -len(item[1]))
+    culprits = odd_ones([indices for _, indices in kinds])
+    which = "" if queue.name == EVERYBODY else f" of group {queue.name}"
+    details = [f"as collective {queue.number}{which} they have called:"]
+    details += [f"  {name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in kinds]
+    return replace(
+        verdict,
+        cause=Cause.MISMATCH,
+        culprits=culprits,
+        victims=tuple(index for index in verdict.victims if index not in culprits),
+        details=tuple(details),
+        since_epoch_seconds=queue.since_epoch_seconds,
+        advice=SAME_CALLS,
+    )
+
+
+def odd_ones(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The one part of two that is smaller, in a job of at least three; none where that does not show it."""
+    total = sum(map(len, parts))
+    if len(parts) != 2 or total < _MAJORITY or len(parts[0]) == len(parts[1]):  # noqa: PLR2004 - a pair
+        return ()
+    return tuple(sorted(parts[0] if len(parts[0]) < len(parts[1]) else parts[1]))
+
+
+def _blame_absent(
+    verdict: Verdict,
+    absent: Sequence[int],
+    queue: Queue | None,
+    evidence: Mapping[int, InstanceEvidence],
+    read_line: ReadLine,
+) -> Verdict:
+    """Instances that run their own code while others wait for them; or that wait for a helper of theirs."""
+    details = [] if queue is None else [queue.describe()]
+    cause, places = Cause.ABSENT, dict(verdict.places or {})
+    for index in absent:
+        known = evidence.get(index, InstanceEvidence())
+        helper = stuck_helper(known)
+        frame = latest_own_frame(known)
+        if helper is not None:
+            cause, inside = Cause.HELPER, helper_frame(helper)
+            stands = (
+                "" if inside is None else f", process {helper.pid}, which stands {_in_line(inside, read_line)}"
+            )
+            details.append(f"instance {index} waits for its data loader's worker{stands or f': {helper.process}'}")
+            frame = inside or frame
+        elif frame is not None:
+            details.append(f"instance {index} stands {_in_line(frame, read_line)}")
+        elif known.standing is not None and known.standing.processes:
+            details.append(f"instance {index}: {known.standing.processes[0]}")
+        if frame is not None:
+            places[index] = place_text(frame)
+    return replace(
+        verdict,
+        cause=cause,
+        culprits=tuple(absent),
+        places=places,
+        details=tuple(details),
+        since_epoch_seconds=None if queue is None else queue.since_epoch_seconds,
+        advice=OWN_CODE if places.keys() & set(absent) else "",
+    )
+
+
+def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None) -> Verdict:
+    details = () if queue is None else (queue.describe(),)
+    victims = tuple(index for index in verdict.victims if index not in ended)
+    early = replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=victims, details=details)
+    return replace(early, advice=UNEVEN)
+
+
+def _in_line(frame: StackFrame, read_line: ReadLine) -> str:
+    source = read_line(frame.file, frame.line).strip()
+    return f"at {place_text(frame)}, in {frame.function}{f': {source}' if source else ''}"
+
+
+def place_text(frame: StackFrame) -> str:
+    """A frame's file and line."""
+    return f"{frame.file}:{frame.line}"
+
+
+def latest_own_frame(known: InstanceEvidence) -> StackFrame | None:
+    """Where an instance stands, or crashed, in code of the user's."""
+    for standing in (known.crash, known.standing):
+        if standing is not None and standing.threads and (frame := own_frame(standing.threads[0])) is not None:
+            return frame
+    return None
+
+
+_PROCESS: Final = "/multiprocessing/process.py"
+_LOADER: Final = "/torch/utils/data/dataloader.py"
+_HELD_UP: Final = ("in an uninterruptible wait", "stopped by")
+
+
+def _is_loading(known: InstanceEvidence) -> bool:
+    """Whether the main thread waits in torch's data loader."""
+    threads = known.standing.threads if known.standing is not None else ()
+    return bool(threads) and any(frame.file.endswith(_LOADER) for frame in threads[0])
+
+
+def stuck_helper(known: InstanceEvidence) -> Helper | None:
+    """The helper that the main thread waits for: one in code of the user's, or held up by the kernel."""
+    if not known.helpers or not _is_loading(known):
+        return None
+    return next(
+        (it for it in known.helpers if helper_frame(it) or any(state in it.process for state in _HELD_UP)), None
+    )
+
+
+def helper_frame(helper: Helper) -> StackFrame | None:
+    """Where a helper stands in code of the user's, above the code that it was forked from."""
+    if not helper.standing.threads:
+        return None
+    main = helper.standing.threads[0]
+    starts = [number for number, frame in enumerate(main) if frame.file.endswith(_PROCESS)]
+    return own_frame(main[starts[-1] + 1 :]) if starts else None
+
+
+def own_places(evidence: Mapping[int, InstanceEvidence]) -> set[Place]:
+    """Where the programs and their helpers stand in code of the user's."""
+    helpers = (helper for known in evidence.values() for helper in known.helpers)
+    frames = (*map(latest_own_frame, evidence.values()), *map(helper_frame, helpers))
+    return {(frame.file, frame.line) for frame in frames if frame is not None}
+
+
+def describe_verdict(verdict: Verdict, parallelism: Parallelism) -> list[str]:
+    """The verdict in at most ten lines, without the name of the failure: what is known, and what to try."""
+    lines = list(verdict.details)
+    if verdict.cause is Cause.MISMATCH:
+        who = name_with_place(verdict.culprits, parallelism) if verdict.culprits else ""
+        verb = "differs" if len(verdict.culprits) == 1 else "differ"
+        told = f"{who} {verb} from the others" if who else "these differ, and nothing shows which of them is wrong"
+        lines.insert(0, told)
+    if len(lines) > MAX_LINES:
+        lines = [*lines[: MAX_LINES - 1], f"… {len(lines) - MAX_LINES + 1} more …"]
+    return [*lines, verdict.advice] if verdict.advice and not verdict.is_about_absence else lines

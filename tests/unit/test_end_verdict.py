@@ -1,0 +1,255 @@
+"""Whose failure ended a job, from what real programs have said and left behind (torch 2.13, gloo)."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from poprun.job.end_verdict import combine, find_verdict_of_end, is_torn
+from poprun.job.evidence import Call, GroupRecord, InstanceEvidence
+from poprun.job.report.last_words import LastWords, last_words
+from poprun.job.stacks import StackFrame, Standing
+from poprun.job.state import HOST_LOST, InstanceState, InstanceStatus
+from poprun.job.verdict import Cause, Verdict
+
+CLOSED = (
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
+    "peer [127.0.0.1]:16044. This is typically caused by a remote worker crashing."
+)
+RESET = (
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
+    "[127.0.0.1]:52623: Connection reset by peer. This is typically caused by a remote worker hanging."
+)
+LATE = (
+    "RuntimeError: [/__w/gloo/transport/tcp/unbound_buffer.cc:72] Timed out waiting 1800000ms for recv operation"
+)
+LOST = (
+    "popdist.errors.BackendError: instance 0, in barrier(): the connection to instance 1 was closed: it ended or "
+    "was lost"
+)
+WORKER = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "
+SIZES = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 212 vs 8. Received data size "
+    "doesn't match expected size. Is there a distributed collective mismatch in your code?"
+)
+PARAMETERS = (
+    "RuntimeError: [1]: params[0] in this process with sizes [7] appears not to match sizes of the same param in "
+    "process 0."
+)
+BROUGHT = (
+    "popdist.errors.CollectiveError: the ranks are not in the same collective:\n"
+    "  rank{}: all_reduce (sum) of 4 float32\n"
+    "  rank {}: all_reduce (sum) of 5 float32"
+)
+BROKEN = "ConnectionResetError: [Errno 104] Connection reset by peer"
+
+
+def traceback(message: str, file: str = "train.py", line: int = 7) -> LastWords:
+    """What Python prints of an exception that nobody caught."""
+    frame = f'  File "{file}", line {line}, in <module>'
+    return last_words(["Traceback (most recent call last):", frame, "    work()", *message.splitlines()])
+
+
+def ended(
+    index: int, code: int | None, at_seconds: float = 1.0, *, stopped: bool = False, problem: str = ""
+) -> InstanceStatus:
+    """An instance that has ended."""
+    return InstanceStatus(
+        index=index,
+        state=InstanceState.ENDED,
+        exit_code=code,
+        exited_at_seconds=at_seconds,
+        was_stopped=stopped,
+        problem=problem,
+    )
+
+
+STOPPED = ended(0, -signal.SIGTERM, 2.0, stopped=True)
+VALUE = traceback("ValueError: bad batch")
+
+Row = tuple[str, list[InstanceStatus], Mapping[int, LastWords], Cause, tuple[int, ...], tuple[int, ...]]
+TABLE: list[Row] = [
+    ("an exception", [STOPPED, ended(1, 1)], {1: VALUE, 0: traceback(CLOSED)}, Cause.EXCEPTION, (1,), ()),
+    (
+        "a victim ends first",
+        [ended(0, 1, 1.0), ended(1, 1, 2.0)],
+        {0: traceback(CLOSED), 1: VALUE},
+        Cause.EXCEPTION,
+        (1,),
+        (0,),
+    ),
+    (
+        "a victim ends first, and the culprit is stopped while it ends",
+        [ended(0, 1, 1.0), ended(1, -15, 2.0, stopped=True)],
+        {0: traceback(LOST), 1: VALUE},
+        Cause.EXCEPTION,
+        (1,),
+        (0,),
+    ),
+    ("a code", [STOPPED, ended(1, 3)], {1: LastWords(), 0: traceback(RESET)}, Cause.EXIT, (1,), ()),
+    ("a signal", [STOPPED, ended(1, -11)], {}, Cause.SIGNAL, (1,), ()),
+    ("a worker is killed", [STOPPED, ended(1, 1)], {1: traceback(WORKER)}, Cause.HELPER, (1,), ()),
+    (
+        "a worker is gone",
+        [STOPPED, ended(1, 1)],
+        {1: traceback(BROKEN, "/usr/lib/python3.11/multiprocessing/connection.py")},
+        Cause.HELPER,
+        (1,),
+        (),
+    ),
+    ("a server is gone", [STOPPED, ended(1, 1)], {1: traceback(BROKEN)}, Cause.EXCEPTION, (1,), ()),
+    ("no memory", [STOPPED, ended(1, 1)], {1: traceback("MemoryError")}, Cause.OUT_OF_MEMORY, (1,), ()),
+    (
+        "no memory on the GPU",
+        [STOPPED, ended(1, 1)],
+        {1: traceback("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")},
+        Cause.OUT_OF_MEMORY,
+        (1,),
+        (),
+    ),
+    (
+        "a full disk",
+        [STOPPED, ended(1, 1)],
+        {1: traceback("OSError: [Errno 28] No space left on device")},
+        Cause.FULL_DISK,
+        (1,),
+        (),
+    ),
+    (
+        "ends early",
+        [ended(0, 1, 2.0), ended(1, 0, 1.0)],
+        {0: traceback(LOST)},
+        Cause.EARLY_END,
+        (1,),
+        (0,),
+    ),
+    (
+        "nobody's",
+        [ended(0, 1, 1.0), ended(1, 1, 1.1)],
+        {0: traceback(CLOSED), 1: traceback(RESET)},
+        Cause.UNKNOWN,
+        (),
+        (0, 1),
+    ),
+    ("all alike", [ended(0, 1, 1.0), ended(1, 1, 1.1)], {0: VALUE, 1: VALUE}, Cause.EXCEPTION, (0, 1), ()),
+    (
+        "a host",
+        [ended(0, 1, 1.0), ended(1, None, 1.1, problem=HOST_LOST)],
+        {0: traceback(CLOSED)},
+        Cause.LOST,
+        (1,),
+        (0,),
+    ),
+    (
+        "other calls, of two",
+        [ended(0, 1), ended(1, 1)],
+        {index: traceback(BROUGHT.format(" 0", 1)) for index in range(2)},
+        Cause.MISMATCH,
+        (),
+        (),
+    ),
+    (
+        "other calls, of three",
+        [ended(0, 1), ended(1, 1), ended(2, 1)],
+        {index: traceback(BROUGHT.format("s 0 and 2", 1)) for index in range(3)},
+        Cause.MISMATCH,
+        (1,),
+        (0, 2),
+    ),
+    ("other models, of two", [STOPPED, ended(1, 1)], {1: traceback(PARAMETERS)}, Cause.MISMATCH, (), ()),
+    (
+        "other models, of three",
+        [STOPPED, ended(1, 1), replace(STOPPED, index=2)],
+        {1: traceback(PARAMETERS)},
+        Cause.MISMATCH,
+        (1,),
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "words", "cause", "culprits", "victims"),
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
+)
+def test_the_table(
+    statuses: list[InstanceStatus],
+    words: Mapping[int, LastWords],
+    cause: Cause,
+    culprits: tuple[int, ...],
+    victims: tuple[int, ...],
+) -> None:
+    """One row, one verdict."""
+    verdict = find_verdict_of_end(statuses, words, {}, {})
+
+    assert (verdict.cause, verdict.culprits, verdict.victims) == (cause, culprits, victims)
+    assert verdict.torn_down == tuple(it.index for it in statuses if it.was_stopped)
+
+
+def called(*sizes: int) -> InstanceEvidence:
+    """One whose all_reduces were of these sizes."""
+    calls = tuple(
+        Call(name="all_reduce", number=number, sizes=((size,),), types=("float32",))
+        for number, size in enumerate(sizes, 1)
+    )
+    return InstanceEvidence(
+        groups=(GroupRecord(name="0", num_called=len(calls), num_done=len(calls), calls=calls),)
+    )
+
+
+def test_calls_of_other_sizes_are_compared() -> None:
+    """In gloo one of the two is aborted, and what it called is not known; else both calls are shown."""
+    statuses, words = [STOPPED, ended(1, -signal.SIGABRT)], {1: last_words(SIZES.splitlines())}
+    crash = InstanceEvidence(crash=Standing(threads=((StackFrame("train.py", 9, "main"),),)))
+    known = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: called(4, 7)})
+    unknown = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: crash})
+
+    assert {known.cause, unknown.cause} == {Cause.MISMATCH}
+    assert (known.culprits, unknown.culprits) == ((), ())
+    assert known.details[1:] == ("  instance 0: all_reduce(float32[4])", "  instance 1: all_reduce(float32[7])")
+    assert unknown.details == (
+        "instance 0: all_reduce(float32[4])",
+        "instance 1: its call is not known, at train.py:9",
+    )
+
+
+def test_who_was_waited_for_until_the_others_gave_up() -> None:
+    """It has called fewer collectives, and was alive when the first of them failed."""
+    statuses = [ended(0, 1), ended(1, -15, 2.0, stopped=True)]
+    frames = Standing(threads=((StackFrame("train.py", 9, "main"),),))
+    verdict = find_verdict_of_end(
+        statuses, {0: traceback(LATE)}, {}, {0: called(4, 4), 1: replace(called(4), standing=frames)}
+    )
+
+    assert (verdict.cause, verdict.culprits, verdict.victims) == (Cause.ABSENT, (1,), (0,))
+    assert verdict.details[1] == "instance 1 stood at train.py:9"
+
+
+def test_the_machine_knows_more_than_the_code() -> None:
+    """Of a killed program that was out of memory, of a full disk, and of a crash."""
+    crash = InstanceEvidence(crash=Standing(threads=((StackFrame("train.py", 9, "main"),),)))
+    full = InstanceEvidence(full_disks=("/data",))
+    killed = find_verdict_of_end([ended(0, -9)], {}, {0: "probably out of memory: the kernel killed it"}, {})
+    crashed = find_verdict_of_end([ended(0, -11)], {}, {}, {0: crash})
+    wrote = find_verdict_of_end([ended(0, 1)], {0: traceback("OSError: [Errno 28] No space")}, {}, {0: full})
+
+    assert killed.cause is Cause.OUT_OF_MEMORY
+    assert (crashed.cause, crashed.details) == (Cause.SIGNAL, ("it stood at train.py:9",))
+    assert (wrote.cause, wrote.details) == (Cause.FULL_DISK, ("no space left in /data",))
+    assert not is_torn(None)
+
+
+def test_who_fails_slowly_in_a_hang_has_failed() -> None:
+    """It had printed its traceback when the job was stopped because nothing went on; another one is left alone."""
+    hung = Verdict(cause=Cause.ABSENT, culprits=(1,), victims=(0,))
+    statuses = [STOPPED, replace(STOPPED, index=1)]
+    words = {0: LastWords(), 1: VALUE}
+    found = combine(hung, find_verdict_of_end(statuses, words, {}, {}), words)
+    nothing = combine(hung, find_verdict_of_end(statuses, {}, {}, {}), {})
+
+    assert (found.cause, found.culprits, found.victims) == (Cause.EXCEPTION, (1,), (0,))
+    assert found.details == ("instance 1 had failed, and was about to end: ValueError: bad batch, at train.py:7",)
+    assert nothing is hung

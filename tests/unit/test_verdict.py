@@ -1,0 +1,230 @@
+"""Who keeps the others waiting, from what real programs have told when they stood still (torch 2.13, gloo).
+
+Holds poprun.job.verdict.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from popdist.layout import Parallelism
+from popdist.progress import FINALIZE
+from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
+from poprun.job.hangs import Hang
+from poprun.job.stacks import StackFrame, Standing
+from poprun.job.state import InstanceState, InstanceStatus
+from poprun.job.verdict import MAX_LINES, Cause, Verdict, describe_verdict, find_verdict_of_hang, own_places
+
+PROGRAM, TORCH, PYTHON = "/home/me/train.py", "/v/lib/python3.11/site-packages/torch", "/usr/lib/python3.11"
+Frames = tuple[tuple[str, int, str], ...]
+
+BACKWARD: Frames = ((PROGRAM, 22, "<module>"), (f"{TORCH}/_tensor.py", 623, "backward"))
+BARRIER: Frames = ((PROGRAM, 25, "<module>"), (f"{TORCH}/distributed/distributed_c10d.py", 5356, "barrier"))
+SLEEPING: Frames = ((PROGRAM, 15, "<module>"),)
+LOADING: Frames = (
+    (PROGRAM, 17, "<module>"),
+    (f"{TORCH}/utils/data/dataloader.py", 1300, "_try_get_data"),
+    (f"{PYTHON}/multiprocessing/queues.py", 113, "get"),
+)
+WORKER: Frames = (*LOADING[:1], (f"{PYTHON}/multiprocessing/process.py", 108, "run"))
+STUCK_WORKER: Frames = (
+    *WORKER,
+    (f"{TORCH}/utils/data/_utils/worker.py", 349, "_worker_loop"),
+    (PROGRAM, 11, "read"),
+)
+IDLE_WORKER: Frames = (*WORKER, (f"{PYTHON}/selectors.py", 415, "select"))
+
+
+def standing(frames: Frames) -> Standing:
+    """A program whose main thread is in these calls."""
+    return Standing(threads=(tuple(StackFrame(*frame) for frame in frames),))
+
+
+def group(*names: str, first: int = 9, name: str = "0", is_pending: bool = True, **more: Any) -> GroupRecord:  # noqa: ANN401 - any field
+    """A group's calls, numbered from ``first``, of which the last one is not done."""
+    calls = [
+        Call(name=text, number=number, sizes=((212,),), types=("float32",), at_epoch_seconds=100.0 + number)
+        for number, text in enumerate(names, first)
+    ]
+    if is_pending:
+        calls[-1] = replace(calls[-1], is_done=False)
+    last = calls[-1].number
+    return GroupRecord(name=name, num_called=last, num_done=last - is_pending, calls=tuple(calls), **more)
+
+
+def told(frames: Frames, *groups: GroupRecord, helpers: tuple[Helper, ...] = ()) -> InstanceEvidence:
+    """What an instance has told."""
+    return InstanceEvidence(standing=standing(frames), groups=groups, helpers=helpers)
+
+
+def running(num: int, *ended: int) -> list[InstanceStatus]:
+    """Instances of which some have ended with 0."""
+    made = [InstanceStatus(index=index, state=InstanceState.RUNNING) for index in range(num)]
+    return [replace(it, state=InstanceState.ENDED, exit_code=0) if it.index in ended else it for it in made]
+
+
+REDUCES = group("all_reduce", "all_reduce", "all_reduce")  # in the third, number 11
+BEHIND = group("all_reduce", "all_reduce", is_pending=False)  # has done two, up to number 10
+AT_BARRIER = group("all_reduce", "all_reduce", "barrier")
+IN_BACKWARD, AT_END = "backward() of torch", "barrier() of torch.distributed"
+WORKERS = (
+    Helper(pid=8, process="process 8: sleeping in poll", standing=standing(IDLE_WORKER)),
+    Helper(pid=9, process="process 9: sleeping in clock_nanosleep", standing=standing(STUCK_WORKER)),
+)
+HELD = (Helper(pid=7, process="process 7: in an uninterruptible wait in read"),)
+ELSEWHERE = group("all_gather", first=4, name="7")
+
+TABLE: list[tuple[str, Mapping[str, tuple[int, ...]], dict[int, InstanceEvidence], Cause, tuple[int, ...]]] = [
+    ("sleeps", {IN_BACKWARD: (0,)}, {0: told(BACKWARD, REDUCES), 1: told(SLEEPING, BEHIND)}, Cause.ABSENT, (1,)),
+    (
+        "a worker sleeps",
+        {IN_BACKWARD: (0,)},
+        {0: told(BACKWARD, REDUCES), 1: told(LOADING, BEHIND, helpers=WORKERS)},
+        Cause.HELPER,
+        (1,),
+    ),
+    (
+        "a worker waits for its disk",
+        {IN_BACKWARD: (0,)},
+        {0: told(BACKWARD, REDUCES), 1: told(LOADING, BEHIND, helpers=HELD)},
+        Cause.HELPER,
+        (1,),
+    ),
+    (
+        "skips a batch, one of two",
+        {IN_BACKWARD: (0,), AT_END: (1,)},
+        {0: told(BACKWARD, REDUCES), 1: told(BARRIER, AT_BARRIER)},
+        Cause.MISMATCH,
+        (),
+    ),
+    (
+        "skips a batch, one of three",
+        {IN_BACKWARD: (0, 2), AT_END: (1,)},
+        {0: told(BACKWARD, REDUCES), 1: told(BARRIER, AT_BARRIER), 2: told(BACKWARD, REDUCES)},
+        Cause.MISMATCH,
+        (1,),
+    ),
+    (
+        "sleeps, with a call under way",
+        {IN_BACKWARD: (0,)},
+        {0: told(BACKWARD, group(*["all_reduce"] * 4)), 1: told(SLEEPING, REDUCES)},
+        Cause.ABSENT,
+        (1,),
+    ),
+    (
+        "all have arrived",
+        {IN_BACKWARD: (0, 1)},
+        {0: told(BACKWARD, REDUCES), 1: told(BACKWARD, REDUCES)},
+        Cause.UNKNOWN,
+        (),
+    ),
+    (
+        "each waits for the other in another group",
+        {IN_BACKWARD: (0,), AT_END: (1,)},
+        {
+            0: told(BACKWARD, REDUCES, group("all_gather", first=3, name="7", is_pending=False)),
+            1: told(BARRIER, BEHIND, ELSEWHERE),
+        },
+        Cause.MISMATCH,
+        (),
+    ),
+    (
+        "one sleeps, and another waits for it in another group",
+        {IN_BACKWARD: (0,), AT_END: (1,)},
+        {
+            0: told(BACKWARD, REDUCES),
+            1: told(BARRIER, BEHIND, ELSEWHERE),
+            2: told(SLEEPING, BEHIND, group("all_gather", first=3, name="7", is_pending=False)),
+        },
+        Cause.ABSENT,
+        (2,),
+    ),
+    ("does not record, sleeps", {IN_BACKWARD: (0,)}, {0: told(BACKWARD), 1: told(SLEEPING)}, Cause.ABSENT, (1,)),
+    ("does not answer", {IN_BACKWARD: (0,)}, {0: told(BACKWARD)}, Cause.ABSENT, (1,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "evidence", "cause", "culprits"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_the_table(
+    waiting: Mapping[str, tuple[int, ...]],
+    evidence: dict[int, InstanceEvidence],
+    cause: Cause,
+    culprits: tuple[int, ...],
+) -> None:
+    """One row, one verdict; who waits is a victim."""
+    waits = sorted(index for indices in waiting.values() for index in indices)
+    size = max(2, len(evidence))
+    absent = tuple(index for index in range(size) if index not in waits)
+    hang = Hang(idle_seconds=5, waiting=waiting, absent=absent)
+    verdict = find_verdict_of_hang(hang, running(size), evidence, lambda _file, line: f"line {line}")
+
+    assert (verdict.cause, verdict.culprits) == (cause, culprits)
+    assert verdict.victims == tuple(index for index in waits if index not in culprits)
+    assert len(describe_verdict(verdict, Parallelism())) <= MAX_LINES
+
+
+def test_one_that_has_ended_is_named() -> None:
+    """Where the others wait in a collective that it has not called, where it is gone, or in MPI_Finalize."""
+    evidence = {0: told(BACKWARD, REDUCES)}
+    hang = Hang(idle_seconds=5, waiting={IN_BACKWARD: (0,)}, ended=(1,))
+    left = Hang(idle_seconds=5, waiting={"barrier()": (0,), FINALIZE: (1,)})
+
+    for found in (
+        find_verdict_of_hang(hang, running(2, 1), evidence),
+        find_verdict_of_hang(hang, running(2, 1), {}),
+        find_verdict_of_hang(left, running(2), {}),
+    ):
+        assert (found.cause, found.culprits, found.victims) == (Cause.EARLY_END, (1,), (0,))
+
+
+def test_a_verdict_is_told_with_calls_places_and_lines() -> None:
+    """Of one that sleeps, of a loader's worker, and of calls that differ."""
+
+    def told_of(row: int, **more: object) -> list[str]:
+        _, waiting, evidence, *_ = TABLE[row]
+        hang = Hang(idle_seconds=5, waiting=waiting, absent=(1,))
+        verdict = find_verdict_of_hang(hang, running(len(evidence)), evidence, lambda _file, line: f"line {line}")
+        return describe_verdict(replace(verdict, **more), Parallelism())  # type: ignore[arg-type]
+
+    assert told_of(0) == [
+        "instance 0 waits in collective 11: all_reduce(float32[212]), which instance 1 has not called",
+        f"instance 1 stands at {PROGRAM}:15, in <module>: line 15",
+    ]
+    assert told_of(1)[1:] == [
+        f"instance 1 waits for its data loader's worker, process 9, which stands at {PROGRAM}:11, in read: line 11"
+    ]
+    assert (
+        told_of(2)[1]
+        == "instance 1 waits for its data loader's worker: process 7: in an uninterruptible wait in read"
+    )
+    assert told_of(3)[:4] == [
+        "these differ, and nothing shows which of them is wrong",
+        "as collective 11 they have called:",
+        f"  instance 0: all_reduce(float32[212]), at {PROGRAM}:22",
+        f"  instance 1: barrier(float32[212]), at {PROGRAM}:25",
+    ]
+    assert told_of(4)[0] == "instance 1 differs from the others"
+    assert told_of(3, details=("x",) * 20)[-2] == "… 14 more …"
+
+
+def test_sizes_that_may_differ_are_blamed_last() -> None:
+    """Of a scatter, for instance, only where all have arrived."""
+    scatter, other = group("scatter"), group("scatter")
+    other = replace(other, calls=(replace(other.calls[0], sizes=((5,),)),))
+    hang = Hang(idle_seconds=5, waiting={"scatter()": (0, 1)})
+
+    both = find_verdict_of_hang(hang, running(2), {0: told(BACKWARD, scatter), 1: told(BACKWARD, other)})
+    assert (both.cause, both.culprits) == (Cause.MISMATCH, ())
+    assert both.since_epoch_seconds == 109.0
+
+
+def test_the_places_of_all_are_read() -> None:
+    """Of programs and their helpers; who stands in no code of the user's has none."""
+    evidence = {0: told(LOADING, helpers=WORKERS), 1: told(()), 2: InstanceEvidence()}
+
+    assert own_places(evidence) == {(PROGRAM, 17), (PROGRAM, 11)}
+    assert Verdict().at(0) == ""
