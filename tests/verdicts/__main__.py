@@ -1,0 +1,116 @@
+"""Run programs that end badly or stand still, and print beside each whom poprun and torchrun name, as Markdown.
+
+The exit code is 1 when fewer than 95 % of the verdicts are right, or anybody is named in a control.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from popdist.errors import name_instances
+from tests.verdicts.cases import CASES, Case
+
+_LIMIT_SECONDS: Final = 120
+_TORCHRUN_SECONDS: Final = 30
+_HANG: Final = ("--hang-report", "4", "--hang-timeout", "5")
+_ROOT: Final = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
+_LEAST_SHARE: Final = 0.95
+
+
+def main() -> int:
+    """Run the cases that the command line names; the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/verdicts", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in framework or fault")
+    parser.add_argument("--torchrun", action="store_true", help="torchrun's answers, too")
+    options = parser.parse_args()
+    cases = [it for it in CASES if options.only in f"{it.framework}: {it.what}" and _is_possible(it)]
+    sys.stdout.write(
+        "| framework | what happens to instance 1 | right | poprun | torchrun |\n|---|---|---|---|---|\n"
+    )
+    rights = []
+    for case in cases:
+        verdict, told = run_case(case)
+        rights.append(is_right(case, verdict, told))
+        theirs = ask_torchrun(case) if options.torchrun and "mpi4py" not in case.framework else ""
+        row = (case.framework, case.what, "yes" if rights[-1] else "**no**", describe(verdict), theirs)
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"\n{sum(rights)} of {len(rights)} are right.\n")
+    controls = [right for right, case in zip(rights, cases, strict=True) if case.is_control]
+    return int(sum(rights) < _LEAST_SHARE * len(rights) or not all(controls))
+
+
+def _is_possible(case: Case) -> bool:
+    module = {"mpi4py": "mpi4py", "JAX": "jax"}.get(case.framework)
+    return module is None or importlib.util.find_spec(module) is not None
+
+
+def run_case(case: Case) -> tuple[dict[str, Any] | None, str]:
+    """The verdict in poprun's report of a case, or None, and what poprun has printed."""
+    with tempfile.TemporaryDirectory(prefix="verdicts-") as folder:
+        program, report = Path(folder, "train.py"), Path(folder, "report.json")
+        program.write_text(case.program)
+        launcher = () if case.framework == "mpi4py" else ("--launcher", "local")
+        poprun = str(Path(sys.executable).with_name("poprun"))
+        words = [poprun, *launcher, *_HANG, *case.options, "-n", str(case.num_instances)]
+        finished = _run([*words, "--report", str(report), sys.executable, str(program)], _LIMIT_SECONDS)
+        attempts = json.loads(report.read_text())["attempts"] if report.exists() else []
+    return (attempts[-1]["verdict"] if attempts else None), finished
+
+
+def is_right(case: Case, verdict: dict[str, Any] | None, told: str) -> bool:
+    """Whether the verdict names whom it should, for the right cause; of a control, nobody."""
+    if case.is_control:
+        return verdict is None and "did not arrive" not in told
+    return verdict is not None and tuple(verdict["culprits"]) == case.culprits and verdict["cause"] in case.causes
+
+
+def describe(verdict: dict[str, Any] | None) -> str:
+    """A verdict in a few words."""
+    if verdict is None:
+        return "nothing"
+    who = name_instances(verdict["culprits"]) if verdict["culprits"] else "nobody"
+    place = verdict["places"].get(str(verdict["culprits"][0]), "") if verdict["culprits"] else ""
+    return f"{who}: {verdict['cause']}{f', {Path(place).name}' if place else ''}"
+
+
+def ask_torchrun(case: Case) -> str:
+    """Whom torchrun names as the root cause, and for what."""
+    if case.framework in ("ReplicatedModel", "backend popdist"):
+        return ""
+    with tempfile.TemporaryDirectory(prefix="verdicts-") as folder:
+        program = Path(folder, "train.py")
+        program.write_text(case.program)
+        torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or "torchrun"
+        words = [torchrun, "--standalone", "--nproc-per-node", str(case.num_instances), str(program)]
+        told = _run(words, _TORCHRUN_SECONDS)
+    found = _ROOT.search(told)
+    if found is None:
+        return "nothing" if case.stands_still or case.is_control else "nothing in 30 s"
+    return f"rank {found[1]}: exit code {found[2]}"
+
+
+def _run(words: Sequence[str], limit_seconds: float) -> str:
+    """What a command prints, at most for so long; then it is asked to end."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        words, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            return process.communicate(timeout=limit_seconds)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return process.communicate(timeout=limit_seconds)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
