@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, relu
 
 import popdist
 from popdist.parallel import PhasedOptimizer, phased, recompute
+from tests.contract.collective_laws import refused
 
 WORDS, LENGTH, WIDTH, LAYERS, NUM_SAMPLES = 20, 5, 16, 4, 26
 
@@ -30,7 +31,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states."""
         y = self.dropout(self.down(relu(self.up(self.norm(x))))) * self.scale.clone()
-        with torch.no_grad():
+        if self.training:
             self.scale.mul_(0.99).add_(y.detach().mean(dim=(0, 1)))
         result: Tensor = x + y
         return result
@@ -115,6 +116,150 @@ def law_bits_are_those_of_the_model_in_memory(folder: str) -> None:
             assert losses_of(model, optimizer, accumulation) == wanted
             assert_equal(state_of(model), state_of(whole))
             model.close()
+
+
+def trained_alike(
+    folder: str,
+    make: Callable[[], nn.Module] = net,
+    optimizer_class: Any = torch.optim.AdamW,  # noqa: ANN401 - a class that takes a rate
+    accumulation: int = 1,
+    num_phases: int = 3,
+    **options: Any,  # noqa: ANN401 - of micro_batches()
+) -> None:
+    """Check that a model learns the same in phases and in memory."""
+    whole = popdist.ReplicatedModel(recompute(make()))
+    wanted = losses_of(whole, optimizer_class(whole.parameters(), lr=0.1), accumulation, **options)
+    model = phased(make(), phases=num_phases, store=folder)
+    optimizer = PhasedOptimizer(model, optimizer_class, lr=0.1)
+    assert losses_of(model, optimizer, accumulation, **options) == wanted
+    assert_equal(state_of(model), state_of(whole))
+    model.close()
+
+
+def law_tied_weights_are_final_with_their_first_layer(folder: str) -> None:
+    """With a head that has the weights of the embedding, in one phase with it or in another."""
+    trained_alike(f"{folder}/1", lambda: net(is_tied=True), num_phases=1)
+    trained_alike(f"{folder}/3", lambda: net(is_tied=True), accumulation=2)
+
+
+def adapters() -> Net:
+    """Of which a small part of each layer is trained."""
+    made = net()
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name.endswith("down.bias"))
+    return made
+
+
+def law_only_trained_weights_are_written(folder: str) -> None:
+    """Frozen layers before the first trained one have no backward pass."""
+    trained_alike(f"{folder}/1", adapters, accumulation=2)
+
+
+class Sparing(Net):
+    """Leaves out a layer for some samples, and calls another one twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        y = self.words(x) + self.shift
+        for number, layer in enumerate(self.layers):
+            if number != 1 or int(x[0, 0]) % 2:
+                y = layer(y)
+        logits: Tensor = self.head(self.norm(self.layers[2](y)))
+        return logits
+
+
+def sparing() -> Sparing:
+    """The same one on all instances."""
+    torch.manual_seed(1)
+    return Sparing()
+
+
+def law_layers_may_be_left_out_or_called_twice(folder: str) -> None:
+    """Weights that no replica uses are not updated."""
+    trained_alike(f"{folder}/1", sparing, num_samples=popdist.num_replicas())
+    trained_alike(f"{folder}/2", sparing, accumulation=2)
+
+
+def law_micro_batches_count_as_asked(folder: str) -> None:
+    """With a sum, with weights, and where a replica or an instance has no samples."""
+    trained_alike(f"{folder}/1", reduction="sum")
+    number = 2 * popdist.num_local_replicas()
+    trained_alike(f"{folder}/2", accumulation=2, weights=[float(1 + it % 3) for it in range(number)])
+    trained_alike(f"{folder}/3", accumulation=2, num_samples=1)
+
+
+def law_gradients_may_be_clipped_first(folder: str) -> None:
+    """In a pass of its own after the loop."""
+    whole = popdist.ReplicatedModel(recompute(net()))
+    model = phased(net(), phases=3, store=folder)
+    for it, optimizer in (
+        (whole, torch.optim.AdamW(whole.parameters(), lr=0.1)),
+        (model, PhasedOptimizer(model, torch.optim.AdamW, step_in_backward=False, lr=0.1)),
+    ):
+        for step in range(3):
+            for x, y in it.micro_batches(share(step), 2):
+                cross_entropy(it(x).flatten(0, 1), y.flatten()).backward()
+            norm = popdist.clip_grad_norm_(it.parameters(), 0.1)
+            assert norm > 0.1
+            optimizer.step()
+    assert_equal(state_of(model), state_of(whole))
+    model.close()
+
+
+def law_evaluation_changes_nothing(folder: str) -> None:
+    """Between steps and between micro batches, and outputs are those of the model in memory."""
+    whole, model = popdist.ReplicatedModel(recompute(net())), phased(net(), phases=3, store=folder)
+    optimizers = torch.optim.SGD(whole.parameters(), lr=0.1), PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
+    x, _ = share(9)
+    for _ in range(2):
+        outputs = []
+        for it, optimizer in zip((whole, model), optimizers, strict=True):
+            losses_of(it, optimizer, num_steps=1)
+            it.eval()
+            with torch.no_grad():
+                outputs.append(it(x))
+            with torch.inference_mode():
+                assert torch.equal(it(x), outputs[-1])
+            it.train()
+        assert torch.equal(*outputs)
+    assert_equal(state_of(model), state_of(whole))
+    model.close()
+
+
+def law_a_state_dict_goes_on_in_another_store(folder: str) -> None:
+    """The weights, and the optimizer's state, whatever the phases; also into a model in memory."""
+    model = phased(net(), phases=3, store=f"{folder}/1")
+    optimizer = PhasedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    losses_of(model, optimizer)
+    other = phased(net(), phases=2, store=f"{folder}/2")
+    another = PhasedOptimizer(other, torch.optim.AdamW, lr=0.1)
+    other.load_state_dict(model.state_dict())
+    another.load_state_dict(optimizer.state_dict())
+    other.randomness.load_state_dict(model.randomness.state_dict())
+    assert losses_of(other, another) == losses_of(model, optimizer)
+    assert_equal(state_of(other), state_of(model))
+    plain = net()
+    plain.load_state_dict(model.state_dict())
+    assert_equal(state_of(plain), state_of(model))
+    model.close()
+    other.close()
+
+
+def law_a_loop_that_is_left_is_lost_on_all_instances(folder: str) -> None:
+    """And the next one works; unless weights were updated already."""
+    model = phased(net(), phases=3, store=folder)
+    optimizer = PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
+    before = state_of(model)
+    is_last = popdist.instance_index() == popdist.num_instances() - 1
+    others = refused(popdist.MicroBatchError, "left the micro_batches loop")
+    with refused(KeyError, "mine") if is_last else others:
+        for x, y in model.micro_batches(share(0)):
+            if is_last:
+                raise KeyError("mine")
+            cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    assert_equal(state_of(model), before)
+    losses_of(model, optimizer)
+    model.close()
 
 
 def all_laws() -> list[Callable[[str], None]]:

@@ -5,23 +5,31 @@ and buffers, and leaves complete gradients of the layer's weights. A weight that
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from popdist.errors import BatchError, MicroBatchError, WeightsError
+from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
 from popdist.local_tensors import part_itself
 from popdist.parallel.describe import repeated_layers
+from popdist.parallel.phase_layout import Form
 from popdist.parallel.recompute import LayerState, chosen_layers
 from popdist.training.micro_batches import map_nest
-from popdist.training.outside_step import LOOP
+
+_LOOP: Final = """
+    model = popdist.parallel.phased(module, memory="2 GB", store=folder)
+    optimizer = popdist.parallel.PhasedOptimizer(model, torch.optim.AdamW)
+    for batch in loader:
+        for x, y in model.micro_batches(batch):
+            loss_fn(model(x), y).backward()
+        optimizer.step()"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,6 +171,24 @@ def make_absent(parameter: Parameter) -> None:
     set_data(parameter, _absent_number(part.dtype, part.device).expand(part.shape))
 
 
+def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[int, Form]) -> None:
+    """Check that the parameters and layers of ``module`` are those that it had, with these forms by identity."""
+    now = {id(it): (name, it) for name, it in module.named_parameters()}
+    changed = [name for key, (name, _) in now.items() if key not in forms]
+    changed += [name for piece in layers.pieces for name, it in piece.named if id(it) not in now]
+    for key, (name, parameter) in now.items():
+        part = part_itself(parameter)
+        if key in forms and (forms[key].dtype, forms[key].shape) != (part.dtype, tuple(part.shape)):
+            changed.append(name)
+    changed += [it.name for it in layers.units if not isinstance(it.module.forward, PhasedForward)]
+    if changed:
+        raise WeightsError(
+            f"{name_first(changed)} of {type(module).__name__} was added, replaced, moved or removed after "
+            "phased(): its store has the weights that it had. Change a module before, as adapters and dtypes, and "
+            "then call phased(module)"
+        )
+
+
 class CallCounts:
     """The forward passes of units in one micro batch that a backward pass has not followed yet."""
 
@@ -193,7 +219,7 @@ class CallCounts:
     def check(self, unit: Unit, micro_batch: object) -> None:
         """Check that a backward pass may begin, of a forward pass in ``micro_batch``."""
         if micro_batch is None:
-            raise BatchError(f"backward() of a phased model outside micro_batches. Write\n{LOOP}")
+            raise BatchError(f"backward() of a phased model outside micro_batches. Write\n{_LOOP}")
         if self.micro_batch is not micro_batch:
             raise MicroBatchError(
                 f"backward() through {unit.name}, whose forward pass belongs to another micro batch: compute the "

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch.nn import Parameter
 
 from popdist import context
 from popdist.data.randomness import ReplicaRandomness
-from popdist.errors import BatchError, WeightsError, seed_number, whole_number
+from popdist.data.shard_randomness import give_parts_numbers
+from popdist.errors import BatchError, WeightsError, name_first, seed_number, whole_number
 from popdist.gradients.buffers import ReplicaBuffers, check_buffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
 from popdist.gradients.memory import GradientMemory, OldGradients
@@ -20,6 +21,7 @@ from popdist.gradients.phased_sums import GradientBarrier
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import is_distributed, placed_as
 from popdist.parallel.phase_layout import Form, deal
 from popdist.parallel.phase_memory import Content
 from popdist.parallel.phase_store import PhaseStore
@@ -33,42 +35,96 @@ from popdist.training.step import LoneStep, Step
 from popdist.weights import broadcast_tensors
 from popsize.phases import even_cuts
 
+_REFUSED: Final = {
+    "micro_batch": "gradients are used while a loop over a whole batch runs",
+    "reduce_gradients": "gradients are used while a loop over a whole batch runs",
+    "run_micro_batches": "its replicas do not wait for each other in the middle of a micro batch",
+    "pipeline_step": "it is no stage of a pipeline",
+    "no_sync": "a backward pass outside the loop has no weights to compute with",
+    "clip_grad_norm_": "clip with popdist.clip_grad_norm_(model.parameters(), ...), and make the optimizer with "
+    "step_in_backward=False",
+}
+"""What a ReplicatedModel has and a phased model has not, and why."""
+
 
 def phased(  # noqa: PLR0913 - what a model can be told
     module: nn.Module,
     *,
-    phases: int | None = None,
     memory: str | int | None = None,
+    phases: int | None = None,
     store: str | os.PathLike[str],
     layers: Iterable[nn.Module | str] | None = None,
     seed: int | None = 0,
     initialize: Initialize | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> "PhasedModel":
-    """Train ``module`` with a few of its layers in memory at a time."""
-    return PhasedModel(
-        module,
-        phases=phases,
-        memory=memory,
-        store=store,
-        layers=layers,
-        seed=seed,
-        initialize=initialize,
-        weights=weights,
-    )
+    """Have a few layers of ``module`` in memory at a time, while the rest of it waits in a store.
+
+    ::
+
+        model = popdist.parallel.phased(model, memory="2 GB", store="/data/store")
+        optimizer = popdist.parallel.PhasedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        for batch in loader:
+            for x, y in model.micro_batches(batch):
+                loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    Two phases, runs of layers, are in memory: while one computes, the next one is read, and what the one before
+    has changed is written. The inputs of layers are kept from the forward to the backward pass, which computes
+    each layer again; what a layer draws and which buffers it reads are the same then. The bits of the weights are
+    those of ``popdist.ReplicatedModel(popdist.parallel.recompute(module))``, for any number of phases, and for any
+    number of instances among which the replicas are dealt. In a model whose layers are no chain, gradients of a
+    tensor that several layers read may be added in another order, which can change their last bits.
+
+    A weight that is not in memory reads as NaN: use weights in the ``forward`` of their layer only. Those that the
+    module, or one that holds layers, has directly stay in memory.
+
+    Args:
+        module: A model in memory, or on the meta device: its weights are then made layer by layer. All instances
+            have the weights of instance 0.
+        memory: The most memory that this process may use, torch and the model included: ``"2 GB"``, or bytes; on a
+            GPU the memory of that. The first step runs with one layer in a phase, and is measured for the plan.
+        phases: How many, in place of ``memory``: of about equal bytes.
+        store: A folder for weights, gradients and optimizer state, which the instances of a host share; or
+            ``"host"``, the host's memory, for a model on a GPU. It is working memory: see `popdist.checkpoint`.
+        layers: Modules, or their names, that are read as a whole, none within another; None for those that the
+            model repeats most often. What else has weights directly, as an embedding, is a layer, too.
+        seed: As of ``popdist.ReplicatedModel``.
+        initialize: For a model on the meta device: sets the weights of a module. None for ``reset_parameters()``.
+        weights: A safetensors file, or a folder of some, with weights by their names.
+
+    Returns:
+        The model; it is trained by a `popdist.parallel.PhasedOptimizer`.
+
+    Raises:
+        WeightsError: If the module has no layers, or something in it cannot be trained so; if ``memory`` is too
+            little, with how much would do.
+        StoreError: If there is no room for the store, another job uses it, it is that of another model, or it is
+            on a file system in memory, which it is to save.
+        BatchError, CollectiveError, ContractError, BackendError: As ``popdist.ReplicatedModel``.
+    """
+    return PhasedModel(module, memory, phases, store, layers, seed, initialize, weights)
 
 
 class PhasedModel(nn.Module):
-    """What :func:`phased` makes of a module."""
+    """A module of which a few layers are in memory at a time: what :func:`phased` returns.
+
+    ``forward``, the names of parameters and buffers, the keys of ``state_dict`` and all else that it has not
+    itself are those of the module.
+
+    Attributes:
+        module: The module; change neither its layers nor its parameters.
+        store: Where the weights are.
+        randomness: The random states of this instance's replicas, which a checkpoint saves.
+    """
 
     module: nn.Module
 
     def __init__(  # noqa: PLR0913 - as above
         self,
         module: nn.Module,
-        *,
-        phases: int | None,
         memory: str | int | None,
+        phases: int | None,
         store: str | os.PathLike[str],
         layers: Iterable[nn.Module | str] | None,
         seed: int | None,
@@ -82,18 +138,12 @@ class PhasedModel(nn.Module):
             raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
         if phases is not None:
             phases = whole_number("phases", phases, WeightsError)
-        contract = context.environment().contract
-        of_stage = contract.parallelism.stage_of(contract.instance_index)
-        refuse_module(module, context.instances_of_replica(), of_stage)
-        layout = contract.layout
-        if seed is None and layout.num_replicas > 1:
-            raise BatchError(
-                f"seed=None, and the job has {layout.num_replicas} replicas, each of which draws from states of "
-                "its own: give them a seed, the same on all instances"
-            )
+        layout = _checked_layout(module, seed)
         seed = None if seed is None else seed_number(seed, BatchError)
         context.ensure_init()
         context.data_parallel_group().agree(f"phased({phases=}, {memory=}, {seed=})")
+        if any(map(is_distributed, module.parameters())):
+            give_parts_numbers()
         self.module = module
         self._run = _stored(module, store, layers, layout, initialize, weights)
         self._make_phases(phases)
@@ -140,21 +190,82 @@ class PhasedModel(nn.Module):
         """Split this instance's combined batch into its replicas' micro batches: as ``ReplicatedModel``."""
         return self._steps.micro_batches(WholeStep(batch, accumulation, reduction, weights, split, add=False))
 
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _REFUSED:
+                raise AttributeError(f"a phased model has no {name!r}: {_REFUSED[name]}") from None
+            if "_steps" not in self.__dict__:
+                raise
+            return getattr(self._steps.module, name)
+
+    def __reduce__(self) -> NoReturn:
+        raise WeightsError(
+            "a phased model cannot be copied or pickled, as its weights lie in its store: take its state_dict(), "
+            "or popdist.checkpoint.save()"
+        )
+
+    def _apply(self, *_: object, **__: object) -> NoReturn:
+        """Refused: what ``to()``, ``half()`` and their like call."""
+        raise WeightsError(
+            "a phased model stays where it is, in its dtype, as its weights lie in its store: call to(), half() "
+            "and the like on the module, before phased(module)"
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override] # noqa: ANN401 - torch's own
-        """The module's own state dict; weights are read from the store when they are used."""
+        """The module's own state dict; a weight is read from the store when it is used, and not copied.
+
+        The next step changes these weights: save them before, or clone them.
+
+        Raises:
+            WeightsError: As ``popdist.ReplicatedModel``.
+        """
         check_buffers(self.module)
-        run = self._run
-        run.memory.wait()
+        self._run.memory.wait()
         kwargs.pop("keep_vars", None)
         state: dict[str, Any] = self.module.state_dict(*args, keep_vars=True, **kwargs)
-        return {
-            key: run.weights.mapped(run.names[id(value)])
-            if id(value) in run.names
-            else value.detach()
-            if isinstance(value, Tensor)
-            else value
-            for key, value in state.items()
-        }
+        return {key: self._in_store(value) for key, value in state.items()}
+
+    def _in_store(self, value: Any) -> Any:  # noqa: ANN401 - what a state dict may have
+        """What stands for ``value`` in a state dict."""
+        name = self._run.names.get(id(value))
+        if name is not None:
+            return placed_as(value, self._run.weights.mapped(name))
+        return value.detach() if isinstance(value, Tensor) else value
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401, ARG002, FBT001, FBT002 - torch's own
+        """Load a state dict of the module into the store, and its buffers; all instances call it with the same.
+
+        A store whose last step is half made counts as whole then: load the optimizer's state, too.
+
+        Returns:
+            The missing and unexpected keys, as torch names them.
+
+        Raises:
+            WeightsError: If ``strict`` and there are such keys, or a weight has another shape: nothing has changed
+                then.
+        """
+        run, own = self._run, self.module.state_dict(keep_vars=True)
+        found = {key: run.names[id(it)] for key, it in own.items() if id(it) in run.names and key in state_dict}
+        missing, unexpected = (
+            [key for key in own if key not in state_dict],
+            [it for it in state_dict if it not in own],
+        )
+        wrong = [key for key in found if tuple(state_dict[key].shape) != tuple(own[key].shape)]
+        if wrong or (strict and (missing or unexpected)):
+            raise WeightsError(
+                f"no state dict of {type(self.module).__name__}: missing: {name_first(missing) or 'none'}; "
+                f"unexpected: {name_first(unexpected) or 'none'}; of another shape: {name_first(wrong) or 'none'}"
+            )
+        run.memory.wait()
+        for key, name in found.items():
+            run.load_weight(name, state_dict[key])
+        run.reload()
+        others = {key: value for key, value in state_dict.items() if key not in found}
+        keys = self.module.load_state_dict(others, strict=False)
+        self._steps.buffers.clear_outside_writes()
+        return type(keys)(missing, unexpected)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:  # noqa: ANN401 - torch's own
         """The module's parameters under its own names."""
@@ -194,6 +305,23 @@ class PhasedModel(nn.Module):
     def finish_step(self) -> None:
         """End the optimizer's step on all instances."""
         self._run.finish_step()
+
+
+def _checked_layout(module: nn.Module, seed: int | None) -> ReplicaLayout:
+    """The replicas of the job; an error if ``module`` cannot be trained by them in phases."""
+    contract = context.environment().contract
+    if contract.parallelism.pipeline > 1:
+        raise WeightsError(
+            f"phased() in a job of pipelines of {contract.parallelism.pipeline} stages, which are to be in memory "
+            "together: start the job with p1, whose replicas have whole models or tensor-parallel ones"
+        )
+    refuse_module(module, context.instances_of_replica(), contract.parallelism.stage_of(contract.instance_index))
+    if seed is None and contract.layout.num_replicas > 1:
+        raise BatchError(
+            f"seed=None, and the job has {contract.layout.num_replicas} replicas, each of which draws from states "
+            "of its own: give them a seed, the same on all instances"
+        )
+    return contract.layout
 
 
 def _stored(
@@ -255,7 +383,7 @@ class PhasedSteps(ModelSteps):
 
     def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
         run = self._run
-        run.check_ready()
+        run.check_ready(self.module)
         made, contents, counts = super()._begin_loop(asked)
         step = cast("PhasedStep", made)  # of _make_step()
         try:

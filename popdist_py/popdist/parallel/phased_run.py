@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.collectives import gather_bytes
@@ -41,7 +41,7 @@ from popdist.local_tensors import local_part, part_itself, placed_as
 from popdist.parallel.phase_layout import Form, span
 from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, StoredSums, StoredTensors
 from popdist.parallel.phase_store import PhaseStore
-from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, set_data
+from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
 from popdist.parallel.store_file import Transfer, make_buffer
 
 if TYPE_CHECKING:
@@ -138,9 +138,10 @@ class PhasedRun:
 
     # The steps of a loop
 
-    def check_ready(self) -> None:
-        """Check that a step may begin."""
+    def check_ready(self, module: nn.Module) -> None:
+        """Check that a step of ``module`` may begin."""
         self.store.check_whole()
+        check_same(module, self.layers, {it: self.weights.forms[name] for it, name in self.names.items()})
         self._optimizer_now()
         if self.is_unfinished:
             raise GradientError(
@@ -266,6 +267,7 @@ class PhasedRun:
     def _agree_on_order(self) -> None:
         """Have all instances make gradients final in one order: the layers of the first forward pass backwards."""
         if self._agreed_order is None:
+            self._step_now().barrier.wait_for_others()
             told = gather_bytes(self._group, _ORDER, json.dumps(self._order).encode())
             orders = [json.loads(it) for it in told]
             self._agreed_order = next(filter(None, orders), [])
@@ -454,6 +456,18 @@ class PhasedRun:
         for key, value in written.items():
             state.write(f"{name}/{key}", value)
         self.memory.forget([Content("state", it.index) for it in self.layers.pieces if name in it.names])
+
+    def load_weight(self, name: str, value: Tensor) -> None:
+        """Write a weight to the store, unless it lies there already."""
+        place = self.store.place_of(value)
+        is_there = place == (self.weights.file, self.weights.regions[name].start)
+        if self.store.host_index == 0 and not is_there:
+            self.weights.write(name, value)
+
+    def reload(self) -> None:
+        """Read all weights anew, as what is in the store was changed, and is whole."""
+        self.store.end_step(self.store.step)
+        self.memory.forget(Content("weights", piece.index) for piece in self.layers.pieces)
 
     def _bind(self, piece: PhasePiece, memory: Tensor) -> None:
         """Let the weights of ``piece`` be in ``memory``."""
