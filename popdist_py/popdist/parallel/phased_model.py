@@ -120,7 +120,7 @@ class PhasedModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(  # noqa: PLR0913 - as above
+    def __init__(  # noqa: PLR0913, PLR0917 - as above
         self,
         module: nn.Module,
         memory: str | int | None,
