@@ -81,7 +81,7 @@ class TreeSum(Generic[T]):
         return value
 
     def of_part(self, part: Callable[[T], S], add: Callable[[S, S], S]) -> "TreeSum[S]":
-        """The sum of a ``part`` of each item, as far as this one is now, which stays as it is."""
+        """A new sum, of a ``part`` of each item that this one has taken so far; this one does not change."""
         tree = TreeSum(self._n, add, start=self._position)
         tree._held = [(place, part(value)) for place, value in self._held]
         return tree

@@ -140,7 +140,7 @@ def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
 
 
 def _figures(candidate: Candidate | None) -> list[str]:
-    """The columns of `PREDICTED`."""
+    """What is predicted, as cells of the columns `PREDICTED`; empty ones for None."""
     if candidate is None:
         return [""] * len(PREDICTED)
     memory = candidate.memory
@@ -153,7 +153,7 @@ def _figures(candidate: Candidate | None) -> list[str]:
 
 
 def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Workload, Mapping]:
-    """What a row says."""
+    """The workload and the mapping that a row describes."""
     machine = named_machine(given.get("machine", "A100-80GB"), machines)
     words = {mapping_name(column): given[column] for column in _MAPPING if column in given}
     values = {"recompute": "layer", **{name: parse_value(name, word) for name, word in words.items()}}
@@ -168,7 +168,7 @@ def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Worklo
 
 
 def _check_others(row: Table[str, str], mapping: Mapping, global_batch: int) -> None:
-    """Refuse a row that asks, in a column that says nothing else about a case, for what its mapping has not."""
+    """Refuse a row that asks for another accumulation than its mapping has, or for what is not planned."""
     number = str(mapping.num_micro_batches(global_batch))
     for name, cell in row.items():
         column = _column(name)

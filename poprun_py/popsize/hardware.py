@@ -78,7 +78,7 @@ class PlannedDevices:
     are_gpus: bool
 
     def __post_init__(self) -> None:
-        """Refuse what another program has written."""
+        """Refuse values that poprun-size does not write."""
         are_numbers = _is_number(self.memory_gib, 0), _is_number(self.per_host, 1)
         if not (all(are_numbers) and {type(self.machine), type(self.device)} == {str}):
             raise ValueError(f"{shown(asdict(self))} are no devices")

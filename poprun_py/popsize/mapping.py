@@ -444,7 +444,7 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def _word(value: object) -> str:
-    """A value as words give it."""
+    """A value as it is written in the words of a mapping: ``yes``, ``no``, or itself."""
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 

@@ -65,7 +65,7 @@ def cube_svg(one: Candidate, workload: Workload) -> str:
 
 
 def _sizes(mapping: Mapping) -> dict[str, int]:
-    """The sides of the cube."""
+    """How many devices each side of the cube has, by name."""
     return {"stages": mapping.pipeline, "shards": mapping.tensor, "replicas": mapping.replicas}
 
 
@@ -106,7 +106,7 @@ def _phases(one: Candidate, workload: Workload, top: int, width: int) -> str:
 
 
 def _cell(x: float, y: float, fill: str, words: list[str], title: str) -> str:
-    """A device."""
+    """The rectangle of a device, with words in it."""
     lines = "".join(_text(x + 8, y + 17 + 14 * row, line, 11) for row, line in enumerate(words[:3]))
     return (
         f'<g><title>{escape(title)}</title><rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" '
@@ -115,5 +115,5 @@ def _cell(x: float, y: float, fill: str, words: list[str], title: str) -> str:
 
 
 def _text(x: float, y: float, words: str, size: int) -> str:
-    """A line of text."""
+    """A line of text in a picture."""
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="#222">{escape(words)}</text>'

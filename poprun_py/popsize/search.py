@@ -177,7 +177,7 @@ def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
 
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
-    """What the mapping lacks that lacks least."""
+    """The memory that the nearest mapping lacks: the one that lacks least."""
     smallest = [(min(shapes, key=_first_in_memory), ways) for ways, shapes in _groups(workload, fixed)]
     tried = [Candidate(workload, _keeping(shape, way)) for shape, ways in smallest for way in ways]
     least = min(tried, key=lambda one: (one.missing_bytes + one.missing_streaming_bytes, one.missing_bytes))
@@ -202,12 +202,12 @@ def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    """The faster first; of equals that with less memory."""
+    """Sorts the faster first, and of equally fast ones that with less memory."""
     return candidate.duration.total, candidate.memory.total
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
-    """Shapes that differ only in micro batch and schedule, behind all legal ways in which they can keep state."""
+    """Groups of shapes that can keep their state in the same ways: for each group these ways, then its shapes."""
     groups: dict[Mapping, list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)

@@ -52,7 +52,7 @@ def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 
 def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
-    """The layers, or parts of layers, of the stage that has most: so many phases may it run in."""
+    """The largest number of phases: as many as the stage that has most has layers, or parts of layers."""
     return max(
         sum(n * (1 if are_layers else len(layer.parts)) for layer, n in stage.layers)
         for stage in shown_stages(model, pipeline)

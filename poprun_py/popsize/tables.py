@@ -82,7 +82,7 @@ def _count(number: float) -> str:
 
 
 def why_not_faster(answer: Answer) -> list[str]:
-    """Why the fastest mapping that does not fit does not."""
+    """Which mapping would be faster than those that fit, and what it lacks, in lines; none if none would be."""
     one = answer.faster
     if one is None:
         return []
@@ -104,7 +104,7 @@ def why_not_faster(answer: Answer) -> list[str]:
 
 
 def where(candidate: Candidate) -> str:
-    """Which devices are the fullest."""
+    """Which devices are the fullest, in words."""
     if candidate.mapping.pipeline == 1:
         return "every device"
     return f"each device of stage {candidate.stage.index} of {candidate.mapping.pipeline}"
@@ -126,7 +126,7 @@ def memory_lines(candidate: Candidate) -> list[str]:
 
 
 def phase_lines(candidate: Candidate, workload: Workload) -> list[str]:
-    """Of whole layers in phases: how large they are, and what a step reads and writes."""
+    """Lines on phases of whole layers: how large these are, and what a step reads and writes."""
     if not candidate.mapping.has_layer_phases:
         return []
     plan, device = phase_plan(workload, candidate.mapping), workload.machine.device

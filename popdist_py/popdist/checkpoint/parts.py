@@ -86,15 +86,15 @@ def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
 
 
 def cut_module(saved: Json, keys: Mapping[str, str]) -> Json:
-    """The state of a module with the keys of :func:`keys_of`."""
+    """Of the saved state of a whole module the entries of this instance, under its own ``keys`` of them."""
     entries = dict(entries_of(saved) or ())
     return with_entries(saved, [[key, entries[name]] for key, name in keys.items()])
 
 
 def cut_optimizer(saved: Json, own: Names | None) -> Json:
-    """The state of an optimizer with the parameters ``own`` only, which have numbers again.
+    """Of the saved state of an optimizer what belongs to the parameters ``own``, numbered instead of named.
 
-    Without ``own``, or if it was saved without names, all parameters are in it, in the order of then.
+    Without ``own``, or if it was saved without names, it has all parameters, in the order of the save.
     """
     groups = _groups(saved)
     theirs: Names = [group["params"] for group in groups]
@@ -125,7 +125,7 @@ def place(replica: str, index: int) -> str:
 
 
 def replica_of(place: str) -> str:
-    """The replica of a random state's name."""
+    """The replica in the name of a random state."""
     return place.partition(".")[0]
 
 

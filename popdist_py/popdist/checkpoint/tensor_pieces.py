@@ -63,7 +63,7 @@ class Held:
         return cls(form=TensorForm.from_json(form), piece=piece, total=total)
 
     def to_json(self) -> Json:
-        """It as a list."""
+        """The place and the length, as a list."""
         return [self.form.to_json(), self.piece.offsets, self.piece.sizes, self.total]
 
 
@@ -134,9 +134,9 @@ class Wanted:
 
     @property
     def piece(self) -> TensorPiece:
-        """The piece of it that is loaded."""
+        """Which piece of the tensor is loaded."""
         return TensorPiece.whole(self.form.shape) if self.like is None else piece_of(self.like)
 
     def placed(self, piece: Tensor) -> Tensor:
-        """The tensor, of which ``piece`` was loaded."""
+        """The loaded ``piece`` as a tensor that is placed as ``like``."""
         return piece if self.like is None else placed_as(self.like, piece)

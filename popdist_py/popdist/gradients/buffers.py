@@ -286,7 +286,7 @@ class ReplicaBuffers(ModelBuffers):
             self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
-        """The pass outside of the micro batches has ended: also what was written in other models is its."""
+        """End a pass outside of the micro batches, in which buffers of other models may have been written, too."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
         for other in self._idle_models():
             self._track(other, seen)

@@ -179,6 +179,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _joined(norms: Iterable[float], norm_type: float) -> float:
-    """The norm of all that these are the norms of."""
+    """The norm of several things together, from the ``norms`` of each."""
     found = torch.tensor([0.0, *norms], dtype=torch.float64)
     return float(torch.linalg.vector_norm(found, norm_type))

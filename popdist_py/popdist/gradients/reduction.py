@@ -119,7 +119,7 @@ class GradientSum:
             self.weight_scale()
 
     def weight_scale(self, timeout_seconds: float | None = None) -> float:
-        """The divisor of weights; the first call waits for all instances, and raises what one refused."""
+        """What weights of micro batches are divided by; the first call waits until all instances have begun."""
         if self._weight_scale is None and self._begun is not None:
             try:
                 self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)

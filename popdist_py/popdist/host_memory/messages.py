@@ -179,7 +179,7 @@ class Messages:
         return self._mapped[key]
 
     def _copy(self, buffer: _Buffer, source: int, into: Tensor) -> None:
-        """Copy what a rank has sent, while it still writes that."""
+        """Copy a message, while the rank that sends it may still write its end."""
         words, length, num_copied = buffer.words, buffer.words[_LENGTH], 0
         if length > len(into):
             words[_IS_RECEIVED] = 1
@@ -201,7 +201,7 @@ def _has_more(words: memoryview, num_copied: int) -> bool:
 
 
 class Sent:
-    """A message on its way; what was sent may change."""
+    """A message that this rank has sent; the tensor that it was made of may change."""
 
     source = -1
     error = None
@@ -211,13 +211,13 @@ class Sent:
         self._buffer, self._number = buffer, buffer.num_sent
 
     def is_done(self) -> bool:
-        """Whether it was received, or not much waits for its receiver."""
+        """Whether the message was received, or all that waits for its receiver is not much."""
         buffer = self._buffer
         is_received = buffer.num_sent != self._number or buffer.words[_IS_RECEIVED]
         return bool(is_received) or self._messages.num_waiting_bytes(buffer.receiver) <= MOST_AHEAD_BYTES
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until it is; False if that takes longer than ``timeout_seconds``."""
+        """Wait until :meth:`is_done`; False if that takes longer than ``timeout_seconds``."""
         return self.is_done() or self._messages.wait([self._buffer.receiver], self.is_done, timeout_seconds)
 
 
@@ -246,7 +246,7 @@ class Receipt:
         self._has_ended = True
 
     def is_done(self) -> bool:
-        """Whether it was received, or cannot be any more."""
+        """Whether the message was received, or cannot be any more."""
         if not self._has_ended:
             self._messages.advance()
         return self._has_ended

@@ -333,7 +333,7 @@ class LARS(TrustRatioOptimizer):
             raise OptimizerError("nesterov=True needs a momentum above 0: there is nothing to look ahead by")
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
-        """Return the gradients, whose norms are needed."""
+        """Return the gradients: LARS needs their norms."""
         return gradients
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:

@@ -289,19 +289,19 @@ def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> No
 
 
 class _Absent(nn.Module):
-    """In the place of a module that another stage has."""
+    """Stands in the place of a module that another stage has."""
 
     def __init__(self, *, is_added: bool = False) -> None:
         super().__init__()
         self._is_added = is_added
 
     def forward(self, given: Any, *_args: Any, **_kwargs: Any) -> Any:  # noqa: ANN401 - hidden states, as others call it
-        """Return what it is given, or nothing to add to it."""
+        """Return the hidden states that it is given, or 0 where its output would be added to them."""
         return 0.0 if self._is_added else given
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy whose tensors are those of ``model``."""
+    """A copy of the modules, which shares the tensors of ``model``."""
     return deepcopy(model, {id(it): it for it in (*model.parameters(), *model.buffers())})
 
 
@@ -321,7 +321,7 @@ def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: 
 
 
 def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:  # noqa: ANN401 - of transformers
-    """What a stage sends on, or a loss reads."""
+    """The logits, or hidden states, in what a model of transformers returns."""
     logits: Tensor = output.logits
     return logits
 
@@ -375,7 +375,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _give_whole(mesh: DeviceMesh, _norm: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """What columns read, as one DTensor for all: so its gradient is added over the tensor group once."""
+    """Give all columns the same DTensor to read: so its gradient is added over the tensor group once."""
     whole: Tensor = (
         output.redistribute(placements=_WHOLE)
         if isinstance(output, DTensor)
@@ -385,7 +385,7 @@ def _give_whole(mesh: DeviceMesh, _norm: nn.Module, _args: object, output: Tenso
 
 
 def _cut_input(mesh: DeviceMesh, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """This instance's part of the sequence, where the layers begin."""
+    """Give the first layer this instance's part of the sequence only."""
     if args[0].shape[1] % mesh.size():
         raise BatchError(
             f"sequence_parallel=yes divides the sequence over tensor={mesh.size()}, and {type(layer).__name__} "
@@ -396,7 +396,7 @@ def _cut_input(mesh: DeviceMesh, layer: nn.Module, args: tuple[Any, ...]) -> tup
 
 
 def _join_output(mesh: DeviceMesh, _layer: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """The whole sequence, where the layers end."""
+    """Put the parts of the sequence together again behind the last layer."""
     return DTensor.from_local(output, mesh, _CUT, run_check=False).redistribute(placements=_WHOLE).to_local()
 
 

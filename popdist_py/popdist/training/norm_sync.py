@@ -46,7 +46,7 @@ def layer_number(name: str) -> int:
 
 
 class SyncPoint(NamedTuple):
-    """Where a replica is: in a pass of a layer, to which it brings ``width`` numbers, or at its end."""
+    """Where a replica waits for others: in a pass of a layer with ``width`` numbers, or at its end."""
 
     kind: Kind
     layer: int = 0  # the number of the layer that it calls; 0 for none

@@ -124,7 +124,7 @@ def describe_hang(
 
 
 def _of_several(text: str) -> str:
-    """What is said of one instance, said of several."""
+    """A sentence about one instance, such as ``: it has done 2 steps``, as it is said of several."""
     words = {": it has not ": ": none has ", ": it ": ": each ", ": its last call": ": the last call of each"}
     start = next((start for start in words if text.startswith(start)), "")
     return words.get(start, "") + text.removeprefix(start)

@@ -95,7 +95,7 @@ def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple
 
 
 def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, is_other: bool) -> str:
-    """That the mapping is for another number of instances than asked for (``is_other``), or of replicas."""
+    """Says that a mapping is for another number of instances (``is_other``) or of replicas than asked for."""
     option, given, right = (
         ("--num-instances", request.num_instances, number)
         if is_other

@@ -43,7 +43,7 @@ class PartitionRequest:
     resets: bool | None = None  # whether its IPUs are chosen anew; None does where some are not there any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Whether ``found`` gets other IPUs first; a PartitionError if it does not fit and may not change."""
+        """Whether partition ``found`` needs other IPUs for this job; a PartitionError if it may not get them."""
         if found.size != self.size:
             if self.may_change:
                 return True

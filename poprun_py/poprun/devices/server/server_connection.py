@@ -83,7 +83,7 @@ def call_server(server: ServerAddress, command: str, values: Mapping[str, object
 
 
 def _exchange(server: ServerAddress, command: str, body: bytes) -> tuple[int, str, bytes]:
-    """Status, version and text of the answer."""
+    """Send a command to the server; gives the status, the version and the text of its answer."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=server.timeout_seconds)
     headers = {
         "Authorization": f"Bearer {server.token}",

@@ -42,7 +42,7 @@ def grid(blocks: Sequence[Block], gap: int, max_width: int) -> Block:
 
 
 def _columns(count: int, size: tuple[int, int], gap: int, max_width: int) -> int:
-    """The number of columns nearest to the aspect; one that leaves no short row is better than a near one."""
+    """How many columns make a grid of about the usual aspect, if possible without a short last row."""
     width, height = size[0] + gap, size[1] + gap
     ideal = math.sqrt(count * _ASPECT * height / width)
     most = max(1, min(count, (max_width + gap) // width))
