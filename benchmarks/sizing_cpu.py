@@ -9,8 +9,8 @@ Memory is that of the tensors that are alive at once in a step after the first, 
 gradients, optimizer state, activations, and what operations return for a moment. Not counted are the interpreter,
 torch itself, the buffers of gloo, and what an operation allocates and frees inside. Seconds are those of a step
 that all processes of a job start together: the median over all rounds. `popsize` gets the figures of the machine
-from `python -m popdist.parallel.cpu_speed`. Where processes share a core, one works while another waits, which no
-device of its own would do: of such jobs the seconds are shown, and do not count for the correlation.
+from `python -m popdist.parallel.measures.cpu_speed`. Where processes share a core, one works while another waits,
+which no device of its own would do: of such jobs the seconds are shown, and do not count for the correlation.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def run_job(asked: Sequence[Mapping], steps: int, *, memory: bool) -> dict[str, 
 
 def this_machine(count: int) -> dict[str, float]:
     """The figures of this CPU as ``count`` devices."""
-    command = [sys.executable, "-m", "popdist.parallel.cpu_speed", str(count)]
+    command = [sys.executable, "-m", "popdist.parallel.measures.cpu_speed", str(count)]
     told = subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
     figures: dict[str, Any] = json.loads(told)
     speeds: dict[str, float] = figures.pop("tflops")

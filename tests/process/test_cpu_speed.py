@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import pytest
 
 from popdist import BackendError
-from popdist.parallel import cpu_speed
+from popdist.parallel.measures import cpu_speed
 from popsize.hardware import machines_of
 from tests.running import DEADLINE_SECONDS
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """The program, as poprun-size runs it."""
-    command = [sys.executable, "-m", "popdist.parallel.cpu_speed", *words]
+    command = [sys.executable, "-m", "popdist.parallel.measures.cpu_speed", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
 
 

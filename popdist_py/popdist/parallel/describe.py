@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from popdist.errors import DescriptionError
-from popdist.parallel.operation_meter import OperationMeter, Stretch, Weight, tensors_in
+from popdist.parallel.measures.operation_meter import OperationMeter, Stretch, Weight, tensors_in
 from popdist.torch_private import fake_tensors, seen_operations
 from popsize.catalogue import model_text
 from popsize.model import Layer, Model, Split

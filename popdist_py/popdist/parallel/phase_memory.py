@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
+from time import perf_counter
 from typing import Literal, NamedTuple, Self, TypeAlias
 
 import torch
@@ -103,6 +105,8 @@ class PhaseMemory:
         self._slots: list[_Slot] = []
         self._current: tuple[int, bool] | None = None
         self._bound: list[PhasePiece] = []
+        self.waited_seconds = 0.0  # for what was read or written
+        self._moved = {"read": (0, 0.0), "write": (0, 0.0)}  # bytes, and seconds that they took
         self._mover = ThreadPoolExecutor(1, "popdist-phases")
         self._end = weakref.finalize(self, self._mover.shutdown, wait=True)
 
@@ -114,8 +118,8 @@ class PhaseMemory:
         self.phase_of = {unit: number for number, units in enumerate(self.phases) for unit in units}
         self._current = None
         self._slots = []
-        largest = max(self._places(number)[1] for number in range(len(self.phases)))
-        self._slots = [self._make_slot(largest) for _ in self.phases[:2]]
+        sizes = [self._places(number)[1] for number in range(len(self.phases))]
+        self._slots = [self._make_slot(max(part)) for part in (sizes[::2], sizes[1::2]) if part]
         if self.layers.resident:
             slot = self._make_slot(self._places(RESIDENT)[1])
             self._slots.append(slot)
@@ -160,7 +164,7 @@ class PhaseMemory:
             return
         slot = self._slot_of(phase)
         if slot is None:
-            slot = self._other_slot(self._current_phase)
+            slot = self._slots[phase % 2]
             self._place(slot, phase)
         if self._current_phase != phase:
             self._unbind()
@@ -180,7 +184,7 @@ class PhaseMemory:
         if 0 <= following < len(self.phases):
             slot = self._slot_of(following)
             if slot is None:
-                slot = self._other_slot(phase)
+                slot = self._slots[following % 2]
                 self._place(slot, following)
             self._request(slot, self._weights(following) + (self._wanted_back(following) if backward else []))
         elif will_return and not backward:
@@ -194,11 +198,6 @@ class PhaseMemory:
 
     def _slot_of(self, phase: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.phase == phase), None)
-
-    def _other_slot(self, phase: int | None) -> _Slot:
-        """A slot that does not hold ``phase``, if there are two."""
-        slots = [slot for slot in self._slots if slot.phase != RESIDENT]
-        return next((slot for slot in slots if phase is None or slot.phase != phase), slots[0])
 
     def _weights(self, phase: int) -> list[tuple[Content, tuple[FileRange, ...]]]:
         contents = [Content("weights", piece.index) for piece in self.pieces_of(phase)]
@@ -219,7 +218,7 @@ class PhaseMemory:
         """Begin to write what was changed in ``slot``."""
         moves, slot.unwritten = _joined(slot, [(content, (it,)) for content, it in slot.unwritten]), []
         if moves:
-            slot.writing = self._mover.submit(_write_all, moves)
+            slot.writing = self._mover.submit(self._move, "write", moves)
 
     def _request(self, slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> None:
         """Begin to read what is not there yet."""
@@ -228,7 +227,7 @@ class PhaseMemory:
             return
         if slot.writing is not None or slot.unwritten:
             self._write(slot)
-        reading = self._mover.submit(_read_all, _joined(slot, lacking))
+        reading = self._mover.submit(self._move, "read", _joined(slot, lacking))
         for content, ranges in lacking:
             slot.present[content] = (ranges, reading)
 
@@ -238,7 +237,7 @@ class PhaseMemory:
             ranges, reading = slot.present[content]
             if reading is not None:
                 try:
-                    reading.result()
+                    self._wait_for(reading)
                 except BaseException:
                     slot.present.clear()
                     raise
@@ -264,11 +263,11 @@ class PhaseMemory:
         """The bytes of ``content``, of which nothing is on its way: they may be written."""
         slot = self._home(content)
         if slot.writing is not None:
-            slot.writing.result()
+            self._wait_for(slot.writing)
             slot.writing = None
         _, reading = slot.present.pop(content, ((), None))
         if reading is not None:
-            reading.result()
+            self._wait_for(reading)
         return slot.room(content)
 
     def write_behind(self, content: Content, ranges: Iterable[FileRange], whole: tuple[FileRange, ...]) -> None:
@@ -291,7 +290,29 @@ class PhaseMemory:
         for slot in self._slots:
             if slot.writing is not None:
                 writing, slot.writing = slot.writing, None
-                writing.result()
+                self._wait_for(writing)
+
+    def _wait_for(self, moving: "Future[None]") -> None:
+        start = perf_counter()
+        try:
+            moving.result()
+        finally:
+            self.waited_seconds += perf_counter() - start
+
+    def _move(self, kind: Literal["read", "write"], moves: "Sequence[Move]") -> None:
+        """Read or write, one after another in a thread, and note how fast that was."""
+        start = perf_counter()
+        transfers = [getattr(file, kind)(place, memory) for file, place, memory in moves]
+        for transfer in transfers:
+            transfer.wait()
+        num_bytes, seconds = self._moved[kind]
+        num_bytes += sum(len(memory) for _, _, memory in moves)
+        self._moved[kind] = (num_bytes, seconds + perf_counter() - start)
+
+    def bytes_per_second(self, kind: Literal["read", "write"]) -> float:
+        """How fast the store was until now; infinite if it was not asked."""
+        num_bytes, seconds = self._moved[kind]
+        return num_bytes / seconds if seconds else inf
 
     def forget(self, contents: Iterable[Content]) -> None:
         """Read these anew when they are needed next: another instance has written them."""
@@ -374,15 +395,3 @@ def _joined(slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]
                 continue
         found.append((file, region, begin))
     return [(file, region.start, slot.memory[begin : begin + region.length]) for file, region, begin in found]
-
-
-def _read_all(moves: Sequence[Move]) -> None:
-    transfers = [file.read(start, memory) for file, start, memory in moves]
-    for transfer in transfers:
-        transfer.wait()
-
-
-def _write_all(moves: Sequence[Move]) -> None:
-    transfers = [file.write(start, memory) for file, start, memory in moves]
-    for transfer in transfers:
-        transfer.wait()

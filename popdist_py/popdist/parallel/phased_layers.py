@@ -249,8 +249,8 @@ class LayerRunner(Protocol):
     def running(self, unit: Unit, *, backward: bool) -> AbstractContextManager[None]:
         """Within it the weights of ``unit`` are in memory."""
 
-    def begin_call(self, unit: Unit) -> object:
-        """Note a forward pass of ``unit`` that a backward pass will follow; gives what :meth:`end_call` takes."""
+    def begin_call(self, unit: Unit, inputs: Sequence[Tensor]) -> object:
+        """Note a forward pass that keeps ``inputs`` for a backward pass; gives what :meth:`check_call` takes."""
 
     def check_call(self, unit: Unit, step: object) -> None:
         """Check that the backward pass of ``unit`` comes in the micro batch of its forward pass."""
@@ -333,7 +333,7 @@ class _Call:
 
     def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of the forward pass."""
-        self._step = self.runner.begin_call(self.unit)
+        self._step = self.runner.begin_call(self.unit, tensors)
         with self.runner.running(self.unit, backward=False), self._state.watched(), self._casting():
             result = self._compute(tensors)
         outputs: list[Tensor] = []

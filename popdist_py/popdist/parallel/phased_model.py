@@ -22,6 +22,7 @@ from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, placed_as
+from popdist.parallel.measures.phase_budget import bytes_of, give_back_memory
 from popdist.parallel.phase_layout import Form, deal
 from popdist.parallel.phase_memory import Content
 from popdist.parallel.phase_store import PhaseStore
@@ -138,6 +139,7 @@ class PhasedModel(nn.Module):
             raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
         if phases is not None:
             phases = whole_number("phases", phases, WeightsError)
+        limit_bytes = None if memory is None else bytes_of(memory)
         layout = _checked_layout(module, seed)
         seed = None if seed is None else seed_number(seed, BatchError)
         context.ensure_init()
@@ -147,6 +149,8 @@ class PhasedModel(nn.Module):
         self.module = module
         self._run = _stored(module, store, layers, layout, initialize, weights)
         self._make_phases(phases)
+        self._run.budget.limit_bytes = limit_bytes
+        give_back_memory()
         install(self._run.layers, self._run)
         self._steps = PhasedSteps(module, layout, seed=seed, run=self._run)
 

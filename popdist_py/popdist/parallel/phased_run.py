@@ -38,6 +38,7 @@ from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
 from popdist.groups import Group, as_words
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import local_part, part_itself, placed_as
+from popdist.parallel.measures.phase_budget import PhaseBudget
 from popdist.parallel.phase_layout import Form, span
 from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, StoredSums, StoredTensors
 from popdist.parallel.phase_store import PhaseStore
@@ -86,6 +87,7 @@ class PhasedRun:
         self.weights = StoredTensors(file=store.weights, regions=store.regions, forms=forms)
         self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
         self.owned = {name for name, owner in owners.items() if owner == store.host_index}
+        self.budget = PhaseBudget(self.memory, self.owned, is_first=group.backend.instance_index == 0)
         self.optimizer: weakref.ref[PhasedOptimizer] | None = None
         self.step: StepPlan | None = None
         self.num_steps = 0
@@ -120,10 +122,12 @@ class PhasedRun:
             self._order.append(unit.index)
         returns = self.calls.micro_batch is not None
         self.memory.enter(self.memory.phase_of[unit.index], backward=backward, will_return=returns)
-        yield
+        with self.budget.passes(unit, backward=backward):
+            yield
 
-    def begin_call(self, unit: Unit) -> object:
+    def begin_call(self, unit: Unit, inputs: Sequence[Tensor]) -> object:
         """Count a forward pass that a backward pass will follow."""
+        self.budget.note_inputs(unit, inputs)
         return self.calls.begin(unit)
 
     def check_call(self, unit: Unit, micro_batch: object) -> None:
@@ -158,6 +162,7 @@ class PhasedRun:
         self._make_room(num_planes)
         plan.places = StoredSums(self.memory, self._stored_now(), num_planes * self.store.host_index)
         plan.sums = StepSums(self._gradients, merges, plan.weights, lambda: plan.scale(None), plan.places)
+        self.budget.begin_step(len(plan.weights), updates_apart=not self._optimizer_now().step_in_backward)
 
     def _make_room(self, num_planes: int) -> None:
         """Have room in the store for so many sums of each piece, and in memory for one."""
@@ -345,7 +350,8 @@ class PhasedRun:
         for parameter in mine:
             name = self.names[id(parameter)]
             forms = optimizer.forms_of(parameter)
-            update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
+            with self.budget.updating(piece.units):
+                update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
             region = self.store.regions[name]
             first = self.memory.stored[weights][0].region.start
             changed.append(FileRange(self.store.weights, region, region.start - first))
@@ -416,6 +422,7 @@ class PhasedRun:
         if self.store.host_size > 1:
             others = [piece for piece in self._trained if any(name not in self.owned for name in piece.names)]
             self.memory.forget(Content("weights", piece.index) for piece in others)
+        self.budget.end_step(self._order)
 
     # The optimizer's state
 

@@ -1,4 +1,4 @@
-"""``python -m popdist.parallel.cpu_speed N``: what each of N instances on this machine's CPU reaches, as JSON.
+"""``python -m popdist.parallel.measures.cpu_speed N``: what each of N instances on this CPU reaches, as JSON.
 
 N processes share the cores and are measured at the same time, for about two seconds, and the disk of ``--store``.
 """
@@ -44,7 +44,7 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 def main() -> None:
     """Print the figures of one machine, which `popsize.hardware.machines_of` reads."""
-    parser = ArgumentParser(prog="python -m popdist.parallel.cpu_speed", description=__doc__)
+    parser = ArgumentParser(prog="python -m popdist.parallel.measures.cpu_speed", description=__doc__)
     parser.add_argument("num_devices", metavar="N", type=int, help="how many instances share the CPU")
     parser.add_argument("--store", metavar="FOLDER", type=Path, help="where phases of a model would wait")
     words = parser.parse_args()

@@ -1,0 +1,275 @@
+"""How many phases a model has: its first steps are measured, and then those are planned that its memory allows.
+
+The first steps have one layer a phase, which needs least memory. What a process has of memory then beside its
+phases, torch included, is what it will have with larger ones, too.
+"""
+
+import ctypes
+import re
+import sys
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from popdist.errors import WeightsError
+from popdist.local_tensors import part_itself
+from popdist.parallel.phase_memory import Content, PhaseMemory
+from popdist.parallel.phased_layers import Unit
+from popsize.phases import Loop, PhasePlan, StoreSpeed, TooLarge, UnitCost, memory_with, plan_phases, plan_with
+
+_UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+_NUM_MEASURED: Final = 2
+"""Steps that are measured: the first one for the memory only, as much is made anew in it."""
+
+_NUM_SHOWN: Final = 3
+"""So many steps of those that follow are shown beside the prediction."""
+
+_SPARE: Final = 0.02
+"""The share of a limit that is left for what differs from step to step."""
+
+_MMAP_THRESHOLD: Final = -3
+_MAPPED_BYTES: Final = 1 << 20
+_STATUS: Final = Path("/proc/self/status")
+
+
+def bytes_of(memory: str | int) -> int:
+    """The bytes that ``memory`` says: a number, or a text such as ``2 GB`` or ``1.5 GiB``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    size = found and found[2].lower() in _UNITS and float(found[1]) * _UNITS[found[2].lower()]
+    if isinstance(memory, bool) or not size or size < 1:
+        raise WeightsError(f"memory={memory!r} is no size: give bytes, or a text such as '2 GB' or '1.5 GiB'")
+    return int(size)
+
+
+def give_back_memory() -> None:
+    """Have malloc give back to the system what is free now, and large tensors from now on when they are freed."""
+    with suppress(AttributeError):  # another library than glibc
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
+        library.malloc_trim(0)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Times:
+    """What the passes of a unit took in a step."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    update_seconds: float = 0.0
+    input_bytes: int = 0
+    running_bytes: int = 0
+
+
+class PhaseBudget:
+    """Measures steps, plans phases, and says what a person wants to know of them."""
+
+    def __init__(self, memory: PhaseMemory, owned: Container[str], *, is_first: bool) -> None:
+        self.limit_bytes: int | None = None  # None: the phases are given
+        self._memory = memory
+        self._owned = owned  # the names of the weights that this instance updates
+        self._is_first = is_first  # whether it is the instance that says what all do
+        self._num_steps = 0
+        self._began = 0.0
+        self._loop = Loop()
+        self._times: dict[int, _Times] = {}
+        self._kept: set[int] = set()  # addresses of tensors that are kept for the backward pass
+        self._inside = 0.0  # seconds of updates within a backward pass
+        self._peak_bytes = 0
+        self._predicted = 0.0
+        self._later: list[float] = []
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._num_steps <= _NUM_MEASURED
+
+    def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
+        """A step begins; the first one only if there is memory for its phases."""
+        self._num_steps += 1
+        self._loop = Loop(num_micro_batches=num_micro_batches, updates_apart=updates_apart)
+        if self._is_measuring:
+            self._times = {unit.index: _Times() for unit in self._memory.layers.units}
+        if self._num_steps == 1:
+            self._check_room()
+            _reset_peak(self._memory.device)
+        self._began = perf_counter()
+
+    def note_inputs(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
+        """``unit`` keeps these for its backward pass."""
+        if self._is_measuring:
+            self._times[unit.index].input_bytes += sum(self._new_bytes(it, self._kept) for it in tensors)
+
+    @contextmanager
+    def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
+        """Within it ``unit`` computes; its weights are there."""
+        if not self._is_measuring:
+            yield
+            return
+        times, saved = self._times[unit.index], _slot_addresses(unit)
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes.append(self._new_bytes(tensor, saved))
+            return tensor
+
+        self._inside = 0.0
+        start = self._computed()
+        with saved_tensors_hooks(pack, lambda it: it):
+            yield
+        seconds = self._computed() - start - self._inside
+        times.running_bytes = max(times.running_bytes, sum(sizes))
+        if backward:
+            self._kept.clear()  # what is kept from now on belongs to the next micro batch
+            times.backward_seconds += seconds
+        else:
+            times.forward_seconds += seconds
+
+    @contextmanager
+    def updating(self, units: Sequence[int]) -> Iterator[None]:
+        """Within it weights of ``units`` are updated."""
+        start = self._computed()
+        yield
+        seconds = self._computed() - start
+        self._inside += seconds
+        if self._is_measuring and units:
+            self._times[min(units)].update_seconds += seconds
+
+    def end_step(self, order: Sequence[int]) -> None:
+        """A step has ended, which may be the one to plan behind; ``order`` is that of the first forward pass."""
+        seconds = perf_counter() - self._began
+        if self._num_steps == _NUM_MEASURED:
+            rest = (unit.index for unit in self._memory.layers.units if unit.index not in order)
+            self._plan([*order, *rest])
+        elif not self._is_measuring and len(self._later) < _NUM_SHOWN:
+            self._later.append(seconds)
+            if len(self._later) == _NUM_SHOWN:
+                self._report()
+
+    def _check_room(self) -> None:
+        """Refuse a limit that does not allow two phases of one layer each."""
+        if self.limit_bytes is None:
+            return
+        units = [self._cost(unit) for unit in self._memory.layers.units]
+        slots = memory_with(units, range(len(units)), self._loop)
+        now = _resident_bytes(self._memory.device)
+        if now + slots.total > self.limit_bytes:
+            raise WeightsError(
+                f"memory={_words(self.limit_bytes)!r} is too little for phases of one layer each: this process "
+                f"has {_words(now)} in use, and two layers at once take {_words(slots.total)}. Give at least "
+                f"memory={_words(now + slots.total)!r}, and room for activations"
+            )
+
+    def _computed(self) -> float:
+        """Seconds until now in which nothing was waited for."""
+        if self._memory.device.type == "cuda":
+            torch.cuda.synchronize(self._memory.device)
+        return perf_counter() - self._memory.waited_seconds
+
+    def _new_bytes(self, tensor: Tensor, known: set[int]) -> int:
+        """The bytes of a tensor's storage, if it is not one of ``known``."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in known:
+            return 0
+        known.add(storage.data_ptr())
+        return storage.nbytes()
+
+    def _cost(self, unit: Unit) -> UnitCost:
+        """What ``unit`` takes; weights that others have, too, are updated with the first one."""
+        times, sizes, number = self._times[unit.index], self._memory.sizes, self._loop.num_micro_batches
+        own = [piece for piece in unit.pieces if piece.units[0] == unit.index]
+        trained = [(name, it) for piece in own for name, it in piece.named if it.requires_grad]
+        return UnitCost(
+            weight_bytes=sum(sizes[Content("weights", piece.index)] for piece in unit.pieces),
+            updated_bytes=sum(part_itself(it).nbytes for name, it in trained if name in self._owned),
+            gradient_bytes=sum(part_itself(it).nbytes for _, it in trained),
+            state_bytes=sum(sizes.get(Content("state", piece.index), 0) for piece in own),
+            input_bytes=times.input_bytes / number,
+            running_bytes=times.running_bytes,
+            updating_bytes=0,  # is in what the process has beside its phases
+            forward_seconds=times.forward_seconds / number,
+            backward_seconds=times.backward_seconds / number,
+            update_seconds=times.update_seconds,
+        )
+
+    def _plan(self, order: Sequence[int]) -> None:
+        """Plan the phases of the units, which are given in the order of the forward pass."""
+        modules = [self._memory.layers.units[index] for index in order]
+        units = [self._cost(unit) for unit in modules]
+        speed = StoreSpeed(
+            read_bytes_per_second=self._memory.bytes_per_second("read"),
+            write_bytes_per_second=self._memory.bytes_per_second("write"),
+        )
+        if self.limit_bytes is None:
+            lengths = accumulate(len(phase) for phase in self._memory.phases)
+            plan = plan_with(units, [0, *lengths][:-1], speed, self._loop)
+        else:
+            plan = self._fitting(units, [unit.name for unit in modules], speed)
+            self._memory.cut([order[a:b] for a, b in pairwise((*plan.cuts, len(order)))])
+        self._predicted = plan.step.seconds
+        self._print(plan.sentence)
+
+    def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
+        """The phases that the limit allows, as far as the measured steps have shown what else is in memory."""
+        limit = self.limit_bytes or 0
+        beside = _peak_bytes(self._memory.device) - memory_with(units, range(len(units)), self._loop).total
+        plan = plan_phases(units, limit * (1 - _SPARE) - beside, speed, self._loop)
+        if isinstance(plan, TooLarge):
+            needed = (plan.needed_bytes + beside) / (1 - _SPARE)
+            raise WeightsError(
+                f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it {_words(beside)} are in "
+                f"use beside phases and activations; {plan.sentence(names)}"
+            )
+        return plan
+
+    def _report(self) -> None:
+        first, mean = _NUM_MEASURED + 1, sum(self._later) / _NUM_SHOWN
+        steps = f"Steps {first} to {first + _NUM_SHOWN - 1}"
+        self._print(f"{steps} took {mean:.3g} s each; {self._predicted:.3g} s were predicted.")
+
+    def _print(self, text: str) -> None:
+        """Print a line for a person."""
+        if self._is_first:
+            sys.stderr.write(f"popdist: {text}\n")
+
+
+def _slot_addresses(unit: Unit) -> set[int]:
+    """Where the weights of ``unit`` are now."""
+    return {it.untyped_storage().data_ptr() for piece in unit.pieces for it in piece.parameters}
+
+
+def _reset_peak(device: torch.device) -> None:
+    """From now on :func:`_peak_bytes` is counted."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # then it is that of the whole life of the process, which is not less
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory that the process has had, on ``device``."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
+
+
+def _resident_bytes(device: torch.device) -> int:
+    """The memory that the process has on ``device``."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else _status_bytes("VmRSS")
+
+
+def _status_bytes(key: str) -> int:
+    """A row of this process's status that is in kB."""
+    rows = dict(row.split(":", 1) for row in _STATUS.read_text(encoding="ascii").splitlines() if ":" in row)
+    return int(rows[key].split()[0]) * 1024
+
+
+def _words(size: float) -> str:
+    """Bytes as ``memory=`` takes them, rounded up."""
+    return f"{-(-size // 10**6):.0f} MB"
