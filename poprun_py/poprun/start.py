@@ -158,7 +158,7 @@ def run_job(
     with ReceivedSignals() as signals, reported(outcome):
         while identity is not None:
             ends.append(_run_attempt(plan, environ, identity, signals, verbosity))
-            identity = _next_attempt(plan, identity, ends[-1], signals, leased)
+            identity = _next_attempt(plan, identity, ends, signals, leased)
         _log_summary(ends, plan)
         return exit_code(ends[-1])
 
@@ -199,15 +199,15 @@ def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) ->
 def _next_attempt(
     plan: LaunchPlan,
     identity: JobIdentity,
-    end: JobEnd,
+    ends: Sequence[JobEnd],
     signals: ReceivedSignals,
     leased: "LeasedPlan | None",
 ) -> JobIdentity | None:
     """Wait, and give the hosts a new key: the identity of the next attempt, or None if there is none."""
     network = identity.network
     while True:
-        pause_seconds = restart_pause_seconds(end, identity.restart_count, plan.ending.max_restarts)
-        if pause_seconds is None:
+        pause_seconds = restart_pause_seconds(ends[-1], identity.restart_count, plan.ending.max_restarts)
+        if pause_seconds is None or (not plan.ending.restarts_anyway and _is_in_vain(ends)):
             return None
         # one at which hosts are missing counts, too: the next may find them again
         identity = replace(identity, restart_count=identity.restart_count + 1)
@@ -225,6 +225,16 @@ def _next_attempt(
             screen.log(str(error))
         else:
             return replace(identity, network=network) if _pause(0.0, signals) else None
+
+
+def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
+    """Whether another attempt would fail like the last one; the reason is logged."""
+    from poprun.job.restarts import reason_to_end  # noqa: PLC0415 - most jobs do not fail
+
+    reason = reason_to_end(ends)
+    if reason:
+        screen.log(f"not started again: {reason} (--restart-anyway starts it all the same)")
+    return bool(reason)
 
 
 def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":

@@ -4,6 +4,7 @@ Holds poprun.job.signals.
 """
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -40,6 +41,20 @@ def test_the_last_attempt_gives_the_exit_code(poprun: Poprun) -> None:
     finished = poprun("--max-restarts=1", sys.executable, "-c", ATTEMPT + "sys.exit(4 + int(count))")
 
     assert finished.code == 5
+
+
+def test_a_job_that_would_fail_again_is_not_started_again(poprun: Poprun) -> None:
+    """The second failure at the same line is the last, unless the user wants it all the same."""
+    text = ATTEMPT + "raise ValueError(f'batch {count}')"
+    words = ("--launcher=local", "--max-restarts=2", "--no-tag-output", "-n2", sys.executable, "-c", text)
+
+    finished, anyway = poprun(*words), poprun("--restart-anyway", *words)
+
+    assert (finished.code, len(set(finished.lines)), len(set(anyway.lines))) == (1, 2, 3)
+    assert re.search(
+        r"not started again: instances? \d.* failed twice at <string>:5 in the same way", finished.told
+    )
+    assert "(--restart-anyway starts it all the same)" in finished.told
 
 
 def test_a_program_that_is_not_there_is_not_looked_for_again(poprun: Poprun, tmp_path: Path) -> None:

@@ -349,6 +349,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Option("timeout", "ending.timeout_seconds", SECONDS,
                "Time the whole job has; it then ends with 124. [default: none]"),
         Option("max-restarts", "ending.max_restarts", NUMBER, "Times a failed job is started again."),
+        Option("restart-anyway", "ending.restarts_anyway", SWITCH,
+               "Start it again also where that seems to be in vain. [default: no]"),
         Option("hang-report", "ending.hang_report_seconds", SECONDS_OR_OFF,
                "Tell who keeps the others waiting after so long without progress."),
         Option("hang-timeout", "ending.hang_timeout_seconds", SECONDS_OR_OFF,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.errors import PlanError
 from poprun.plan.topology import ProcessPlacement
+from poprun.text.fields import IF_USED
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class EndingSettings:
         start_timeout_seconds: How long the instances may take to come to life.
         timeout_seconds: How long the whole job may take, or None.
         max_restarts: How often a failed job is started again.
+        restarts_anyway: Whether that is done also where the failure seems to be one that comes again.
         hang_report_seconds: How long a wait without any progress is before poprun reports it; None never does.
         hang_timeout_seconds: How long such a wait is before poprun ends the job; None never does.
         report_file: File for the job's report, absolute or below the job's working directory, or None.
@@ -72,6 +74,7 @@ class EndingSettings:
     start_timeout_seconds: float = 60.0
     timeout_seconds: float | None = None
     max_restarts: int = 0
+    restarts_anyway: bool = field(default=False, metadata=IF_USED)
     hang_report_seconds: float | None = 120.0
     hang_timeout_seconds: float | None = None
     report_file: str | None = None

@@ -5,10 +5,13 @@ stands inside the message of the one that brought it. Groups of exceptions and t
 read: of those the last lines are shown, which name the exception.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
+
+from popdist import contract
 
 MAX_EXCERPT_LINES: Final = 9
 _MAX_LINE: Final = 200
@@ -29,6 +32,7 @@ _SYNTAX_ERROR: Final = re.compile(r'  File "[^"]*", line \d+$')
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+)')
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 LIBRARY: Final = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|<frozen ")
+_OURS: Final = os.path.dirname(contract.__file__) + os.sep
 _RANK: Final = re.compile(r"\[rank(\d+)\]: ?")
 
 NOISE: Final = re.compile(
@@ -108,7 +112,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
 
 def _place(frames: Sequence[Frame]) -> str:
     """The file and line of the user's last call, else of the last one; empty where there is none."""
-    own = [frame for frame in frames if not LIBRARY.search(frame[0])] or frames
+    own = [frame for frame in frames if not LIBRARY.search(frame[0]) and _OURS not in frame[0]] or frames
     found = _FRAME.match(own[-1][0]) if own else None
     return f"{found[1]}:{found[2]}" if found else ""
 
