@@ -7,6 +7,7 @@ number of steps, in a record of 16 bytes for each.
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -393,7 +394,7 @@ class PhasedOptimizer(Optimizer):
             nowhere = torch.zeros((), dtype=weights.dtype, device=weights.device).expand(weights.shape)
             made = self._steppers[known.group].load(Parameter(nowhere), settings, saved)
             self._check_state(known, made)
-            self.state[parameter] = {name: made[name] for name in form.values}
+            self.state[parameter] = {name: deepcopy(made[name]) for name in form.values}
             form.write_record(record, made)
             stored, place_of = self._model.stored_state(parameter), self.store.place_of
             for name in form.tensors:

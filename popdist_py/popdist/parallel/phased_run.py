@@ -24,7 +24,7 @@ from popdist.errors import (
     MicroBatchError,
     OptimizerError,
 )
-from popdist.gradients.optimizer_steps import mark_reduced
+from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.phased_sums import (
     GradientBarrier,
     InstanceSums,
@@ -40,13 +40,20 @@ from popdist.layout import ReplicaLayout
 from popdist.local_tensors import local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import PhaseBudget
 from popdist.parallel.phase_layout import Form, span
-from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, StoredSums, StoredTensors
+from popdist.parallel.phase_memory import (
+    Content,
+    FileRange,
+    PhaseMemory,
+    StoredGradients,
+    StoredSums,
+    StoredTensors,
+)
 from popdist.parallel.phase_store import PhaseStore
 from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
-from popdist.parallel.store_file import Transfer, make_buffer
 
 if TYPE_CHECKING:
     from popdist.parallel.phased_optimizer import PhasedOptimizer
+    from popdist.parallel.store_file import Transfer
 
 _ORDER: Final = "phased(), the order of the layers"
 
@@ -103,10 +110,9 @@ class PhasedRun:
         self._trained: list[PhasePiece] = []
         self._gradients: dict[int, PieceGradient] = {}
         self._sums = InstanceSums(group, layout)
-        self._stored: StoredTensors | None = None  # gradients and sums of them
         self._state: StoredTensors | None = None
         self._state_offsets: dict[int, dict[str, int]] = {}
-        self._transfers: list[tuple[Transfer, Tensor]] = []
+        self._kept: StoredGradients | None = None  # beside sums of gradients
         for piece in layers.pieces:
             region = span(store.regions[name] for name in piece.names)
             content = Content("weights", piece.index)
@@ -144,14 +150,18 @@ class PhasedRun:
 
     def check_ready(self, module: nn.Module) -> None:
         """Check that a step of ``module`` may begin."""
-        self.store.check_whole()
         check_same(module, self.layers, {it: self.weights.forms[name] for it, name in self.names.items()})
-        self._optimizer_now()
-        if self.is_unfinished:
+        optimizer = self._optimizer_now()
+        left = [it for piece in self.layers.pieces for it in piece.parameters if it.grad is not None]
+        if self.is_unfinished and (optimizer.step_in_backward or not all(is_used(it.grad) for it in left)):
+            leave_out = "" if optimizer.step_in_backward else ", or optimizer.zero_grad() to leave out a step"
             raise GradientError(
                 "a loop over micro batches has ended, and optimizer.step() was not called before the next one: "
-                "call it after each loop, as it waits until all weights are written"
+                f"call it after each loop, as it waits until all weights are written{leave_out}"
             )
+        self.store.check_whole()
+        for parameter in left:
+            parameter.grad = None
 
     def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: gradients of the weights that are trained now."""
@@ -160,7 +170,7 @@ class PhasedRun:
         self._gradients = {piece.index: PieceGradient(piece.named) for piece in self._trained}
         merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, plan.accumulation)
         self._make_room(num_planes)
-        plan.places = StoredSums(self.memory, self._stored_now(), num_planes * self.store.host_index)
+        plan.places = StoredSums(self.memory, self._kept_now().stored, num_planes * self.store.host_index)
         plan.sums = StepSums(self._gradients, merges, plan.weights, lambda: plan.scale(None), plan.places)
         self.budget.begin_step(len(plan.weights), updates_apart=not self._optimizer_now().step_in_backward)
 
@@ -172,17 +182,17 @@ class PhasedRun:
             for index, gradient in self._gradients.items()
         }
         if not self._optimizer_now().step_in_backward:
-            forms |= {f"gradient/{name}": form for name, form in self.weights.forms.items()}
-        known = self._stored.forms if self._stored is not None else None
-        if known is not None and all(
+            forms |= {name: self.weights.forms[name] for piece in self._trained for name in piece.names}
+        known = self._kept.stored.forms if self._kept is not None else {}
+        if self._kept is not None and all(
             name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()
         ):
             return
-        self._stored = StoredTensors.of(self.store.create_gradients(forms), forms)
-        for index in self._gradients:
-            self.memory.sizes.pop(Content("sum", index), None)
-            if num_planes:
-                self.memory.sizes[Content("sum", index)] = self._stored.regions[f"0/{index}"].length
+        stored = StoredTensors.of(self.store.create_gradients(forms), forms)
+        self._kept = StoredGradients(self.memory, stored, self._trained, self.owned)
+        for piece in self._trained:
+            length = stored.regions[f"0/{piece.index}"].length if num_planes else 0
+            self.memory.sizes[Content("sum", piece.index)] = max(length, self._kept.num_bytes(piece))
         self.memory.cut(self.memory.phases)
 
     def begin_micro_batch(self, number: int) -> None:
@@ -207,10 +217,12 @@ class PhasedRun:
         step, optimizer = self._step_now(), self._optimizer_now()
         self._complete = set(self._gradients)
         self._make_final()
-        self._end_transfers()
         step.barrier.is_over = True
         if optimizer.step_in_backward:
             optimizer.end_update()
+        else:
+            self.memory.wait()
+            self.store.wait_for_host()
         self.step, self.is_unfinished = None, True
 
     def abandon(self) -> bool:
@@ -327,7 +339,8 @@ class PhasedRun:
             self._update(piece, {it: it.grad for it in used if it.grad is not None}, optimizer.update)
             for parameter in used:
                 parameter.grad = updated_gradient(self.names[id(parameter)], parameter)
-                mark_reduced(parameter.grad)
+                if parameter.grad is not None:
+                    mark_reduced(parameter.grad)
         else:
             self._keep(piece)
 
@@ -360,62 +373,51 @@ class PhasedRun:
 
     @torch.no_grad()
     def _keep(self, piece: PhasePiece) -> None:
-        """Write the gradients of ``piece`` to the store, of which ``.grad`` reads them."""
-        self._end_transfers()
+        """Write the gradients of ``piece`` behind, and let ``.grad`` read them from the store."""
+        gradients = {name: local_part(it.grad) for name, it in piece.named if it.grad is not None}
+        self._kept_now().write_behind(piece, gradients)
         for name, parameter in piece.named:
-            if parameter.grad is None:
-                continue
-            stored = self._stored_now()
-            if name in self.owned:
-                region = stored.regions[f"gradient/{name}"]
-                buffer = make_buffer(region.length, self.device)
-                self.weights.forms[name].view(buffer).copy_(local_part(parameter.grad))
-                self._transfers.append((stored.file.write(region.start, buffer), buffer))
-            read = partial(self._stored_gradient, name, parameter)
-            parameter.grad = stored_gradient(name, parameter, read)
-            mark_reduced(parameter.grad)
+            if name in gradients:
+                part = stored_gradient(name, part_itself(parameter), partial(self._stored_gradient, name))
+                parameter.grad = placed_as(parameter, part)
+                mark_reduced(parameter.grad)
 
-    def _end_transfers(self) -> None:
-        for transfer, _ in self._transfers:
-            transfer.wait()
-        self._transfers = []
-
-    def _stored_gradient(self, name: str, parameter: Parameter) -> Tensor:
-        return placed_as(parameter, self._stored_now().mapped(f"gradient/{name}").to(self.device))
-
-    def _stored_now(self) -> StoredTensors:
-        if self._stored is None:
+    def _kept_now(self) -> StoredGradients:
+        if self._kept is None:
             raise MicroBatchError("this model has no gradients in its store: no loop over micro batches has begun")
-        return self._stored
+        return self._kept
+
+    def _stored_gradient(self, name: str) -> Tensor:
+        return self._kept_now().stored.mapped(name).to(self.device)
 
     def _state_now(self) -> StoredTensors:
         if self._state is None:
             raise OptimizerError("this model has no PhasedOptimizer")
         return self._state
 
+    @torch.no_grad()
     def update_phases(self, update: Update) -> None:
         """Update all weights whose gradients are in the store, phase by phase."""
+        self._check_finished()
         self.num_steps += 1
         self.store.begin_step(self.num_steps)
         for piece in self._final_order:
-            self.memory.enter(self.memory.last_phase(piece), backward=True)
-            gradients: dict[Parameter, Tensor] = {}
-            for name, parameter in piece.named:
-                if parameter.grad is not None and name in self.owned:
-                    stored = self._stored_now()
-                    region = stored.regions[f"gradient/{name}"]
-                    buffer = make_buffer(region.length, self.device)
-                    stored.file.read(region.start, buffer).wait()
-                    gradients[parameter] = self.weights.forms[name].view(buffer)
-            self._update(piece, gradients, update)
+            own = {name: it for name, it in piece.named if name in self.owned and it.grad is not None}
+            if own:
+                self.memory.enter(self.memory.last_phase(piece), backward=True)
+                views = self._kept_now().load(piece)
+                self._update(piece, {it: views[name] for name, it in own.items()}, update)
 
-    def finish_step(self) -> None:
-        """Wait until all instances have written what they updated; the optimizer's step ends."""
+    def _check_finished(self) -> None:
         if not self.is_unfinished:
             raise MicroBatchError(
                 "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
                 "last call"
             )
+
+    def finish_step(self) -> None:
+        """Wait until all instances have written what they updated; the optimizer's step ends."""
+        self._check_finished()
         self.is_unfinished = False
         self.memory.begin_writing()
         self.store.end_step(self.num_steps, [cast("Transfer", self.memory)])
@@ -484,16 +486,20 @@ class PhasedRun:
             set_data(parameter, self.weights.forms[name].view(memory[region.start - first : region.end - first]))
 
     def _wanted_back(self, piece: PhasePiece) -> list[tuple[Content, tuple[FileRange, ...]]]:
-        """What the backward pass needs of ``piece`` beside its weights."""
-        step, index, wanted = self.step, piece.index, []
-        if step is None or index not in self._gradients:
-            return []
+        """What a backward pass, or one of updates, needs of ``piece`` beside its weights."""
+        step, index = self.step, piece.index
+        wanted: list[tuple[Content, tuple[FileRange, ...]]] = []
+        if index not in self._gradients:
+            return wanted
         optimizer = self._optimizer_now()
-        state = Content("state", index)
-        is_last = step.number == step.last and optimizer.step_in_backward
-        if is_last and self.memory.sizes.get(state) and any(map(optimizer.has_state, piece.parameters)):
+        state, gradient = Content("state", index), Content("sum", index)
+        is_updated = step is None or (step.number == step.last and optimizer.step_in_backward)
+        may_have_state = self.memory.sizes.get(state) and any(map(optimizer.has_state, piece.parameters))
+        if may_have_state and is_updated:
             wanted.append((state, self.memory.stored[state]))
-        plane = step.sums.awaited(index, step.number)
-        if plane is not None:
-            wanted.append((Content("sum", index), step.places.ranges(index, plane)))
+        if step is None:  # in update_phases()
+            ranges = self._kept_now().ranges(piece)
+            wanted += [(gradient, ranges)] if ranges else []
+        elif (plane := step.sums.awaited(index, step.number)) is not None:
+            wanted.append((gradient, step.places.ranges(index, plane)))
         return wanted
