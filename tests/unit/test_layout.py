@@ -55,5 +55,5 @@ def test_places_in_words() -> None:
         *("replica 0, stage 0", "replica 0, shard 1", "stage 0, shard 2", "")
     ]
     assert Parallelism(instances_per_replica=2).describe([3]) == "replica 1, part 1"
-    assert [mesh.stage_of(10), Parallelism(instances_per_replica=2).stage_of(3)] == [range(10, 12), range(2, 4)]
+    assert [mesh.stage_of(10), Parallelism(instances_per_replica=2).stage_of(3)] == [range(9, 12), range(2, 4)]
     assert Parallelism().describe([3]) == ""
