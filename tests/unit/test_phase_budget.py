@@ -41,6 +41,7 @@ def trained(folder: Path, num_steps: int, **settings: str | int) -> list[torch.T
     try:
         optimizer = PhasedOptimizer(model, torch.optim.AdamW, lr=0.01)
         for _ in range(num_steps):
+            assert not model(torch.zeros(1, 16)).isnan().any()  # between steps nothing is measured
             batch = (torch.randn(8, 16), torch.randint(16, (8,)))
             for x, y in model.micro_batches(batch, 2):
                 cross_entropy(model(x), y).backward()

@@ -77,7 +77,8 @@ class PhaseBudget:
         self._memory = memory
         self._owned = owned  # the names of the weights that this instance updates
         self._is_first = is_first  # whether it is the instance that says what all do
-        self._num_steps = 0
+        self._num_steps = 0  # that have ended
+        self._is_measuring = False
         self._began = 0.0
         self._loop = Loop()
         self._times: dict[int, _Times] = {}
@@ -87,17 +88,13 @@ class PhaseBudget:
         self._predicted = 0.0
         self._later: list[float] = []
 
-    @property
-    def _is_measuring(self) -> bool:
-        return self._num_steps <= _NUM_MEASURED
-
     def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
         """A step begins; the first one only if there is memory for its phases."""
-        self._num_steps += 1
+        self._is_measuring = self._num_steps < _NUM_MEASURED
         self._loop = Loop(num_micro_batches=num_micro_batches, updates_apart=updates_apart)
         if self._is_measuring:
             self._times = {unit.index: _Times() for unit in self._memory.layers.units}
-        if self._num_steps == 1:
+        if not self._num_steps:
             self._check_room()
             _reset_peak(self._memory.device)
         self._began = perf_counter()
@@ -145,10 +142,12 @@ class PhaseBudget:
     def end_step(self, order: Sequence[int]) -> None:
         """A step has ended, which may be the one to plan behind; ``order`` is that of the first forward pass."""
         seconds = perf_counter() - self._began
+        self._num_steps += 1
+        self._is_measuring = False
         if self._num_steps == _NUM_MEASURED:
             rest = (unit.index for unit in self._memory.layers.units if unit.index not in order)
             self._plan([*order, *rest])
-        elif not self._is_measuring and len(self._later) < _NUM_SHOWN:
+        elif self._num_steps > _NUM_MEASURED and len(self._later) < _NUM_SHOWN:
             self._later.append(seconds)
             if len(self._later) == _NUM_SHOWN:
                 self._report()
