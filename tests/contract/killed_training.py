@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -64,6 +65,10 @@ class Life:
             self.count()
 
 
+Training: TypeAlias = Callable[[Path, Life], str]
+"""Trains to the end in a folder of checkpoints, and returns what is to be the same."""
+
+
 def make_model() -> nn.Module:
     """A little net whose bits depend on buffers and on random numbers."""
     torch.manual_seed(0)
@@ -109,7 +114,9 @@ def train(folder: Path, life: Life) -> str:
     return popdist.checksum(model)
 
 
-def run_job(folder: Path, num_instances: int, victim: int = 0, life: int = 0) -> list[int | str]:
+def run_job(
+    folder: Path, num_instances: int, victim: int = 0, life: int = 0, train: Training = train
+) -> list[int | str]:
     """Fork a job and wait for it; each instance's exit code, or the checksum it ended with."""
     with socket.create_server(("127.0.0.1", 0), backlog=NUM_REPLICAS) as server:
         contract = Contract(
@@ -120,7 +127,9 @@ def run_job(folder: Path, num_instances: int, victim: int = 0, life: int = 0) ->
             store=Endpoint(host="127.0.0.1", port=server.getsockname()[1]),
         )
         children = [
-            _fork(folder, replace(contract, instance_index=index, local_instance_index=index), server, lives)
+            _fork(
+                train, folder, replace(contract, instance_index=index, local_instance_index=index), server, lives
+            )
             for index, lives in ((index, life if index == victim else 0) for index in range(num_instances))
         ]
     codes: dict[int, int] = {}
@@ -133,7 +142,7 @@ def run_job(folder: Path, num_instances: int, victim: int = 0, life: int = 0) ->
     return [codes[child] or (folder / f"end-{index}").read_text() for index, child in enumerate(children)]
 
 
-def _fork(folder: Path, contract: Contract, server: socket.socket, life: int) -> int:
+def _fork(train: Training, folder: Path, contract: Contract, server: socket.socket, life: int) -> int:
     child = os.fork()
     if child:
         return child

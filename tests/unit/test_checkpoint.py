@@ -328,8 +328,10 @@ def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], fa
 def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
     """What a later popdist wrote is not skipped in favour of something older."""
     file = save(tmp_path, epoch=1) / "manifest.json"
-    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
-    with pytest.raises(popdist.CheckpointError, match=r"in format 3, and this is popdist .* which reads format 2"):
+    file.write_text(file.read_text().replace('"format": 2', '"format": 4'))
+    with pytest.raises(
+        popdist.CheckpointError, match=r"in format 4, and this is popdist .* which reads formats 2 and 3"
+    ):
         load_latest(tmp_path)
 
 

@@ -3,7 +3,6 @@
 Holds popdist.parallel.store_file.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import popdist
 from popdist import context
 from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region
 from popdist.parallel.phase_store import PhaseStore
-from popdist.parallel.store_file import PIECE_BYTES, make_buffer
+from popdist.parallel.store_file import PIECE_BYTES, digest_of_pieces, make_buffer
 
 WEIGHT = Form.of(torch.zeros(3, 700))
 FORMS = {"weight": WEIGHT, "bias": Form.of(torch.zeros(3))}
@@ -92,7 +91,9 @@ def test_a_file_is_copied(tmp_path: Path) -> None:
 
     content = (tmp_path / "copy").read_bytes()
     assert content == (tmp_path / "store" / "weights").read_bytes()
-    assert digest == hashlib.blake2b(content).hexdigest()
+    assert digest == digest_of_pieces(tmp_path / "copy")
+    (tmp_path / "copy").write_bytes(content[:-1] + b"x")
+    assert digest != digest_of_pieces(tmp_path / "copy")
 
 
 def test_a_torn_store_says_so(tmp_path: Path) -> None:

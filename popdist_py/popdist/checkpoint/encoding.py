@@ -59,6 +59,17 @@ class TensorForm:
         """A tensor of this form, on the CPU, not yet filled."""
         return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype))
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of its elements."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 

@@ -28,11 +28,13 @@ from popdist.checkpoint.states import (
     stateful_of,
     wanted_of,
 )
-from popdist.checkpoint.tensor_pieces import Wanted
+from popdist.checkpoint.stored_tensors import batches, stores_of, write_into_stores
+from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted
 from popdist.checkpoint.together import WRITER, broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.collectives import gather_bytes
 from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
+from popdist.parallel.phase_store import PhaseStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +95,13 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
         }
         for name, part in parts.items():
             wanted |= wanted_of(things[name], part, found.forms)
-        tensors = _read(group, call, where, wanted)
+        tensors = _read_all(group, call, where, wanted, found, stores_of(named))
         if tensors is None:
             continue
         states = {name: decode(part, tensors) for name, part in parts.items()}
         _load_everywhere(group, call, things, states)
+        for store in stores_of(named):
+            store.end_step(store.step)
         if is_writer(group):
             _warn_of_differences(found, where, [name for name in replica_states if name not in found.states])
         values = {name: decode(value, tensors) for name, value in found.values.items()}
@@ -208,7 +212,38 @@ def _parts(
     return {name: cut(thing, found.states[name], names, index) for name, thing in things.items()}
 
 
-def _read(group: Group, call: str, where: Path, wanted: Mapping[str, Wanted]) -> dict[str, Tensor] | None:
+def _read_all(
+    group: Group,
+    call: str,
+    where: Path,
+    wanted: Mapping[str, Wanted],
+    found: Manifest,
+    stores: list[PhaseStore],
+) -> dict[str, Tensor] | None:
+    """The tensors that this instance wants, those in stores in their places; None if they cannot be read.
+
+    The stores are torn from here on.
+    """
+    in_stores = {name: it for name, it in wanted.items() if it.into is not None}
+    others = {name: it for name, it in wanted.items() if it.into is None}
+    tensors = _read(group, call, where, others, found)
+    if tensors is None:
+        return None
+    for store in stores:
+        store.begin_step(store.step)
+    for batch in batches(in_stores):
+        read = _read(group, call, where, batch, found)
+        if read is None:
+            return None
+        with together(group, f"{call}, writing the stores"):
+            write_into_stores(stores, batch, read)
+        tensors |= {name: it.into for name, it in batch.items() if it.into is not None}
+    return tensors
+
+
+def _read(
+    group: Group, call: str, where: Path, wanted: Mapping[str, Wanted], found: Manifest
+) -> dict[str, Tensor] | None:
     """The tensors that this instance wants; None on all instances if they cannot be read.
 
     What all instances want that hold the same part of their replicas, the first of them reads for the others.
@@ -227,10 +262,8 @@ def _read(group: Group, call: str, where: Path, wanted: Mapping[str, Wanted]) ->
     with together(group, f"{call}, reading"):
         if reads:
             _check_sees(where)
-            from popdist.checkpoint.tensor_files import read_pieces  # noqa: PLC0415 - slow; few instances read
-
             try:
-                read_pieces(where / manifest.TENSORS, reads)
+                _read_files(where / manifest.TENSORS, found, reads)
             except Exception as error:  # noqa: BLE001 - whatever torch says of damaged files
                 damage = f"its tensors cannot be read ({error!r})"
     if _is_damaged(group, call, damage, where):
@@ -238,6 +271,17 @@ def _read(group: Group, call: str, where: Path, wanted: Mapping[str, Wanted]) ->
     sent = [tensors[name] for name in tensors if name not in apart]
     broadcast_tensors(replicas, f"{call}, {len(sent)} tensors", sent)
     return {name: wanted[name].placed(tensor) for name, tensor in tensors.items()}
+
+
+def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
+    """Overwrite each tensor with its piece of what was saved."""
+    for name in reads.keys() & found.stored.keys():
+        for it in found.stored[name]:
+            it.read(directory, found.forms[name].torch_dtype, *reads[name])
+    if others := {name: it for name, it in reads.items() if name not in found.stored}:
+        from popdist.checkpoint.tensor_files import read_pieces  # noqa: PLC0415 - slow; few instances read
+
+        read_pieces(directory, others)
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:

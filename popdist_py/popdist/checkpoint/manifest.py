@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
@@ -15,10 +15,15 @@ import torch
 
 from popdist import context, contract
 from popdist.checkpoint.encoding import Json, TensorForm
+from popdist.checkpoint.stored_tensors import StoredPiece
 from popdist.errors import CheckpointError
 from popdist.layout import Parallelism
+from popdist.parallel.store_file import digest_of_pieces, is_in_pieces
 
 FORMAT: Final = 2
+FORMAT_WITH_STORES: Final = 3
+"""Of a checkpoint with files that were copied from the store of a model in phases."""
+
 MANIFEST: Final = "manifest.json"
 TENSORS: Final = "tensors"
 """Directory of the tensors' files."""
@@ -91,17 +96,22 @@ class Manifest:
     forms: dict[str, TensorForm]
     files: dict[str, str]
     """The digests of the files in ``TENSORS``, by name."""
+    stored: dict[str, list[StoredPiece]] = field(default_factory=dict)
+    """The pieces of tensors, by name, that lie in files of stores, and not in those of DCP."""
 
     @classmethod
     def from_json(cls, found: Json) -> Self:
         """Make the manifest from what :meth:`to_json` gave."""
         forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
-        return cls(**{name: found[name] for name in _PLAIN}, forms=forms)
+        stored = {name: [*map(StoredPiece.from_json, them)] for name, them in found.get("stored", {}).items()}
+        return cls(**{name: found[name] for name in _PLAIN}, forms=forms, stored=stored)
 
     def to_json(self) -> Json:
         """The manifest as JSON."""
         found = {name: getattr(self, name) for name in _PLAIN}
-        return found | {"forms": {name: form.to_json() for name, form in self.forms.items()}}
+        forms = {name: form.to_json() for name, form in self.forms.items()}
+        stored = {name: [it.to_json() for it in them] for name, them in self.stored.items()}
+        return found | {"forms": forms, "stored": stored}
 
 
 _PLAIN: Final = ("step", "conditions", "states", "values", "files")
@@ -111,7 +121,8 @@ _PLAIN: Final = ("step", "conditions", "states", "values", "files")
 def write(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of the checkpoint in ``directory``."""
     content = manifest.to_json()
-    whole = {"format": FORMAT, "popdist": contract.VERSION, "digest": _digest_of(content), "manifest": content}
+    number = FORMAT_WITH_STORES if manifest.stored else FORMAT
+    whole = {"format": number, "popdist": contract.VERSION, "digest": _digest_of(content), "manifest": content}
     (directory / MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
 
 
@@ -119,11 +130,11 @@ def read(directory: Path) -> Manifest:
     """Read the manifest of the checkpoint in ``directory``; an error if it has changed."""
     try:
         whole = json.loads((directory / MANIFEST).read_bytes())
-        if whole["format"] != FORMAT:
+        if whole["format"] not in (FORMAT, FORMAT_WITH_STORES):
             raise CheckpointError(
                 f"{directory} was written by popdist {whole['popdist']} in format {whole['format']}, and this is "
-                f"popdist {contract.VERSION}, which reads format {FORMAT}: use the popdist that wrote it, or "
-                "another folder"
+                f"popdist {contract.VERSION}, which reads formats {FORMAT} and {FORMAT_WITH_STORES}: use the "
+                "popdist that wrote it, or another folder"
             )
         if whole["digest"] != _digest_of(whole["manifest"]):
             raise DamagedError(f"{MANIFEST} has changed since it was written")
@@ -136,7 +147,7 @@ def check_files(directory: Path, digests: Mapping[str, str]) -> None:
     """Check that these files of the checkpoint in ``directory`` are as they were written."""
     for name, digest in digests.items():
         try:
-            found = digest_of_file(directory / TENSORS / name)
+            found = (digest_of_pieces if is_in_pieces(digest) else digest_of_file)(directory / TENSORS / name)
         except OSError as error:
             raise DamagedError(f"{TENSORS}/{name} cannot be read ({error!r})") from error
         if found != digest:

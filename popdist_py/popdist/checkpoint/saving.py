@@ -20,10 +20,11 @@ from popdist.checkpoint.encoding import Json, TensorForm, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
 from popdist.checkpoint.parts import place
 from popdist.checkpoint.states import Stateful, gather_sharded, join_states, replica_states_of, states_of
+from popdist.checkpoint.stored_tensors import StoreCopies, check_whole, join_copies
 from popdist.checkpoint.tensor_pieces import Held, WritePlan, held_of, plan_writes
 from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
 from popdist.collectives import gather_bytes
-from popdist.errors import CheckpointError, PopdistWarning, whole_number
+from popdist.errors import CheckpointError, PopdistWarning, StoreError, whole_number
 from popdist.groups import Group
 from popdist.local_tensors import is_distributed
 from popdist.weights import sums_of
@@ -66,6 +67,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
     gathered = gather_sharded(named, keep=context.environment().contract.data_parallel_index == 0)
     with together(group, call):
         _check(keep, step, named)
+        check_whole(named)
         states, values, tensors = _encode(named, gathered)
     for name, thing in replica_states_of(named).items():
         random_states = _gather_replica_states(group, name, thing)
@@ -79,10 +81,11 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
                 (checkpoint_folder.begin(folder, step) / manifest.TENSORS).mkdir()
     ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
     own = {name: (plan.forms[name], tensors[name]) for name in plan.writes[group.backend.instance_index]}
+    copies = StoreCopies(named, {name: it for name, (_, it) in own.items()}, group.backend.instance_index)
     described = Manifest(
         step=step, conditions=current_conditions(), states=states, values=values, forms=plan.forms, files={}
     )
-    _write(group, call, folder, described, own)
+    _write(group, call, folder, described, own, copies)
     if is_writer(group):
         _remove_older(folder, keep, step)
     return checkpoint_folder.directory_of(folder, step)
@@ -142,24 +145,27 @@ def _write(
     folder: Path,
     described: Manifest,
     own: Mapping[str, tuple[TensorForm, Tensor]],
+    copies: StoreCopies,
 ) -> None:
     """Write the checkpoint, of which this instance writes its ``own`` tensors; all of it or nothing."""
     directory, written = checkpoint_folder.partial_of(folder, described.step), b""
     try:
         with together(group, f"{call}, tensors"), _explained(folder, described.step):
-            if own:
+            if pieces := {name: it for name, it in own.items() if name not in copies.places}:
                 from popdist.checkpoint.tensor_files import write_pieces  # noqa: PLC0415 - slow; few write
 
-                written = write_pieces(directory / manifest.TENSORS, group.backend.instance_index, own)
+                written = write_pieces(directory / manifest.TENSORS, group.backend.instance_index, pieces)
+            copied = copies.write(directory / manifest.TENSORS)
+        all_copied = gather_bytes(group, f"{call}, what was copied", copied)
         everybody = [data for data in gather_bytes(group, f"{call}, what was written", written) if data]
         with together(group, f"{call}, completing"), _explained(folder, described.step):
             if is_writer(group):
-                files = {}
+                files, stored = join_copies(all_copied)
                 if everybody:
                     from popdist.checkpoint.tensor_files import write_index  # noqa: PLC0415 - as above
 
-                    files = write_index(directory / manifest.TENSORS, everybody)
-                manifest.write(directory, replace(described, files=files))
+                    files |= write_index(directory / manifest.TENSORS, everybody)
+                manifest.write(directory, replace(described, files=files, stored=stored))
                 checkpoint_folder.complete(folder, described.step)
     except Exception:
         if is_writer(group):
@@ -181,6 +187,8 @@ def _explained(folder: Path, step: int) -> Iterator[None]:
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {folder}: {error}{advice}"
         ) from error
+    except StoreError as error:
+        raise CheckpointError(f"the checkpoint of step {step} could not be written: {error}") from error
 
 
 def _remove_older(folder: Path, keep: int, step: int) -> None:

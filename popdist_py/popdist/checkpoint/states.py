@@ -21,13 +21,13 @@ from popdist.checkpoint.parts import (
     parameter_names,
     rename_keys,
 )
+from popdist.checkpoint.stored_tensors import store_of
 from popdist.checkpoint.tensor_pieces import Wanted
 from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import CheckpointError, name_first
 from popdist.gradients.buffers import check_buffers
-from popdist.local_tensors import is_distributed
+from popdist.local_tensors import is_distributed, local_part
 from popdist.sharded.sharded_optimizer import ShardedOptimizer
-from popdist.training.replicated_model import ReplicatedModel
 
 
 @runtime_checkable
@@ -50,8 +50,8 @@ def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
     """The random states of the models' replicas that this instance owns."""
-    models = {name: thing for name, thing in named.items() if isinstance(thing, ReplicatedModel)}
-    return {f"{name}.randomness": model.randomness for name, model in models.items()}
+    found = [(name, getattr(thing, "randomness", None)) for name, thing in named.items()]
+    return {f"{name}.randomness": it for name, it in found if isinstance(it, ReplicaRandomness)}
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
@@ -141,20 +141,36 @@ def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> J
 
 def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> dict[str, Wanted]:
     """The tensors in ``part``, the state that ``thing`` loads; those that are distributed here, as they are."""
-    likes: list[tuple[Json, Any]] = [(part, None)]
+    likes: list[tuple[Json, Any, Any]] = [(part, None, None)]
     if isinstance(thing, nn.Module):
         own = thing.state_dict(keep_vars=True)
-        likes = [(value, own[key]) for key, value in entries_of(part) or ()]
+        likes = [(value, own[key], own[key]) for key, value in entries_of(part) or ()]
     elif isinstance(thing, Optimizer):
         parameters = [it for group in thing.param_groups for it in group["params"]]
-        states = entries_of(dict(entries_of(part) or ())["state"]) or ()
-        likes += [(state, parameters[number]) for number, state in states if isinstance(number, int)]
-    wanted = {}
-    for state, like in likes:
+        for number, state in entries_of(dict(entries_of(part) or ())["state"]) or ():
+            if isinstance(number, int):
+                likes += _likes_of(thing, parameters[number], state)
+    store, wanted = store_of(thing), {}
+    for state, like, into in likes:
         for name in tensors_of(state):
             is_placed = is_distributed(like) and forms[name].shape == tuple(like.shape)
-            wanted[name] = Wanted(form=forms[name], like=like if is_placed else None)
+            is_stored = (
+                store is not None
+                and _form(into) == str(forms[name])
+                and store.place_of(local_part(into)) is not None
+            )
+            wanted[name] = Wanted(
+                form=forms[name], like=like if is_placed else None, into=into if is_stored else None
+            )
     return wanted
+
+
+def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:  # noqa: ANN401 - of torch, or phased
+    """What an optimizer's state of a parameter is placed like, and where it lies in a store."""
+    if store_of(optimizer) is None:
+        return [(state, parameter, None)]
+    stored = optimizer.mapped_state(parameter)
+    return [(value, parameter, stored.get(key)) for key, value in entries_of(state) or ()]
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
@@ -182,6 +198,8 @@ def _remember(thing: Stateful) -> Callable[[], object]:
     """Return a function that restores the present state of ``thing``, without any exchange."""
     if isinstance(thing, ShardedOptimizer):
         return thing.remember()
+    if store_of(thing) is not None:  # which is torn until all is loaded
+        return lambda: None
     state = thing.state_dict()
     return lambda: thing.load_state_dict(state)
 

@@ -26,6 +26,11 @@ class TensorPiece:
         return cls(offsets=(0,) * len(shape), sizes=tuple(shape))
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it ends in each dimension."""
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+    @property
     def num_elements(self) -> int:
         """How many elements it has."""
         return prod(self.sizes)
@@ -127,10 +132,14 @@ def _check_whole(forms: Mapping[str, TensorForm], pieces: Iterable[tuple[str, Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What this instance loads of a tensor: all of it, or its piece of one that is placed as ``like``."""
+    """What this instance loads of a tensor: all of it, or its piece of one that is placed as ``like``.
+
+    ``into`` is a tensor that shows the place in a store which it is written to.
+    """
 
     form: TensorForm
     like: Tensor | None = None
+    into: Tensor | None = None
 
     @property
     def piece(self) -> TensorPiece:

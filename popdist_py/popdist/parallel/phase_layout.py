@@ -31,6 +31,8 @@ class Form:
     def of(cls, tensor: Tensor) -> Self:
         """The form of ``tensor``, as it is without the gaps between its elements."""
         dense = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if dense.is_contiguous():  # where a dimension of one element may have any stride
+            dense = torch.empty(dense.shape, dtype=dense.dtype, device="meta")
         return cls(dtype=tensor.dtype, shape=tuple(tensor.shape), stride=dense.stride())
 
     @classmethod

@@ -30,6 +30,8 @@ PIECE_BYTES: Final = 8 << 20
 
 NUM_THREADS: Final = 2
 
+_IN_PIECES: Final = f"blake2b of each {PIECE_BYTES} bytes: "
+
 _WAIT_SECONDS: Final = 1800.0
 """How long a transfer is waited for: a file system that answers later than that is taken for lost."""
 
@@ -70,6 +72,29 @@ def allocate(descriptor: int, num_bytes: int, name: str) -> None:
             f"{name} needs {num_bytes} bytes, and {free + present} are free there ({fault}): make room, or name "
             "another place"
         )
+
+
+def digest_of_pieces(path: Path) -> str:
+    """The digest of a file, made of those of its pieces, so that several threads compute it."""
+
+    def digest(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            found = blake2b(file.read(PIECE_BYTES)).digest()
+            os.posix_fadvise(file.fileno(), start, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+        return found
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return _digest_of([*threads.map(digest, range(0, path.stat().st_size, PIECE_BYTES))])
+
+
+def _digest_of(digests: Sequence[bytes]) -> str:
+    return f"{_IN_PIECES}{blake2b(b''.join(digests)).hexdigest()}"
+
+
+def is_in_pieces(digest: str) -> bool:
+    """Whether :func:`digest_of_pieces` makes such digests."""
+    return digest.startswith(_IN_PIECES)
 
 
 class Transfer:
@@ -192,7 +217,7 @@ class StoreFile:
         return self.start_of(tensor) is not None
 
     def copy_to(self, path: Path) -> str:
-        """Copy the file to a new one, sharing its blocks where the file system can; gives its BLAKE2b digest."""
+        """Copy the file to a new one, sharing its blocks where the file system can; gives its digest."""
         with path.open("xb") as copy:
             is_shared = _share_blocks(self.descriptor, copy.fileno())
             if not is_shared:
@@ -212,35 +237,29 @@ class StoreFile:
 
     def _copy_pieces(self, target: "StoreFile | None") -> str:
         """Read all of the file, write it to ``target`` if there is one, and give its digest."""
-        digest = blake2b()
-        buffers = [make_buffer(PIECE_BYTES) for _ in range(NUM_THREADS + 1)]
-        writes = [Transfer() for _ in buffers]
         starts = range(0, self.num_bytes, PIECE_BYTES)
+        digests = [b"" for _ in starts]
 
-        def read(index: int) -> tuple[Tensor, Transfer]:
-            place = index % len(buffers)
-            writes[place].wait()
-            data = buffers[place][: self.num_bytes - starts[index]]
-            return data, self.read(starts[index], data)
-
-        ahead = [read(index) for index in range(min(1, len(starts)))]
-        for index, start in enumerate(starts):
-            data, transfer = ahead.pop()
-            if index + 1 < len(starts):
-                ahead.append(read(index + 1))
-            transfer.wait()
-            digest.update(_view(data))
+        def copy(index: int) -> None:
+            data = _view(make_buffer(min(PIECE_BYTES, self.num_bytes - starts[index])))
+            self._read_piece(starts[index], data)
+            digests[index] = blake2b(data).digest()
             if target is not None:
-                writes[index % len(buffers)] = target.write(start, data)
-        for transfer in writes:
-            transfer.wait()
-        return digest.hexdigest()
+                target._write_piece(starts[index], data)  # noqa: SLF001 - its own class
+
+        self._threads.start([partial(copy, index) for index in range(len(starts))]).wait()
+        return _digest_of(digests)
 
     def _map(self, region: Region, form: Form, kind: int) -> Tensor:
         if not form.num_bytes:
             return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
         readable = mmap.PROT_READ | mmap.PROT_WRITE
-        window = mmap.mmap(self.descriptor, region.length, kind, readable, offset=region.start)
+        try:
+            window = mmap.mmap(self.descriptor, region.length, kind, readable, offset=region.start)
+        except (OSError, ValueError) as error:  # the file is shorter
+            raise StoreError(
+                f"bytes {region.start} to {region.end} of {self.name} cannot be mapped: {error}"
+            ) from error
         memory = torch.frombuffer(window, dtype=torch.uint8)
         weakref.finalize(window, self._mapped.pop, memory.data_ptr(), None).atexit = False
         return form.view(memory)

@@ -1,0 +1,151 @@
+"""Tensors that lie in the store of a model in phases: saved as whole files, and loaded into their places there."""
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+from torch import Tensor
+
+from popdist.checkpoint.encoding import Json
+from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted, piece_of
+from popdist.errors import CheckpointError
+from popdist.local_tensors import local_part
+from popdist.parallel.phase_layout import Form, Region, whole_blocks
+from popdist.parallel.phase_store import PhaseStore
+
+if TYPE_CHECKING:
+    from popdist.parallel.store_file import StoreFile
+
+BATCH_BYTES: Final = 64 << 20
+"""How much is read before it is written into a store: or one tensor, if it is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPiece:
+    """Where a piece of a tensor lies in a file that was copied from a store, and its order in memory."""
+
+    file: str
+    start: int
+    piece: TensorPiece
+    stride: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, value: Json) -> Self:
+        """Make it from what :meth:`to_json` gave."""
+        file, start, offsets, sizes, stride = value
+        piece = TensorPiece(offsets=tuple(offsets), sizes=tuple(sizes))
+        return cls(file=file, start=start, piece=piece, stride=tuple(stride))
+
+    def to_json(self) -> Json:
+        """It as a list."""
+        return [self.file, self.start, self.piece.offsets, self.piece.sizes, self.stride]
+
+    def read(self, directory: Path, dtype: torch.dtype, piece: TensorPiece, tensor: Tensor) -> None:
+        """Overwrite what is of this piece in ``tensor``, which is another ``piece`` of the same whole one."""
+        starts = [*map(max, zip(self.piece.offsets, piece.offsets, strict=True))]
+        ends = [*map(min, zip(self.piece.ends, piece.ends, strict=True))]
+        if not all(start < end for start, end in zip(starts, ends, strict=True)):
+            return
+        form = Form(dtype=dtype, shape=self.piece.sizes, stride=self.stride)
+        with (directory / self.file).open("rb") as file:
+            length, access = whole_blocks(form.num_bytes), mmap.PROT_READ | mmap.PROT_WRITE
+            window = mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE, access, offset=self.start)
+            found = form.view(torch.frombuffer(window, dtype=torch.uint8))
+            tensor[_within(piece, starts, ends)] = found[_within(self.piece, starts, ends)]
+            del found, window
+            os.posix_fadvise(file.fileno(), self.start, length, os.POSIX_FADV_DONTNEED)
+
+
+def _within(piece: TensorPiece, starts: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
+    """What stands between ``starts`` and ``ends`` of a whole tensor, in a piece of it."""
+    bounds = zip(starts, ends, piece.offsets, strict=True)
+    return tuple(slice(start - offset, end - offset) for start, end, offset in bounds)
+
+
+def store_of(thing: object) -> PhaseStore | None:
+    """The store of a model in phases, or of its optimizer."""
+    store = getattr(thing, "store", None)
+    return store if isinstance(store, PhaseStore) else None
+
+
+def stores_of(named: Mapping[str, object]) -> list[PhaseStore]:
+    """The stores of all things in ``named``, in the order of their names, each once."""
+    found = [store for _, thing in sorted(named.items()) if (store := store_of(thing)) is not None]
+    return list(dict.fromkeys(found))
+
+
+def check_whole(named: Mapping[str, object]) -> None:
+    """Refuse to save what is in the middle of a step."""
+    for name, thing in named.items():
+        store = store_of(thing)
+        if store is not None and store.is_torn:
+            raise CheckpointError(
+                f"step {store.step} of {name} is half made: save after optimizer.step(), and if that has failed, "
+                "load the last checkpoint"
+            )
+
+
+class StoreCopies:
+    """The files of stores that a checkpoint gets whole, and where tensors lie in them."""
+
+    def __init__(self, named: Mapping[str, object], tensors: Mapping[str, Tensor], instance: int) -> None:
+        stores = stores_of(named)
+        self._files: dict[StoreFile, str] = {}
+        self.places: dict[str, StoredPiece] = {}
+        for name, tensor in tensors.items():
+            part = local_part(tensor)
+            for place in filter(None, (store.place_of(part) for store in stores)):
+                file, start = place
+                label = self._files.setdefault(file, f"phases-{instance}-{len(self._files)}")
+                piece = TensorPiece(offsets=piece_of(tensor).offsets, sizes=tuple(part.shape))
+                self.places[name] = StoredPiece(file=label, start=start, piece=piece, stride=part.stride())
+
+    def write(self, directory: Path) -> bytes:
+        """Copy the files into ``directory``; gives what :func:`join_copies` needs."""
+        digests = {label: file.copy_to(directory / label) for file, label in self._files.items()}
+        return json.dumps([digests, {name: it.to_json() for name, it in self.places.items()}]).encode()
+
+
+def join_copies(written: Iterable[bytes]) -> tuple[dict[str, str], dict[str, list[StoredPiece]]]:
+    """The digests of all files, and where each tensor lies in them, from what the instances have written."""
+    digests: dict[str, str] = {}
+    stored: dict[str, list[StoredPiece]] = {}
+    for digests_of_one, places in map(json.loads, written):
+        digests |= digests_of_one
+        for name, place in places.items():
+            stored.setdefault(name, []).append(StoredPiece.from_json(place))
+    return digests, stored
+
+
+def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
+    """The wanted tensors in portions of ``BATCH_BYTES``, or of one tensor."""
+    batch: dict[str, Wanted] = {}
+    num_bytes = 0
+    for name, it in wanted.items():
+        size = it.form.num_bytes
+        if batch and num_bytes + size > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = {}, 0
+        batch[name] = it
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def write_into_stores(
+    stores: list[PhaseStore], wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write tensors to the places in the stores that they are wanted for; the first instance of a host does."""
+    for name, it in wanted.items():
+        part = local_part(it.into)
+        for store in stores:
+            if store.host_index == 0 and (place := store.place_of(part)) is not None:
+                file, start = place
+                form = Form.of(part)
+                region = Region(start=start, num_bytes=form.num_bytes)
+                file.write_tensor(region, form, local_part(tensors[name]))
