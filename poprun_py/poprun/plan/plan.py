@@ -16,7 +16,7 @@ from popdist.layout import Parallelism, ReplicaLayout, ReplicaPart
 from poprun.plan.mpi_options import Variables
 from poprun.plan.request import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.plan.topology import Binding, MpiRuntime, ProcessPlacement
-from poprun.text.fields import IF_USED
+from poprun.text import IF_USED
 from poprun.text.ranges import Hosts
 
 _NOT_SHARED: Final = Parallelism()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.errors import PlanError
 from poprun.plan.topology import ProcessPlacement
-from poprun.text.fields import IF_USED
+from poprun.text import IF_USED
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 from poprun.errors import PlanError
+from poprun.text import IF_USED
 from poprun.text.ranges import Hosts, fold_hosts, fold_numbers, parse_hosts, parse_numbers
 
 Record = TypeVar("Record")
@@ -26,9 +27,6 @@ _RANGES: Final[Mapping[object, tuple[Rule, Callable[[Any], str]]]] = {
     Hosts: (parse_hosts, fold_hosts),
 }
 """Types that stand in a text in range notation, such as ``0-3,6``, with what reads and writes it."""
-
-IF_USED: Final = MappingProxyType({"if_used": True})
-"""The metadata of a field that a file has only where it differs from its default."""
 
 _UNIONS: Final = (Union, UnionType)
 _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
