@@ -1,6 +1,6 @@
 """A plan that is written and read is the same plan; anything else in a file is refused by name.
 
-Holds poprun.text.fields and poprun.plan.plan.
+Holds poprun.text, poprun.text.fields and poprun.plan.plan.
 """
 
 import json
