@@ -21,7 +21,7 @@ from popdist.parallel.phase_store import PhaseStore
 if TYPE_CHECKING:
     from popdist.parallel.store_file import StoreFile
 
-BATCH_BYTES: Final = 64 << 20
+BATCH_BYTES: Final = 16 << 20
 """How much is read before it is written into a store: or one tensor, if it is larger."""
 
 

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -32,8 +32,8 @@ NUM_THREADS: Final = 2
 
 _IN_PIECES: Final = f"blake2b of each {PIECE_BYTES} bytes: "
 
-_WAIT_SECONDS: Final = 1800.0
-"""How long a transfer is waited for: a file system that answers later than that is taken for lost."""
+_WAIT_SECONDS: Final = 600.0
+"""How long a piece is waited for: a file system that answers later than that is taken for lost."""
 
 _CLONE: Final = 0x40049409
 """``FICLONE`` of ioctl(2): have a file share the blocks of another one until one of them is written."""
@@ -110,10 +110,12 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until it is done; a StoreError if it failed. May be called again."""
-        if wait(self._pieces, _WAIT_SECONDS).not_done:
-            raise StoreError(f"a read or write of the store is not done after {_WAIT_SECONDS:g} seconds")
-        for piece in self._pieces:
-            piece.result()
+        try:
+            failures = [piece.exception(_WAIT_SECONDS) for piece in self._pieces]
+        except TimeoutError:
+            raise StoreError(f"the store has read and written nothing in {_WAIT_SECONDS:g} seconds") from None
+        for failure in filter(None, failures):
+            raise failure
 
 
 class StoreThreads:
@@ -168,11 +170,6 @@ class StoreFile:
         """What errors call it."""
         return "the store in host memory" if self.path is None else str(self.path)
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
-        return self._direct is not None
-
     def read(self, start: int, into: Tensor) -> Transfer:
         """Begin to read from ``start`` on into a flat tensor of bytes, on the CPU or a CUDA device.
 
@@ -200,21 +197,23 @@ class StoreFile:
 
     def mapped(self, region: Region, form: Form) -> Tensor:
         """A tensor of ``form`` that shows what stands in the file, and is not written into it."""
-        tensor = self._map(region, form, mmap.MAP_PRIVATE)
-        self._mapped[tensor.data_ptr()] = region.start
-        return tensor
-
-    def shared_mapped(self, region: Region, form: Form) -> Tensor:
-        """A tensor of ``form`` that is the file: what is written into it stands there."""
-        return self._map(region, form, mmap.MAP_SHARED)
+        if not form.num_bytes:
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            window = mmap.mmap(self.descriptor, region.length, mmap.MAP_PRIVATE, access, offset=region.start)
+        except (OSError, ValueError) as error:  # the file is shorter
+            raise StoreError(
+                f"bytes {region.start} to {region.end} of {self.name} cannot be mapped: {error}"
+            ) from error
+        memory = torch.frombuffer(window, dtype=torch.uint8)
+        self._mapped[memory.data_ptr()] = region.start
+        weakref.finalize(window, self._mapped.pop, memory.data_ptr(), None).atexit = False
+        return form.view(memory)
 
     def start_of(self, tensor: Tensor) -> int | None:
         """Where a tensor that :meth:`mapped` has given, or a view that begins with it, lies in the file."""
         return self._mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" and tensor.numel() else None
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether :meth:`mapped` has given the tensor, or what it is a view of from its beginning."""
-        return self.start_of(tensor) is not None
 
     def copy_to(self, path: Path) -> str:
         """Copy the file to a new one, sharing its blocks where the file system can; gives its digest."""
@@ -249,20 +248,6 @@ class StoreFile:
 
         self._threads.start([partial(copy, index) for index in range(len(starts))]).wait()
         return _digest_of(digests)
-
-    def _map(self, region: Region, form: Form, kind: int) -> Tensor:
-        if not form.num_bytes:
-            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
-        readable = mmap.PROT_READ | mmap.PROT_WRITE
-        try:
-            window = mmap.mmap(self.descriptor, region.length, kind, readable, offset=region.start)
-        except (OSError, ValueError) as error:  # the file is shorter
-            raise StoreError(
-                f"bytes {region.start} to {region.end} of {self.name} cannot be mapped: {error}"
-            ) from error
-        memory = torch.frombuffer(window, dtype=torch.uint8)
-        weakref.finalize(window, self._mapped.pop, memory.data_ptr(), None).atexit = False
-        return form.view(memory)
 
     def _begin(
         self,
