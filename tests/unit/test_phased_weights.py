@@ -5,15 +5,19 @@ Holds popdist.parallel.phased_weights.
 
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from measuring.control_group import ControlGroup
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from popdist.errors import WeightsError
 from popdist.parallel.phased_weights import unit_weights
+from tests.running import run
 
 
 class Block(nn.Module):
@@ -188,10 +192,33 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
         unit_weights(on_meta(), [], weights=tmp_path)
     assert str(refused.value) == (
         f"the safetensors files in {tmp_path} are not those of this Net: they lack words.weight, "
-        "blocks.2.norm.running_mean; they have besides more; they have head.bias as F32[9] in place of F32[10], "
-        "table.scale as BF16[8] in place of F64[8]"
+        "blocks.2.norm.running_mean; they have besides more; they have table.scale as BF16[8] in place of F64[8], "
+        "head.bias as F32[9] in place of F32[10]"
     )
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(WeightsError, match="is no folder of safetensors files that can be read"):
             unit_weights(on_meta(), [], weights=folder)
+
+
+LARGER = """
+import sys, torch
+from torch import nn
+from popdist.parallel import phased
+torch.manual_seed(0)
+with torch.device("meta"):
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024)) for _ in range(36)))
+with torch.no_grad():
+    print(phased(net, phases=36, store=sys.argv[1])(torch.ones(1, 1024)).isfinite().all().item())
+"""
+
+
+def test_a_model_of_twice_its_memory_is_made(
+    limited_memory: Callable[[int], ControlGroup], disk_folder: Path
+) -> None:
+    """On the meta device, in a process that the kernel would kill if it held more: 577 MiB of weights in 300."""
+    group = limited_memory(300 << 20)
+    done = run(group.command([sys.executable, "-c", LARGER, str(disk_folder / "store")]))
+
+    assert done.succeeded().out == "True\n"
+    assert group.num_killed == 0

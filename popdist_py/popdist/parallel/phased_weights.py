@@ -278,10 +278,8 @@ class _Files:
         """Note which tensor is where; what is wrong with the files."""
         own = _names_of(model)
         state = {key: it for key, it in model.state_dict(keep_vars=True).items() if isinstance(it, Tensor)}
-        wrong = []
-        for path, keys in groupby(
-            sorted(places.keys() & state.keys(), key=places.__getitem__), places.__getitem__
-        ):
+        wrong, place = [], places.__getitem__
+        for path, keys in groupby(sorted(filter(places.__contains__, state), key=place), place):
             with self._library.safe_open(path, framework="pt") as file:
                 for key in keys:
                     self._sources.setdefault(own[state[key]], (key, path))
