@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from popdist.errors import CollectiveError
+from popdist.progress import progress_page
 from tests.contract import host_memory_laws, shared_tensor_laws, sum_laws
 
 TIMEOUT = timedelta(seconds=60)
@@ -74,6 +75,30 @@ def same_everywhere(tensor: Tensor) -> bool:
     rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, tensor)
     return all(torch.equal(rows[0], row) for row in rows)
+
+
+def law_the_page_of_progress_names_the_collective() -> None:
+    """With its tensor, and its ranks where they are not all; without poprun it says nothing."""
+    ranks = list(range(dist.get_world_size()))
+    part = dist.new_group(ranks[:1], backend="popdist")
+    before = progress_page.read().num_waits
+    dist.barrier()
+    assert progress_page.read().num_waits == before
+    progress_page.is_watched = True
+    try:
+        dist.all_reduce(torch.ones(2, 3))
+        assert progress_page.read().collective == "all_reduce(float32[2, 3])"
+        dist.barrier()
+        said = progress_page.read()
+        assert (said.collective, said.member_runs, said.num_waits) == ("barrier()", (), before + 2)
+        assert said.waiting_since_seconds is None
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(2), group=part)
+            among = " of rank 0" if len(ranks) > 1 else ""
+            assert progress_page.read().collective == f"all_reduce(float32[2]){among}"
+    finally:
+        progress_page.is_watched = False
+    dist.barrier()
 
 
 @contextmanager

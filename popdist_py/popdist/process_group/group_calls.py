@@ -7,6 +7,7 @@ be combined in shared memory, such as complex numbers or bits, goes on to gloo.
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,9 @@ from torch.utils.dlpack import from_dlpack
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove
+from popdist.process_group.watched_calls import call_in_words, do_watched
 from popdist.process_group.work_queue import DoneWork, WorkQueue
+from popdist.progress import progress_page
 from popdist.transport.hosts import SeveralHosts
 
 Collectives = HostCollectives | SeveralHosts
@@ -35,14 +38,18 @@ class GroupCalls:
         host: Collectives,
         gloo: Any,  # noqa: ANN401 - torch's stubs lack its methods
         queue: WorkQueue,
+        members: Sequence[int] = (),  # the ranks of a part of the job; none stands for all
     ) -> None:
         self.num_calls = 0
+        self._members = tuple(members)
         self._host = host
         self._gloo = gloo
         self._queue = queue
 
     def _do(self, do: Callable[..., None], opts: Options, results: object, *arguments: object) -> Work:
         self.num_calls += 1
+        if progress_page.is_watched:
+            do = partial(do_watched, call_in_words(do, arguments, self._members), self._members, do)
         return self._queue.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
 
     def allreduce(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:

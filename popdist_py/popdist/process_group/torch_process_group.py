@@ -146,7 +146,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if isinstance(self._host, HostCollectives) and share_tensors is not False:
             self._gloo.pool = StoragePool()
         self._queue = WorkQueue(self._host.abort)
-        self.calls = GroupCalls(self._host, self._gloo, self._queue)
+        is_whole = not dist.is_initialized() or size == dist.get_world_size()
+        self.calls = GroupCalls(self._host, self._gloo, self._queue, () if is_whole else members)
         self.message_calls = MessageCalls(self._host, self._gloo)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

@@ -135,7 +135,7 @@ def _verb(indices: Sequence[int], verb: str) -> str:
 
 
 def _describe_absence(progress: Progress, awaited_in: Collection[str]) -> str:
-    if not progress.has_joined:
+    if not (progress.has_joined or progress.collective):
         return f"it has not called {'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} yet"
     done = f"it has done {progress.num_steps} step{'s' if progress.num_steps > 1 else ''}"
     parts = [

@@ -14,7 +14,7 @@ from popdist.layout import Parallelism
 from popdist.progress import FINALIZE
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
 from poprun.job.hangs import Hang
-from poprun.job.stacks import Place, ReadLine, StackFrame, own_frame
+from poprun.job.stacks import Place, ReadLine, StackFrame, collective_of, own_frame
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 
 MAX_LINES: Final = 8
@@ -94,11 +94,16 @@ def find_verdict_of_hang(
                 else _blame_early(verdict, free, queue)
             )
     known = {index for queue in queues for index in queue.members}
-    if absent := [index for index in hang.absent if index not in known]:
+    if absent := [it for it in hang.absent if it not in known and not _waits_unsaid(evidence.get(it))]:
         return _blame_absent(verdict, absent, None, evidence, read_line)
     if early := hang.ended or (hang.waiting.get(FINALIZE, ()) if len(hang.waiting) > 1 else ()):
         return _blame_early(verdict, early, None)
     return _blame_order(verdict, queues)
+
+
+def _waits_unsaid(known: InstanceEvidence | None) -> bool:
+    """Whether a program waits in a collective of torch's of which it has not told by its page."""
+    return known is not None and known.standing is not None and bool(collective_of(known.standing))
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
