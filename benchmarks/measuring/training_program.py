@@ -86,7 +86,7 @@ def in_memory(training: Training, net: GPT) -> tuple[nn.Module, Step]:
 def by_phases(training: Training, net: GPT) -> tuple[nn.Module, Step]:
     """The same, phase by phase."""
     torch.manual_seed(0)
-    model = phased(net, memory=f"{training.memory_bytes} B", store=Path(training.folder) / "store")
+    model = phased(net, memory=training.memory_bytes, store=Path(training.folder) / "store")
     make, settings = OPTIMIZERS[training.optimizer]
     return model, partial(step_of, model, PhasedOptimizer(model, make, **settings))
 
