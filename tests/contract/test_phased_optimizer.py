@@ -1,6 +1,6 @@
 """The optimizer of a model in phases obeys the same laws in jobs of every size.
 
-Holds popdist.parallel.phased_optimizer.
+Holds popdist.parallel.phased_optimizer and popdist.parallel.stored_pieces.
 """
 
 from pathlib import Path

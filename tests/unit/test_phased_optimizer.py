@@ -74,9 +74,6 @@ class InPhases(nn.Module):
         places = {it.data_ptr() for state in self.state.values() for it in state.values()}
         return ("state", tensor.data_ptr()) if tensor.data_ptr() in places else None
 
-    def finish_step(self) -> None:
-        """Nothing is under way."""
-
     @contextmanager
     def loaded(self, parameter: Parameter) -> Iterator[dict[str, Tensor]]:
         """The weights and state of ``parameter`` in memory, the state only if it was written before."""
@@ -108,9 +105,10 @@ class InPhases(nn.Module):
         if self.optimizer.step_in_backward:
             self.optimizer.end_update()
 
-    def update_phases(self, update: Callable[[Parameter, Tensor, dict[str, Tensor]], None]) -> None:
+    def finish_step(self, update: Callable[[Parameter, Tensor, dict[str, Tensor]], None] | None = None) -> None:
         """Have all parameters updated."""
         for parameter, gradient in reversed([*self.gradients.items()]):
+            assert update is not None
             with self.loaded(parameter) as state:
                 update(parameter, gradient.clone(), state)
 

@@ -5,7 +5,7 @@ optimizer's state of those that this instance updates, and room for a partial su
 """
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
@@ -341,81 +341,6 @@ class PhaseMemory:
         """End the thread; what was not written is lost."""
         self._unbind()
         self._end()
-
-
-class StoredGradients:
-    """The gradients of weights that this instance updates, which wait in the store for a pass of updates."""
-
-    def __init__(
-        self, memory: PhaseMemory, stored: StoredTensors, pieces: Iterable[PhasePiece], owned: Container[str]
-    ) -> None:
-        self._memory = memory
-        self.stored = stored
-        self._places = {
-            piece.index: stored.in_order(name for name in piece.names if name in owned and name in stored.forms)
-            for piece in pieces
-        }
-
-    def num_bytes(self, piece: PhasePiece) -> int:
-        """The memory that the gradients of ``piece`` need."""
-        return self._places[piece.index][2]
-
-    def ranges(self, piece: PhasePiece) -> tuple[FileRange, ...]:
-        """Where those of ``piece`` lie in the store."""
-        return self._places[piece.index][0]
-
-    def write_behind(self, piece: PhasePiece, gradients: Mapping[str, Tensor]) -> None:
-        """Let these gradients, which may lie in memory of sums, wait in the store."""
-        own = {name: it.clone() for name, it in gradients.items() if name in self._places[piece.index][1]}
-        if own:
-            for name, view in self._writable(piece).items():
-                if name in own:
-                    view.copy_(own[name])
-            self._memory.write_behind(Content("sum", piece.index), self.ranges(piece), self.ranges(piece))
-
-    def load(self, piece: PhasePiece) -> dict[str, Tensor]:
-        """Those of ``piece`` by name, in memory that may be written."""
-        self._memory.load(Content("sum", piece.index), self.ranges(piece))
-        return self._writable(piece)
-
-    def _writable(self, piece: PhasePiece) -> dict[str, Tensor]:
-        room = self._memory.make_writable(Content("sum", piece.index))
-        return {
-            name: self.stored.forms[name].view(room[begin:])
-            for name, begin in self._places[piece.index][1].items()
-        }
-
-
-class StoredSums:
-    """Where sums of gradients wait."""
-
-    def __init__(self, memory: PhaseMemory, stored: StoredTensors, first_plane: int) -> None:
-        self._memory = memory
-        self._stored = stored
-        self._first_plane = first_plane  # of this instance
-
-    def room(self, piece: int) -> Tensor:
-        """The room of a piece, which may be written."""
-        return self._memory.make_writable(Content("sum", piece))
-
-    def is_room(self, piece: int, value: Tensor) -> bool:
-        """Whether ``value`` lies in the room of a piece."""
-        content = Content("sum", piece)
-        return content in self._memory.sizes and self._memory.bytes_of(content).data_ptr() == value.data_ptr()
-
-    def load(self, piece: int, plane: int) -> Tensor:
-        """The room of a piece with the sum that waits in ``plane``."""
-        self._memory.load(Content("sum", piece), self.ranges(piece, plane))
-        return self.room(piece)
-
-    def keep(self, piece: int, plane: int) -> None:
-        """Let the sum that is in the room of a piece wait in ``plane``."""
-        ranges = self.ranges(piece, plane)
-        self._memory.write_behind(Content("sum", piece), ranges, ranges)
-
-    def ranges(self, piece: int, plane: int) -> tuple[FileRange, ...]:
-        """Where a sum lies in the store."""
-        return (FileRange(self._stored.file, self._stored.regions[f"{self._first_plane + plane}/{piece}"], 0),)
 
 
 Move = tuple[StoreFile, int, Tensor]

@@ -27,7 +27,7 @@ from popdist.parallel.phase_layout import Form, deal
 from popdist.parallel.phase_memory import Content
 from popdist.parallel.phase_store import PhaseStore
 from popdist.parallel.phased_layers import find_layers, install, make_absent
-from popdist.parallel.phased_run import PhasedRun, StepPlan
+from popdist.parallel.phased_run import PhasedRun, StepPlan, Update
 from popdist.parallel.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split
@@ -302,13 +302,9 @@ class PhasedModel(nn.Module):
         """Write the optimizer's state for ``parameter`` to the store."""
         self._run.write_state(parameter, state)
 
-    def update_phases(self, update: Any) -> None:  # noqa: ANN401 - of the optimizer
-        """Update all weights whose gradients are in the store."""
-        self._run.update_phases(update)
-
-    def finish_step(self) -> None:
-        """End the optimizer's step on all instances."""
-        self._run.finish_step()
+    def finish_step(self, update: Update | None = None) -> None:
+        """End the optimizer's step on all instances, by ``update`` for gradients that are in the store."""
+        self._run.finish_step(update)
 
 
 def _checked_layout(module: nn.Module, seed: int | None) -> ReplicaLayout:

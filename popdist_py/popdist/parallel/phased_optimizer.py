@@ -272,11 +272,12 @@ class PhasedOptimizer(Optimizer):
                 "PhasedOptimizer.step(closure): the parameters are updated in the backward pass of "
                 "model.micro_batches(), so call step() without a closure after that loop"
             )
-        if not self.step_in_backward:
+        if self.step_in_backward:
+            self._model.finish_step()
+        else:
             self.begin_update()
-            self._model.update_phases(self._update_from_store)
+            self._model.finish_step(self._update_from_store)
             self.end_update()
-        self._model.finish_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's own
         """Set every ``.grad`` to None, whatever ``set_to_none`` is: there is no memory to fill with zeros."""

@@ -40,16 +40,10 @@ from popdist.layout import ReplicaLayout
 from popdist.local_tensors import local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import PhaseBudget
 from popdist.parallel.phase_layout import Form, span
-from popdist.parallel.phase_memory import (
-    Content,
-    FileRange,
-    PhaseMemory,
-    StoredGradients,
-    StoredSums,
-    StoredTensors,
-)
+from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, StoredTensors
 from popdist.parallel.phase_store import PhaseStore
 from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
+from popdist.parallel.stored_pieces import StoredPieces, StoredSums, make_state
 
 if TYPE_CHECKING:
     from popdist.parallel.phased_optimizer import PhasedOptimizer
@@ -110,9 +104,8 @@ class PhasedRun:
         self._trained: list[PhasePiece] = []
         self._gradients: dict[int, PieceGradient] = {}
         self._sums = InstanceSums(group, layout)
-        self._state: StoredTensors | None = None
-        self._state_offsets: dict[int, dict[str, int]] = {}
-        self._kept: StoredGradients | None = None  # beside sums of gradients
+        self._state: StoredPieces | None = None
+        self._kept: StoredPieces | None = None  # beside sums of gradients
         for piece in layers.pieces:
             region = span(store.regions[name] for name in piece.names)
             content = Content("weights", piece.index)
@@ -189,10 +182,13 @@ class PhasedRun:
         ):
             return
         stored = StoredTensors.of(self.store.create_gradients(forms), forms)
-        self._kept = StoredGradients(self.memory, stored, self._trained, self.owned)
+        kept = {
+            it.index: [name for name in it.names if name in forms and name in self.owned] for it in self._trained
+        }
+        self._kept = StoredPieces("sum", self.memory, stored, kept)
         for piece in self._trained:
             length = stored.regions[f"0/{piece.index}"].length if num_planes else 0
-            self.memory.sizes[Content("sum", piece.index)] = max(length, self._kept.num_bytes(piece))
+            self.memory.sizes[Content("sum", piece.index)] = max(length, self._kept.num_bytes(piece.index))
         self.memory.cut(self.memory.phases)
 
     def begin_micro_batch(self, number: int) -> None:
@@ -351,15 +347,11 @@ class PhasedRun:
         mine = [it for it in gradients if self.names[id(it)] in self.owned]
         if not mine:
             return
-        weights, state = Content("weights", piece.index), Content("state", piece.index)
+        weights, state, changed = Content("weights", piece.index), self._state_now(), list[FileRange]()
         self.memory.make_writable(weights)
-        if any(map(optimizer.has_state, mine)):
-            self.memory.load(state, self.memory.stored[state])
-        memory, changed, stored = self.memory.make_writable(state), list[FileRange](), self._state_now()
-        views = {
-            name: stored.forms[name].view(memory[begin:])
-            for name, begin in self._state_offsets[piece.index].items()
-        }
+        own = [it for name, it in piece.named if name in self.owned and optimizer.forms_of(it)]
+        is_new = len(mine) == len(own) and not any(map(optimizer.has_state, own))
+        views = state.room(piece.index) if is_new else state.load(piece.index)
         for parameter in mine:
             name = self.names[id(parameter)]
             forms = optimizer.forms_of(parameter)
@@ -369,20 +361,24 @@ class PhasedRun:
             first = self.memory.stored[weights][0].region.start
             changed.append(FileRange(self.store.weights, region, region.start - first))
         self.memory.write_behind(weights, changed, self.memory.stored[weights])
-        self.memory.write_behind(state, self.memory.stored[state], self.memory.stored[state])
+        state.write_behind(piece.index)
 
     @torch.no_grad()
     def _keep(self, piece: PhasePiece) -> None:
         """Write the gradients of ``piece`` behind, and let ``.grad`` read them from the store."""
-        gradients = {name: local_part(it.grad) for name, it in piece.named if it.grad is not None}
-        self._kept_now().write_behind(piece, gradients)
+        # what was added may lie in the memory in which it is to wait
+        gradients = {name: local_part(it.grad).clone() for name, it in piece.named if it.grad is not None}
+        room = self._kept_now().room(piece.index)
+        for name in room.keys() & gradients.keys():
+            room[name].copy_(gradients[name])
+        self._kept_now().write_behind(piece.index)
         for name, parameter in piece.named:
             if name in gradients:
                 part = stored_gradient(name, part_itself(parameter), partial(self._stored_gradient, name))
                 parameter.grad = placed_as(parameter, part)
                 mark_reduced(parameter.grad)
 
-    def _kept_now(self) -> StoredGradients:
+    def _kept_now(self) -> StoredPieces:
         if self._kept is None:
             raise MicroBatchError("this model has no gradients in its store: no loop over micro batches has begun")
         return self._kept
@@ -390,34 +386,35 @@ class PhasedRun:
     def _stored_gradient(self, name: str) -> Tensor:
         return self._kept_now().stored.mapped(name).to(self.device)
 
-    def _state_now(self) -> StoredTensors:
+    def _state_now(self) -> StoredPieces:
         if self._state is None:
             raise OptimizerError("this model has no PhasedOptimizer")
         return self._state
 
     @torch.no_grad()
-    def update_phases(self, update: Update) -> None:
+    def _update_phases(self, update: Update) -> None:
         """Update all weights whose gradients are in the store, phase by phase."""
-        self._check_finished()
         self.num_steps += 1
         self.store.begin_step(self.num_steps)
         for piece in self._final_order:
             own = {name: it for name, it in piece.named if name in self.owned and it.grad is not None}
             if own:
                 self.memory.enter(self.memory.last_phase(piece), backward=True)
-                views = self._kept_now().load(piece)
+                views = self._kept_now().load(piece.index)
                 self._update(piece, {it: views[name] for name, it in own.items()}, update)
 
-    def _check_finished(self) -> None:
+    def finish_step(self, update: Update | None = None) -> None:
+        """End the optimizer's step: wait until all instances have written all weights.
+
+        ``update`` updates those whose gradients are in the store.
+        """
         if not self.is_unfinished:
             raise MicroBatchError(
                 "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
                 "last call"
             )
-
-    def finish_step(self) -> None:
-        """Wait until all instances have written what they updated; the optimizer's step ends."""
-        self._check_finished()
+        if update is not None:
+            self._update_phases(update)
         self.is_unfinished = False
         self.memory.begin_writing()
         self.store.end_step(self.num_steps, [cast("Transfer", self.memory)])
@@ -433,35 +430,19 @@ class PhasedRun:
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
         self.memory.wait()
-        forms = {
-            f"{name}/{key}": form
-            for piece in self.layers.pieces
-            for name, parameter in piece.named
-            for key, form in optimizer.forms_of(parameter).items()
-        }
-        self._state = StoredTensors.of(self.store.create_state(forms), forms)
-        for piece in self.layers.pieces:
-            mine = [
-                f"{name}/{key}"
-                for name, parameter in piece.named
-                if name in self.owned
-                for key in optimizer.forms_of(parameter)
-            ]
-            content = Content("state", piece.index)
-            found = self._state.in_order(mine)
-            self.memory.stored[content], self._state_offsets[piece.index], self.memory.sizes[content] = found
+        self._state = make_state(optimizer, self.layers.pieces, self.owned, self.store, self.memory)
         self.optimizer = weakref.ref(optimizer)
         self.memory.cut(self.memory.phases)
 
     def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
         """What the store has of the optimizer's state for ``parameter``."""
         self.memory.wait()
-        name, state = self.names[id(parameter)], self._state_now()
+        name, state = self.names[id(parameter)], self._state_now().stored
         return {key: state.mapped(f"{name}/{key}") for key in self._optimizer_now().forms_of(parameter)}
 
     def write_state(self, parameter: Parameter, written: Mapping[str, Tensor]) -> None:
         """Write tensors of the optimizer's state for ``parameter`` to the store."""
-        name, state = self.names[id(parameter)], self._state_now()
+        name, state = self.names[id(parameter)], self._state_now().stored
         for key, value in written.items():
             state.write(f"{name}/{key}", value)
         self.memory.forget([Content("state", it.index) for it in self.layers.pieces if name in it.names])
@@ -496,9 +477,9 @@ class PhasedRun:
         is_updated = step is None or (step.number == step.last and optimizer.step_in_backward)
         may_have_state = self.memory.sizes.get(state) and any(map(optimizer.has_state, piece.parameters))
         if may_have_state and is_updated:
-            wanted.append((state, self.memory.stored[state]))
-        if step is None:  # in update_phases()
-            ranges = self._kept_now().ranges(piece)
+            wanted.append((state, self._state_now().ranges(index)))
+        if step is None:  # in _update_phases()
+            ranges = self._kept_now().ranges(index)
             wanted += [(gradient, ranges)] if ranges else []
         elif (plane := step.sums.awaited(index, step.number)) is not None:
             wanted.append((gradient, step.places.ranges(index, plane)))
