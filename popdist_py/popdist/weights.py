@@ -94,7 +94,10 @@ def checksum(weights: Weights) -> str:
 
 def _fault(weights: object) -> str | None:
     """Why these are no weights, or None."""
-    if isinstance(weights, nn.Module | Mapping):
+    if isinstance(weights, nn.Module):
+        absent = [name for name, it in weights.named_parameters() if it.numel() > 1 and not any(it.stride())]
+        return f"{absent[0]} is not in memory: give the state_dict() of the phased model" if absent else None
+    if isinstance(weights, Mapping):
         return None
     return f"expected a module or a state dict, not a {type(weights).__name__}"
 

@@ -4,15 +4,20 @@ A law is a function ``law_...`` of a folder for stores. Each trains a model in p
 in memory, with recomputed layers.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, relu
 
 import popdist
+from popdist import context
+from popdist.optim import LowPrecision
 from popdist.parallel import PhasedOptimizer, phased, recompute
+from popdist.parallel.mesh import device_mesh
 from tests.contract.collective_laws import refused
 
 WORDS, LENGTH, WIDTH, LAYERS, NUM_SAMPLES = 20, 5, 16, 4, 26
@@ -68,9 +73,9 @@ def share(step: int, num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
     """This instance's samples of a step; the replicas have unequal numbers."""
     draw = torch.Generator().manual_seed(step)
     words = torch.randint(WORDS, (num_samples, LENGTH), generator=draw)
-    num_local = popdist.num_local_replicas()
+    num_local, place = popdist.num_local_replicas(), context.environment().contract.data_parallel_index
     first, last = (
-        num_samples * (popdist.instance_index() + end) * num_local // popdist.num_replicas() for end in (0, 1)
+        num_samples * (place + end) * num_local // popdist.num_replicas() for end in (0, 1)
     )
     return words[first:last], (words[first:last] + 1) % WORDS
 
@@ -260,6 +265,110 @@ def law_a_loop_that_is_left_is_lost_on_all_instances(folder: str) -> None:
     assert_equal(state_of(model), before)
     losses_of(model, optimizer)
     model.close()
+
+
+def law_what_cannot_be_trained_is_refused(folder: str) -> None:
+    """And the next step works."""
+    model = phased(net(), phases=3, store=f"{folder}/1")
+    with refused(popdist.OptimizerError, "PhasedOptimizer"):
+        losses_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
+    with refused(popdist.MicroBatchError, "no loop|No loop"):
+        optimizer.step()
+    x, _ = share(0)
+    with refused(popdist.BatchError, "outside micro_batches.*phased"):
+        model(x).sum().backward()
+    with refused(AttributeError, "no 'micro_batch'"):
+        _ = model.micro_batch
+    with refused(popdist.WeightsError, "copied or pickled"):
+        copy.deepcopy(model)
+    with refused(popdist.WeightsError, "before phased"):
+        model.half()
+    with refused(popdist.WeightsError, "state_dict"):
+        popdist.checksum(model)
+    with refused(popdist.WeightsError, "missing: shift"):
+        model.load_state_dict({})
+    model.module.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    with refused(popdist.WeightsError, "extra.*after phased"):
+        losses_of(model, optimizer)
+    model.close()
+    for arguments, message in (
+        ({"phases": 1, "memory": "1 GB"}, "either phases="),
+        ({"phases": 0}, "phases=0"),
+        ({"phases": 1, "layers": ["layers.0", "layers.0.up"]}, "layers.0.up within it"),
+        ({"phases": 1, "layers": ["layer"]}, "layer"),
+    ):
+        with refused(popdist.WeightsError, message):
+            phased(net(), store=f"{folder}/2", **arguments)
+    for module, message in ((nn.Linear(2, 2), "no layers"), (recompute(net()), "recomputed already")):
+        with refused(popdist.WeightsError, message):
+            phased(module, store=f"{folder}/2", phases=1)
+
+
+def law_a_step_that_fails_among_updates_is_half_made(folder: str) -> None:
+    """Until a state dict is loaded."""
+    model = phased(net(), phases=3, store=folder)
+    optimizer = PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
+    for number, (x, y) in enumerate(model.micro_batches(share(0))):
+        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward(retain_graph=True)
+        if number == popdist.num_local_replicas() - 1:
+            with refused(popdist.BatchError, "second backward pass"):
+                loss.backward()
+            break
+    for use in (lambda: losses_of(model, optimizer), lambda: model(share(0)[0])):
+        with refused(popdist.StoreError, "step 1 is half made.*Load"):
+            use()
+    model.load_state_dict(net().state_dict())
+    losses_of(model, optimizer)
+    model.close()
+
+
+class Borrowing(Net):
+    """Uses a weight outside its layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return super().forward(x) + self.get_parameter("layers.0.up.weight").sum()
+
+
+def law_a_weight_is_used_in_its_layer_only(folder: str) -> None:
+    """Elsewhere it is NaN, and its gradient an error on all instances."""
+    model = phased(Borrowing(), phases=3, store=folder)
+    optimizer = PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
+    with refused(popdist.WeightsError, "layers.0.up.weight was used outside"):
+        losses_of(model, optimizer)
+    model.close()
+
+
+def law_weights_may_be_narrow(folder: str) -> None:
+    """With an optimizer that rounds by chance, too."""
+    whole = popdist.ReplicatedModel(recompute(net().bfloat16()))
+    model = phased(net().bfloat16(), phases=3, store=folder)
+    settings: Any = {"optimizer_class": torch.optim.AdamW, "lr": 0.01}
+    wanted = losses_of(whole, LowPrecision(whole.parameters(), **settings), 2)
+    assert losses_of(model, PhasedOptimizer(model, LowPrecision, **settings), 2) == wanted
+    assert_equal(state_of(model), state_of(whole))
+    model.close()
+
+
+def train_on_hosts(folder: str) -> None:
+    """Each host has a store of its own, in which all of its instances update weights."""
+    host = context.environment().contract.host_index
+    trained_alike(f"{folder}/{host}", accumulation=2)
+
+
+def train_in_parts(folder: str) -> None:
+    """The instances of a replica have parts of each layer, and each keeps its own in the store."""
+
+    def divided() -> nn.Module:
+        made = net()
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for layer in made.layers:
+            parallelize_module(layer, device_mesh()["tensor"], plan)
+        return made
+
+    trained_alike(folder, divided, accumulation=2)
 
 
 def all_laws() -> list[Callable[[str], None]]:

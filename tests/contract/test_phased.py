@@ -24,3 +24,22 @@ def test_laws(forked_world: ForkedWorlds, disk_folder: Path, num_instances: int,
         timeout_seconds=DEADLINE_SECONDS,
     )
     assert counts == [len(phased_laws.all_laws())] * num_instances
+
+
+def test_hosts(forked_world: ForkedWorlds, disk_folder: Path) -> None:
+    """Two hosts of two instances, with a store each."""
+    forked_world(
+        phased_laws.train_on_hosts,
+        str(disk_folder),
+        num_instances=4,
+        num_replicas=4,
+        num_hosts=2,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+
+
+def test_parts(forked_world: ForkedWorlds, disk_folder: Path) -> None:
+    """Two replicas of two instances, which have parts of each layer."""
+    forked_world(
+        phased_laws.train_in_parts, str(disk_folder), num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS
+    )

@@ -21,6 +21,7 @@ from popdist.local_tensors import part_itself
 from popdist.parallel.describe import repeated_layers
 from popdist.parallel.phase_layout import Form
 from popdist.parallel.recompute import LayerState, chosen_layers
+from popdist.torch_private import skip_tracing
 from popdist.training.micro_batches import map_nest
 
 _LOOP: Final = """
@@ -90,10 +91,10 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> P
             f"{type(model).__name__} has no layers with weights that could be in memory one after another: it "
             "holds all of its weights itself"
         )
-    for name, module in modules.items():
-        for inner, part in module.named_modules():
-            if inner and part in modules.values():
-                raise WeightsError(f"layers has {name}, and {name}.{inner} within it: name one of them")
+    names = {module: name for name, module in model.named_modules()}
+    for outer in chosen:
+        if inner := [names[it] for it in outer.modules() if it is not outer and it in chosen]:
+            raise WeightsError(f"layers has {names[outer]}, and {inner[0]} within it: name one of them")
     return _divided(model, modules)
 
 
@@ -196,10 +197,12 @@ class CallCounts:
         self.micro_batch: object = None  # stands for the micro batch that runs; None between two
         self._counts: dict[int, int] = {}  # by piece
         self._is_passed_back = False
+        self._is_passing_back = False  # whether a unit is in its backward pass
 
     def begin_micro_batch(self) -> None:
         """A micro batch begins."""
-        self.micro_batch, self._counts, self._is_passed_back = object(), {}, False
+        self.micro_batch, self._counts = object(), {}
+        self._is_passed_back = self._is_passing_back = False
 
     def end_micro_batch(self) -> None:
         """A micro batch has ended; forward passes without a backward pass add nothing to its gradients."""
@@ -230,13 +233,29 @@ class CallCounts:
                 f"a second backward pass through one forward pass of {unit.name}: its gradients may be used "
                 "already. Call backward() once, on the sum of the losses"
             )
-        self._is_passed_back = True
+        self._is_passed_back = self._is_passing_back = True
 
     def end(self, unit: Unit) -> list[PhasePiece]:
         """Count a backward pass; gives the pieces whose gradients are complete now."""
+        self._is_passing_back = False
         for piece in unit.pieces:
             self._counts[piece.index] -= 1
         return [piece for piece in unit.pieces if not self._counts[piece.index]]
+
+    def watch(self, name: str, parameter: Parameter) -> None:
+        """Have each gradient of ``parameter`` that comes from elsewhere than its unit's backward pass refused."""
+
+        def refuse_others(_: Tensor) -> None:
+            if not self._is_passing_back:
+                raise WeightsError(
+                    f"{name} was used outside the forward pass of its layer, where it is not in memory and reads "
+                    "as NaN: use it in that pass only, or name a larger module that holds both, layers=[...]"
+                )
+
+        is_trained = parameter.requires_grad
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_().register_post_accumulate_grad_hook(refuse_others)
+            parameter.requires_grad_(is_trained)
 
 
 class LayerRunner(Protocol):
@@ -245,6 +264,10 @@ class LayerRunner(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
+
+    @property
+    def calls(self) -> CallCounts:
+        """The forward passes that a backward pass has not followed."""
 
     def running(self, unit: Unit, *, backward: bool) -> AbstractContextManager[None]:
         """Within it the weights of ``unit`` are in memory."""
@@ -263,6 +286,9 @@ def install(layers: PhasedLayers, runner: LayerRunner) -> None:
     """Have all units compute by way of ``runner`` from now on."""
     for unit in layers.units:
         cast("Any", unit.module).forward = PhasedForward(unit, runner)
+    for piece in layers.pieces:
+        for name, parameter in piece.named if piece.units else ():
+            runner.calls.watch(name, parameter)
 
 
 class PhasedForward:
@@ -274,6 +300,7 @@ class PhasedForward:
         self.runner = runner
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
 
+    @skip_tracing  # a compiled model runs its units as they are
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
         """Run the unit's forward pass with its weights in memory."""
         tensors: list[Tensor] = []
@@ -282,11 +309,16 @@ class PhasedForward:
         if not torch.is_grad_enabled() or not is_passed_back:
             with self.runner.running(self.unit, backward=False):
                 return self.forward(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None:  # the second pass would add to transformers' cache again
-            structure[1]["past_key_values"] = None
-        call = _Call(self, structure)
+        call = _Call(self, _without_caches(structure))
         outputs = _PhasedFunction.apply(call, self._anchor, *tensors)  # type: ignore[no-untyped-call] # torch's
         return _put_back(call.outputs, outputs)
+
+
+def _without_caches(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The arguments without the caches of transformers, to which the second pass would add the same keys again."""
+    args, kwargs = inputs
+    cleared = tuple(None if hasattr(it, "get_seq_length") else it for it in args)
+    return cleared, {key: None if hasattr(it, "get_seq_length") else it for key, it in kwargs.items()}
 
 
 class _Taken:

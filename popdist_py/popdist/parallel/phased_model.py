@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, cast
 
 import torch
@@ -21,11 +22,11 @@ from popdist.gradients.phased_sums import GradientBarrier
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
-from popdist.local_tensors import is_distributed, placed_as
+from popdist.local_tensors import is_distributed, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import bytes_of, give_back_memory
 from popdist.parallel.phase_layout import Form, deal
 from popdist.parallel.phase_memory import Content
-from popdist.parallel.phase_store import PhaseStore
+from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
 from popdist.parallel.phased_layers import find_layers, install, make_absent
 from popdist.parallel.phased_run import PhasedRun, StepPlan, Update
 from popdist.parallel.phased_weights import Initialize, unit_weights
@@ -334,9 +335,11 @@ def _stored(
 ) -> PhasedRun:
     """Write the weights to a store, layer by layer; what passes and updates take from there."""
     group = context.data_parallel_group()
+    if context.environment().contract.parallelism.is_shared and os.fspath(store) != HOST_MEMORY:
+        store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
     layers = None if layers is None else list(layers)
     found = find_layers(module, layers)
-    forms = {name: Form.of(it) for piece in found.pieces for name, it in piece.named}
+    forms = {name: Form.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
     device = next((it.device for it in module.parameters() if not it.is_meta), torch.device("cpu"))
     made = PhaseStore.open(store, forms, group=group, device=device)
     owners = deal(
@@ -354,12 +357,12 @@ def _stored(
     for tensors in unit_weights(
         module, [unit.module for unit in found.units], initialize=initialize, weights=weights
     ):
-        write(tensors)
+        write({name: local_part(it) for name, it in tensors.items()})
         for name in tensors:
             make_absent(module.get_parameter(name))
     found = find_layers(module, [*named])
     for piece in found.resident:
-        write({name: it.detach() for name, it in piece.named})
+        write({name: local_part(it.detach()) for name, it in piece.named})
     if len(group.instances) > 1:
         broadcast_tensors(group, 0, list(module.buffers()))
     made.wait_for_host()

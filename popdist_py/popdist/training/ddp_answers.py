@@ -58,6 +58,7 @@ _WRAPPERS: Final = {
     "DataParallel": "give it the module inside, and let poprun start one instance for each GPU",
     "FullyShardedDataParallel": _SHARDED,
     "ReplicatedModel": "wrap the module once",
+    "PhasedModel": "it trains with the replicas of the job itself",
 }
 """Classes of modules that reduce gradients themselves, by name: most are not loaded in most programs."""
 
