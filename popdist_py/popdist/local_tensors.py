@@ -33,9 +33,8 @@ def part_itself(tensor: Any) -> Tensor:  # noqa: ANN401 - as above
     """The tensor that a DTensor holds the part in which is here; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
-    (name,), _ = tensor.__tensor_flatten__()
-    part: Tensor = getattr(tensor, name)
-    return part
+    names, _ = tensor.__tensor_flatten__()
+    return next(it for name in names if isinstance(it := getattr(tensor, name), Tensor))
 
 
 def local_gradient(parameter: Any) -> Tensor | None:  # noqa: ANN401 - as above

@@ -74,9 +74,7 @@ def share(step: int, num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     words = torch.randint(WORDS, (num_samples, LENGTH), generator=draw)
     num_local, place = popdist.num_local_replicas(), context.environment().contract.data_parallel_index
-    first, last = (
-        num_samples * (place + end) * num_local // popdist.num_replicas() for end in (0, 1)
-    )
+    first, last = (num_samples * (place + end) * num_local // popdist.num_replicas() for end in (0, 1))
     return words[first:last], (words[first:last] + 1) % WORDS
 
 

@@ -174,7 +174,7 @@ class PhaseBudget:
 
     def _new_bytes(self, tensor: Tensor, known: set[int]) -> int:
         """The bytes of a tensor's storage, if it is not one of ``known``."""
-        storage = tensor.untyped_storage()
+        storage = part_itself(tensor).untyped_storage()
         if storage.data_ptr() in known:
             return 0
         known.add(storage.data_ptr())
@@ -241,7 +241,7 @@ class PhaseBudget:
 
 def _slot_addresses(unit: Unit) -> set[int]:
     """Where the weights of ``unit`` are now."""
-    return {it.untyped_storage().data_ptr() for piece in unit.pieces for it in piece.parameters}
+    return {part_itself(it).untyped_storage().data_ptr() for piece in unit.pieces for it in piece.parameters}
 
 
 def _reset_peak(device: torch.device) -> None:
