@@ -157,7 +157,7 @@ def test_a_function_sets_the_modules_of_a_unit() -> None:
 
 
 def test_a_folder_of_safetensors(tmp_path: Path) -> None:
-    """Of one file or of several with an index, into a model on meta or in memory."""
+    """Of one file or of several with an index, or a file, into a model on meta or in memory."""
     known, expected = in_memory()
     state = known.state_dict()
     del state["head.weight"]
@@ -171,7 +171,7 @@ def test_a_folder_of_safetensors(tmp_path: Path) -> None:
     (parts / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
 
     torch.manual_seed(4)
-    for net, folder in ((on_meta(), tmp_path), (Net(), parts)):
+    for net, folder in ((on_meta(), tmp_path), (Net(), parts), (on_meta(), tmp_path / "model.safetensors")):
         assert same(made(net, weights=folder), expected)
         assert torch.equal(net.table.scale, known.table.scale)
         assert same(dict(net.named_buffers()), dict(known.named_buffers()))
@@ -197,7 +197,7 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     )
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(WeightsError, match="is no folder of safetensors files that can be read"):
+        with pytest.raises(WeightsError, match="is no safetensors file, nor a folder of some, that can be read"):
             unit_weights(on_meta(), [], weights=folder)
 
 

@@ -220,7 +220,7 @@ def _names_of(model: nn.Module) -> dict[Tensor, str]:
 
 
 class _Files:
-    """The safetensors files of a folder, which have exactly the state of a model."""
+    """A safetensors file, or those of a folder, which have exactly the state of a model."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         self._library = _library()
@@ -237,8 +237,8 @@ class _Files:
             self._library.SafetensorError,
         ) as error:
             raise WeightsError(
-                f"weights={str(folder)!r} is no folder of safetensors files that can be read: "
-                f"{type(error).__name__}: {error}"
+                f"weights={str(folder)!r} is no safetensors file, nor a folder of some, that can be "
+                f"read: {type(error).__name__}: {error}"
             ) from error
         if faults:
             raise WeightsError(
@@ -267,7 +267,7 @@ class _Files:
             table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {key: self._folder / Path(file).name for key, file in table.items()}
         places: dict[str, Path] = {}
-        for path in sorted(self._folder.glob("*.safetensors")):
+        for path in [self._folder] if self._folder.is_file() else sorted(self._folder.glob("*.safetensors")):
             with self._library.safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)
         if not places:
