@@ -40,6 +40,7 @@ def table() -> dict[tuple[str, str], re.Pattern[str]]:
 def _pattern(name: str) -> re.Pattern[str]:
     """What a name with places in angle brackets stands for."""
     kinds = {"pid": "[0-9]+", "port": "[0-9]+", "random": "[0-9a-f]{32}", "n": "[0-9]+", "stream": "out|err"}
+    kinds |= {"tmpdir": "/[^<>]+", "letters": "[0-9a-z_]{8}"}
     pieces = re.split(r"<([a-z-]+)>", name)
     fixed = ("pool", "log-dir", "report", "token")
     return re.compile(

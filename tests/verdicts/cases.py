@@ -1,6 +1,6 @@
 """Programs of several frameworks that end badly or stand still, and who is at fault in each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.job.verdict import Cause
@@ -142,6 +142,7 @@ class Case:
     num_instances: int = 2
     stands_still: bool = False
     options: tuple[str, ...] = ()
+    memory_bytes: int = 0  # what the job's control group may use; 0 for no limit
 
     @property
     def is_control(self) -> bool:
@@ -257,6 +258,10 @@ CASES: Final = (
     _case(_BACKEND, "is killed (SIGKILL)", KILL, Cause.SIGNAL),
     _case(_PLAIN, "raises an exception", RAISE, Cause.EXCEPTION),
     _case(_PLAIN, "is killed (SIGKILL)", KILL, Cause.SIGNAL),
+    replace(
+        _case(_PLAIN, "holds more than its control group may", "held = b'x' * (1 << 30)", Cause.OUT_OF_MEMORY),
+        memory_bytes=1 << 28,
+    ),
     _case(_PLAIN, "sys.exit(3)", "sys.exit(3)", Cause.EXIT),
     _case(_MPI, "raises an exception", RAISE, Cause.EXCEPTION),
     _case(_MPI, "is killed (SIGKILL)", KILL, Cause.SIGNAL),
