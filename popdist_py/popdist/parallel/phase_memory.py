@@ -319,7 +319,7 @@ class PhaseMemory:
         forgotten = {*contents}
         for slot in self._slots:
             for content in forgotten & slot.present.keys():
-                if slot.phase != RESIDENT:
+                if slot.phase != RESIDENT or content.what != "weights":
                     del slot.present[content]
         self._current = None
         self._unbind()
