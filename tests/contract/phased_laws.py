@@ -193,8 +193,13 @@ def law_micro_batches_count_as_asked(folder: str) -> None:
 
 def law_gradients_may_be_clipped_first(folder: str) -> None:
     """In a pass of its own after the loop."""
-    whole = popdist.ReplicatedModel(recompute(net()))
-    model = phased(net(), phases=3, store=folder)
+    clipped_alike(folder, net)
+
+
+def clipped_alike(folder: str, make: Callable[[], nn.Module]) -> None:
+    """Check that a model learns the same in phases and in memory, with the norm of all gradients bounded."""
+    whole = popdist.ReplicatedModel(recompute(make()))
+    model = phased(make(), phases=3, store=folder)
     for it, optimizer in (
         (whole, torch.optim.AdamW(whole.parameters(), lr=0.1)),
         (model, PhasedOptimizer(model, torch.optim.AdamW, step_in_backward=False, lr=0.1)),
@@ -366,7 +371,8 @@ def train_in_parts(folder: str) -> None:
             parallelize_module(layer, device_mesh()["tensor"], plan)
         return made
 
-    trained_alike(folder, divided, accumulation=2)
+    trained_alike(f"{folder}/backward", divided, accumulation=2)
+    clipped_alike(f"{folder}/pass", divided)
 
 
 def all_laws() -> list[Callable[[str], None]]:

@@ -21,7 +21,6 @@ from popdist.errors import OptimizerError, check_flags
 from popdist.gradients.stored_gradients import StoredGradient
 from popdist.local_tensors import is_distributed, local_part, placed_as
 from popdist.optim.elementwise import check_elementwise
-from popdist.optim.low_precision import LowPrecision
 from popdist.optim.one_by_one import OF_SCALERS, OneByOne, State, settings_of
 from popdist.optim.pieces import PieceOptimizer, load_uncast, refuse_distributed
 from popdist.parallel.phase_layout import Form
@@ -74,11 +73,6 @@ class _StateForm:
         """The forms of all that lies in the store."""
         length = _SLOT_BYTES * (1 + len(self.values))
         return {**self.tensors, RECORD: Form(dtype=torch.uint8, shape=(length,), stride=(1,))}
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the state."""
-        return sum(form.num_bytes for form in self.stored.values())
 
     def fits(self, state: State) -> bool:
         """Whether the store has room for ``state``."""
@@ -292,15 +286,6 @@ class PhasedOptimizer(Optimizer):
     def has_state(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` was updated before on this instance, so that its state must be read."""
         return parameter in self.state
-
-    def workspace_bytes(self, parameter: Tensor) -> int:
-        """About how much memory an update of ``parameter`` needs for a while, most of it in the first step."""
-        place = self._places[parameter]
-        stored = place.form.num_bytes
-        if issubclass(self._optimizer_class, LowPrecision):
-            return stored + (1 << 24)
-        weights: Form = self._model.form_of(parameter)
-        return stored + 2 * weights.num_bytes
 
     @property
     def settings_number(self) -> int:

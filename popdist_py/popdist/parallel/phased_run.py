@@ -366,8 +366,9 @@ class PhasedRun:
     @torch.no_grad()
     def _keep(self, piece: PhasePiece) -> None:
         """Write the gradients of ``piece`` behind, and let ``.grad`` read them from the store."""
-        # what was added may lie in the memory in which it is to wait
-        gradients = {name: local_part(it.grad).clone() for name, it in piece.named if it.grad is not None}
+        gradients = {name: local_part(it.grad) for name, it in piece.named if it.grad is not None}
+        if len(self._step_now().weights) > 1:  # what was added may lie in the memory in which it is to wait
+            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         room = self._kept_now().room(piece.index)
         for name in room.keys() & gradients.keys():
             room[name].copy_(gradients[name])
