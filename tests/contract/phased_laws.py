@@ -110,7 +110,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def law_bits_are_those_of_the_model_in_memory(folder: str) -> None:
     """With any number of phases, and any accumulation."""
-    for accumulation, optimizer_class, numbers in ((1, torch.optim.SGD, (2,)), (3, torch.optim.AdamW, (1, 3, 7))):
+    for accumulation, optimizer_class, numbers in ((1, torch.optim.SGD, (2,)), (3, torch.optim.AdamW, (1, 7))):
         whole = popdist.ReplicatedModel(recompute(net()))
         wanted = losses_of(whole, optimizer_class(whole.parameters(), lr=0.1), accumulation)
         for number in numbers:
@@ -189,11 +189,6 @@ def law_micro_batches_count_as_asked(folder: str) -> None:
     number = 2 * popdist.num_local_replicas()
     trained_alike(f"{folder}/2", accumulation=2, weights=[float(1 + it % 3) for it in range(number)])
     trained_alike(f"{folder}/3", accumulation=2, num_samples=1)
-
-
-def law_gradients_may_be_clipped_first(folder: str) -> None:
-    """In a pass of its own after the loop."""
-    clipped_alike(folder, net)
 
 
 def clipped_alike(folder: str, make: Callable[[], nn.Module]) -> None:
@@ -283,6 +278,10 @@ def law_what_cannot_be_trained_is_refused(folder: str) -> None:
         model(x).sum().backward()
     with refused(AttributeError, "no 'micro_batch'"):
         _ = model.micro_batch
+    model.temperature = 2.0
+    assert vars(model.module)["temperature"] == model.temperature
+    with refused(popdist.WeightsError, "model.head = ... after phased"):
+        model.head = nn.Linear(WIDTH, WORDS)
     with refused(popdist.WeightsError, "copied or pickled"):
         copy.deepcopy(model)
     with refused(popdist.WeightsError, "before phased"):
@@ -381,8 +380,15 @@ def all_laws() -> list[Callable[[str], None]]:
 
 
 def run_all(folder: str) -> int:
-    """Check them on this instance; gives their number."""
+    """Check them on this instance; gives their number. With many instances those that depend on their number."""
     popdist.init(timeout_seconds=60)
-    for number, law in enumerate(all_laws()):
+    laws = all_laws()
+    if popdist.num_instances() > 2:
+        laws = [
+            law_bits_are_those_of_the_model_in_memory,
+            law_micro_batches_count_as_asked,
+            law_a_loop_that_is_left_is_lost_on_all_instances,
+        ]
+    for number, law in enumerate(laws):
         law(f"{folder}/{number}")
-    return len(all_laws())
+    return len(laws)

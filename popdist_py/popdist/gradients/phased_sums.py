@@ -250,7 +250,7 @@ class StepSums:
     def push(self, piece: int, number: int, stop: int) -> Tensor | None:
         """Add what micro batch ``number`` has left in ``.grad``, and zeros for all others before ``stop``.
 
-        Gives the newest sum if it is the last one, and None for zeros.
+        Gives the newest sum, and None for zeros.
         """
         value: Tensor | None = None
         for position in range(self._positions[piece], stop):
@@ -279,7 +279,8 @@ class StepSums:
             is_new = not merges and position + 1 < len(self._weights)
             value = self._places.room(piece) if is_new else gradient.make()
             gradient.move_in(value, weight / self._scale())
-        gradient.layout.clear()
+        if has_gradient:
+            gradient.layout.clear()
         for _ in range(merges):
             if waiting.pop():
                 value = None if value is None else self._own_copy(piece, value)

@@ -205,6 +205,16 @@ class PhasedModel(nn.Module):
                 raise
             return getattr(self._steps.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
+        if "_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif isinstance(value, nn.Module | Parameter):
+            raise WeightsError(
+                f"model.{name} = ... after phased(): change a module before, as its store has no room"
+            )
+        else:
+            setattr(self.module, name, value)
+
     def __reduce__(self) -> NoReturn:
         raise WeightsError(
             "a phased model cannot be copied or pickled, as its weights lie in its store: take its state_dict(), "

@@ -223,7 +223,7 @@ class PhasedRun:
 
     def abandon(self) -> bool:
         """Leave the step without a gradient; whether the others know, as they wait for gradients. Never raises."""
-        step, self.step = self.step, None
+        step, self.step, self.is_unfinished = self.step, None, False
         self.calls.end_micro_batch()
         for piece in self.layers.pieces:
             for parameter in piece.parameters:

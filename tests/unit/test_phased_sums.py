@@ -1,0 +1,105 @@
+"""Sums of gradients that wait in a store, against the tree over all of them.
+
+Holds popdist.gradients.phased_sums.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from popdist.gradients.phased_sums import PieceGradient, StepSums, merges_of, node_weights
+from popdist.layout import ReplicaLayout
+from popdist.tree import Node, TreeSum, aligned_nodes, finish
+
+SIZE = 5
+
+
+class Store:
+    """Where sums wait."""
+
+    def __init__(self, gradient: PieceGradient, num_planes: int) -> None:
+        self._room = gradient.make()
+        self._planes: list[Tensor | None] = [None] * num_planes
+
+    def room(self, piece: int) -> Tensor:
+        """The room, from which another sum is gone."""
+        assert not piece
+        return self._room.fill_(255)
+
+    def is_room(self, piece: int, value: Tensor) -> bool:
+        """Whether it is."""
+        assert not piece
+        return value is self._room
+
+    def load(self, piece: int, plane: int) -> Tensor:
+        """The sum, which is not read twice."""
+        held, self._planes[plane] = self._planes[plane], None
+        assert held is not None
+        return self.room(piece).copy_(held)
+
+    def keep(self, piece: int, plane: int) -> None:
+        """A copy."""
+        assert not piece
+        self._planes[plane] = self._room.clone()
+
+
+def sums_of(layout: ReplicaLayout, instance: int, accumulation: int, filled: set[int]) -> list[Tensor]:
+    """The nodes that an instance makes of gradients that follow from their place in the job."""
+    parameter = Parameter(torch.zeros(SIZE))
+    gradient = PieceGradient([("it", parameter)])
+    merges, num_planes = merges_of(layout, instance, accumulation)
+    first = instance * len(merges)
+    weights = [weight_at(first + number) for number in range(len(merges))]
+    sums = StepSums({0: gradient}, merges, weights, lambda: 3.0, Store(gradient, num_planes))
+    mine = sorted(filled & {*range(len(merges))})
+    for number in mine[:-1]:
+        parameter.grad = gradient_at(first + number)
+        sums.push(0, number, number + 1)
+    if mine:
+        parameter.grad = gradient_at(first + mine[-1])
+    return [gradient.gradient(it).slots[0] for it in sums.total(0, mine[-1] if mine else -1)]
+
+
+def gradient_at(place: int) -> Tensor:
+    """A gradient whose sums depend on their order."""
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(place)) * 10.0 ** (place % 7)
+
+
+def weight_at(place: int) -> float:
+    """What a micro batch counts."""
+    return float(1 + place % 4)
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_sums_are_those_of_the_tree(has_gaps: bool) -> None:  # noqa: FBT001 - of pytest
+    """For each dealing of replicas, and where micro batches have no samples."""
+    for num_replicas, accumulation in product((1, 2, 3, 6, 8), (1, 2, 3, 5)):
+        total: TreeSum[Tensor] = TreeSum(num_replicas, torch.add)
+        for replica in range(num_replicas):
+            own: TreeSum[Tensor] = TreeSum(accumulation, torch.add)
+            for step in range(accumulation):
+                place = replica * accumulation + step
+                is_empty = has_gaps and place % 2
+                own.push(torch.zeros(SIZE) if is_empty else gradient_at(place) * (weight_at(place) / 3.0))
+            total.push(own.total)
+        for num_instances in (it for it in (1, 2, 3) if not num_replicas % it):
+            layout = ReplicaLayout(num_replicas=num_replicas, num_instances=num_instances)
+            nodes: dict[Node, Tensor] = {}
+            number = num_replicas // num_instances * accumulation
+            for instance in range(num_instances):
+                block = layout.replicas_of(instance)
+                filled = {it for it in range(number) if not (has_gaps and (instance * number + it) % 2)}
+                found = sums_of(layout, instance, accumulation, filled)
+                nodes |= dict(zip(aligned_nodes(block.start, block.stop, num_replicas), found, strict=True))
+            assert torch.equal(finish(nodes, num_replicas, torch.add), total.total)
+
+
+def test_weights_are_added_as_gradients_are() -> None:
+    """One number for each node."""
+    layout = ReplicaLayout(num_replicas=6, num_instances=2)
+
+    assert node_weights(layout, 0, 2, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) == [(0.1 + 0.2) + (0.3 + 0.4), 0.5 + 0.6]
+    assert node_weights(layout, 1, 1, [1.0, 2.0, 3.0]) == [1.0, 2.0 + 3.0]
