@@ -24,10 +24,10 @@ from popsize.errors import SizingError
 from popsize.hardware import (
     DEVICES,
     FIGURES,
-    GIB,
     PRECISIONS,
     Machine,
     Precision,
+    bytes_of,
     is_called,
     machines_of,
     named_machine,
@@ -138,9 +138,8 @@ def main() -> None:
 @click.option("--pipeline-parallel-size", metavar="N", type=click.IntRange(1), help="As --fix pipeline=N.")
 @click.option(
     "--memory-limit",
-    metavar="GIB",
-    type=click.FloatRange(0, min_open=True),
-    help="Use at most so much of a device's memory.",
+    metavar="SIZE",
+    help="Use at most so much of a device's memory: GiB, or with a unit, as 2GB.",
 )
 @click.option(
     "--explain",
@@ -211,7 +210,7 @@ class _Asked:
     fix: tuple[str, ...]
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
-    memory_limit: float | None
+    memory_limit: str | None
     explain: str | None
     top: int
     form: str
@@ -252,8 +251,16 @@ def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:
             optimizer=asked.optimizer,
             gradient_bytes=int(asked.gradient_bytes),
         ),
-        memory_limit_bytes=None if asked.memory_limit is None else asked.memory_limit * GIB,
+        memory_limit_bytes=None if asked.memory_limit is None else _size("--memory-limit", asked.memory_limit),
     )
+
+
+def _size(option: str, text: str) -> int:
+    """The bytes that an option gives, in GiB if there is no unit."""
+    size = bytes_of(text, "gib")
+    if size is None:
+        raise UsageError(f"{option} {text} is no size: give GiB, or a unit, as 2GB")
+    return size
 
 
 def _print_mappings(asked: _Asked, workload: Workload) -> None:

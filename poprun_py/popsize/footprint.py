@@ -109,14 +109,20 @@ def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
 
 def phase_loop(workload: Workload, mapping: Mapping) -> Loop:
     """How a step in phases runs."""
-    return Loop(num_micro_batches=mapping.num_micro_batches(workload.training.global_batch))
+    number = mapping.num_micro_batches(workload.training.global_batch)
+    return Loop(num_micro_batches=number, is_shared=_num_sharing(workload, mapping) > 1)
+
+
+def _num_sharing(workload: Workload, mapping: Mapping) -> int:
+    """Replicas of a host, which share what is stored."""
+    return min(mapping.replicas, max(1, workload.machine.devices_per_host // mapping.tensor))
 
 
 @lru_cache(maxsize=256)
 def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
     """The bytes of each layer of a model that runs in phases; the replicas of a host share what is stored."""
     training, tensor = workload.training, mapping.tensor
-    sharing = min(mapping.replicas, max(1, workload.machine.devices_per_host // tensor))
+    sharing = _num_sharing(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
     every = [layer for layer, n in stage.layers for _ in range(n)]
     samples = mapping.micro_batch * workload.width

@@ -20,6 +20,20 @@ TERA: Final = 10**12
 GIB: Final = 2**30
 
 
+_SIZES: Final = {
+    "b": 1,
+    **{name: 1000**power for power, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
+    **{name: 1024**power for power, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
+}
+
+
+def bytes_of(text: str, unit: str = "b") -> int | None:
+    """The bytes of a size such as ``2 GB``; a mere number is in ``unit``. None: it is no size."""
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
+    size = _SIZES.get((found[2] or unit).lower()) if found else None
+    return None if found is None or size is None else int(float(found[1]) * size) or None
+
+
 def gib(size: float) -> str:
     """Bytes in GiB: two digits behind the point, or three that are not 0."""
     return f"{size / GIB:.2f}" if size >= GIB / 10 else f"{size / GIB:.3g}"

@@ -49,6 +49,7 @@ class Loop:
 
     num_micro_batches: int = 1
     updates_apart: bool = False  # whether updates have a pass of their own, as they need all gradients first
+    is_shared: bool = False  # whether other instances update weights, too: these are read anew in the next step
 
     @property
     def has_sums(self) -> bool:
@@ -298,12 +299,12 @@ def _updated(place: int, phase: UnitCost, seconds: float, read_bytes: float) -> 
 
 
 def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseStep:
-    """What a walk over a step finds, which begins with the first two phases in the slots.
+    """What a walk over a step finds, which begins with the first two phases in the slots if no others wrote them.
 
     One transfer follows another: what a visit changed is written behind the read of the next visit, and before
     that of the one after it, which needs the slot.
     """
-    held = {0, 1}
+    held = set() if loop.is_shared else {0, 1}
     reading = writing = read_bytes = started = ended = free = 0.0  # ``free``: when the store has nothing to do
     visits = [*_visits(phases, loop)]
     done: list[tuple[float, float]] = []  # when each visit ended, and the seconds of its write

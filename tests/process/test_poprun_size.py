@@ -104,6 +104,11 @@ def test_what_is_fixed_is_kept() -> None:
         ((*ASKED, "--explain", "replicas=16"), "uses 16 devices; 8xA100-80GB has 8"),
         ((*ASKED, "--store", "/"), "--store is measured with --cpu"),
         ((*ASKED, "--fix", "tnsor=1"), "a mapping has no 'tnsor': nearest are tensor"),
+        (
+            (*ASKED, "--memory-limit", "2 pounds"),
+            "--memory-limit 2 pounds is no size: give GiB, or a unit, as 2GB",
+        ),
+        ((*ASKED, "--memory-limit", "500MB"), "in place of 0.47, for"),
         ((*ASKED, "--memory-limit", "0.5"), "what would fit:\n  devices of "),
         ((*ASKED, "--precision", "int4"), "Invalid value for '--precision'"),
         ((*ASKED, "--cases", "no-such-file.csv"), "'no-such-file.csv' does not exist"),

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from popdist.errors import WeightsError
 from popdist.parallel import PhasedOptimizer, phased
-from popdist.parallel.measures.phase_budget import bytes_of
+from popdist.parallel.measures.phase_budget import limit_of
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from popdist.parallel.measures.phase_budget import bytes_of
 )
 def test_sizes_in_words(memory: str | int, size: int) -> None:
     """Of bytes, thousands and powers of two."""
-    assert bytes_of(memory) == size
+    assert limit_of(memory) == size
 
 
 @pytest.mark.parametrize("memory", ["2 lb", "GB", "-1 GB", "", 0, True, "0 MB", "1e9"])
 def test_what_is_no_size(memory: str | int) -> None:
     """With what it was, and how to say it."""
     with pytest.raises(WeightsError, match=re.escape(f"memory={memory!r} is no size: give bytes")):
-        bytes_of(memory)
+        limit_of(memory)
 
 
 def trained(folder: Path, num_steps: int, **settings: str | int) -> list[torch.Tensor]:

@@ -53,7 +53,7 @@ def units(draw: st.DrawFn, most: int = 7) -> list[UnitCost]:
     return found
 
 
-LOOPS = st.builds(Loop, num_micro_batches=st.integers(1, 7), updates_apart=st.booleans())
+LOOPS = st.builds(Loop, num_micro_batches=st.integers(1, 7), updates_apart=st.booleans(), is_shared=st.booleans())
 
 
 def step_seconds(model: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> float:
@@ -62,7 +62,7 @@ def step_seconds(model: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> 
     forward, backward = [*range(len(phases))], [*reversed(range(len(phases)))]
     passes = [("forward", forward), ("backward", backward)] * loop.num_micro_batches
     passes += [("update", backward)] if loop.updates_apart else []
-    slots: list[int] = [0, 1]
+    slots: list[int] = [-1, -1] if loop.is_shared else [0, 1]
     order, reads, writes, computing = list[int](), list[float](), list[float](), list[float]()
     for number, (kind, places) in enumerate(passes):
         updates = number == len(passes) - 1
@@ -73,7 +73,7 @@ def step_seconds(model: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> 
             )
             read = gradients * (kind != "forward" and number > 1) + state * updates
             if phase not in slots:
-                slots.remove(next(it for it in slots if it != order[-1]))
+                slots.remove(next(it for it in slots if it != (order or [0])[-1]))
                 slots.append(phase)
                 read += weights
             order.append(phase)

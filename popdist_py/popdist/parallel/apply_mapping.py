@@ -167,7 +167,8 @@ def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -
     if wanted:
         raise ContractError(
             f"parallelize() cannot apply {' and '.join(wanted)} of the mapping: search one without (poprun-size "
-            "--fix offload_activations=no,offload_optimizer=no,phases=1), with shards over all replicas"
+            "--fix offload_activations=no,offload_optimizer=no,phases=1), with shards over all replicas; phases "
+            "of whole layers are those of popdist.parallel.phased(model, phases=...)"
         )
     return found
 

@@ -23,7 +23,7 @@ from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, local_part, part_itself, placed_as
-from popdist.parallel.measures.phase_budget import bytes_of, give_back_memory
+from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
 from popdist.parallel.phase_layout import Form, deal
 from popdist.parallel.phase_memory import Content
 from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
@@ -140,7 +140,7 @@ class PhasedModel(nn.Module):
             raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
         if phases is not None:
             phases = whole_number("phases", phases, WeightsError)
-        limit_bytes = None if memory is None else bytes_of(memory)
+        limit_bytes = None if memory is None else limit_of(memory)
         layout = _checked_layout(module, seed)
         seed = None if seed is None else seed_number(seed, BatchError)
         context.ensure_init()

@@ -5,9 +5,8 @@ phases, torch included, is what it will have with larger ones, too.
 """
 
 import ctypes
-import re
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -23,9 +22,8 @@ from popdist.errors import WeightsError
 from popdist.local_tensors import part_itself
 from popdist.parallel.phase_memory import Content, PhaseMemory
 from popdist.parallel.phased_layers import Unit
+from popsize.hardware import bytes_of
 from popsize.phases import Loop, PhasePlan, StoreSpeed, TooLarge, UnitCost, memory_with, plan_phases, plan_with
-
-_UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 _NUM_MEASURED: Final = 2
 """Steps that are measured: the first one for the memory only, as much is made anew in it."""
@@ -41,13 +39,12 @@ _MAPPED_BYTES: Final = 1 << 20
 _STATUS: Final = Path("/proc/self/status")
 
 
-def bytes_of(memory: str | int) -> int:
+def limit_of(memory: str | int) -> int:
     """The bytes that ``memory`` says: a number, or a text such as ``2 GB`` or ``1.5 GiB``."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
-    size = found and found[2].lower() in _UNITS and float(found[1]) * _UNITS[found[2].lower()]
-    if isinstance(memory, bool) or not size or size < 1:
+    size = None if isinstance(memory, bool) else bytes_of(str(memory))
+    if size is None:
         raise WeightsError(f"memory={memory!r} is no size: give bytes, or a text such as '2 GB' or '1.5 GiB'")
-    return int(size)
+    return size
 
 
 def give_back_memory() -> None:
@@ -72,10 +69,11 @@ class _Times:
 class PhaseBudget:
     """Measures steps, plans phases, and says what a person wants to know of them."""
 
-    def __init__(self, memory: PhaseMemory, owned: Container[str], *, is_first: bool) -> None:
+    def __init__(self, memory: PhaseMemory, owned: Collection[str], *, is_first: bool) -> None:
         self.limit_bytes: int | None = None  # None: the phases are given
         self._memory = memory
         self._owned = owned  # the names of the weights that this instance updates
+        self._is_shared = len(owned) < sum(len(piece.names) for piece in memory.layers.pieces)
         self._is_first = is_first  # whether it is the instance that says what all do
         self._num_steps = 0  # that have ended
         self._is_measuring = False
@@ -91,7 +89,9 @@ class PhaseBudget:
     def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
         """A step begins; the first one only if there is memory for its phases."""
         self._is_measuring = self._num_steps < _NUM_MEASURED
-        self._loop = Loop(num_micro_batches=num_micro_batches, updates_apart=updates_apart)
+        self._loop = Loop(
+            num_micro_batches=num_micro_batches, updates_apart=updates_apart, is_shared=self._is_shared
+        )
         if self._is_measuring:
             self._times = {unit.index: _Times() for unit in self._memory.layers.units}
         if not self._num_steps:
