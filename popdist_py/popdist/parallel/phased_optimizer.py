@@ -428,8 +428,8 @@ class PhasedOptimizer(Optimizer):
     def _refuse_state(self, place: _Place, state: State) -> NoReturn:
         raise OptimizerError(
             f"{self._optimizer_class.__name__} has {_in_words(state)} for {place.name}, and the store has room "
-            f"for {_in_words(dict.fromkeys(place.form.names))}, as the settings needed that PhasedOptimizer was "
-            "made with: make it anew with those that it is to have"
+            f"for {_in_words(dict.fromkeys(place.form.names))}, as PhasedOptimizer was made with other settings: "
+            "make it with those that it is to have"
         )
 
 
