@@ -50,7 +50,7 @@ GPT = Transformer(
     dropout=False,
     fused_attention=True,
 )
-TRAINING = Training(global_batch=16, precision="fp32")
+TRAINING = Training(global_batch=16, precision="fp32", engine="other")
 COUNTS = (1, 2, 4)
 WAYS: Sequence[tuple[int, Recompute]] = ((1, "none"), (1, "layer"), (4, "none"), (4, "layer"), (8, "none"))
 """Samples of a micro batch, and what is recomputed."""

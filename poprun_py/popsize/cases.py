@@ -33,7 +33,7 @@ _MAPPING: Final = tuple(_SHARDS.get(f.name, f.name) for f in fields(Mapping))
 
 COLUMNS: Final = (
     *("model", *_MODEL),
-    *("devices", "machine", "global_batch", "precision", "optimizer", "gradient_bytes"),
+    *("devices", "machine", "global_batch", "precision", "optimizer", "gradient_bytes", "engine"),
     *_MAPPING,
 )
 """All columns that say something about a case."""
@@ -191,6 +191,7 @@ def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Tra
         precision=machine.device.precision(names.get(precision, precision)),
         optimizer=given.get("optimizer", "adamw").lower(),
         gradient_bytes=parse_count("gradient_bytes", given.get("gradient_bytes", "4")),
+        engine=given.get("engine", "other").lower(),
         full_weights=half and (word.startswith("amp_") or mapping.sharding == "weights"),
     )
 

@@ -70,6 +70,7 @@ def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
     activations = _activations(stage, workload, mapping)
     workspace = max(_passing_bytes(layer, workload, mapping) for layer, _ in stage.layers)
     workspace += _gathered_bytes(stage, parameters, workload, mapping)
+    workspace += _torch_bytes(stage, workload, mapping)
     workspace += workload.constants.context_bytes if device.launches_ahead else 0.0
     streaming = 0.0
     if mapping.offload_optimizer or mapping.phases > 1:
@@ -170,6 +171,47 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
     added = layer.largest_matrix.on_device(mapping.tensor) if is_added else 0.0
     samples = mapping.micro_batch * workload.width
     return samples * (max(0.0, whole - kept) + brief) + added * workload.training.weight_bytes
+
+
+def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
+    """Bytes that torch's pipelines and tensor groups need beside the activations that the equations count."""
+    if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
+        return 0.0
+    number = mapping.num_micro_batches(workload.training.global_batch)
+    under_way = min(number, in_flight(mapping, stage.index, number))
+    block = workload.model.block
+    sent = _sent_bytes(stage, block, mapping, number, under_way) if mapping.pipeline > 1 else 0.0
+    joined = _joined_bytes(stage, mapping, under_way) if mapping.sequence_parallel else 0.0
+    return mapping.micro_batch * workload.width * (sent + joined)
+
+
+def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under_way: float) -> float:
+    """Bytes that a stage has for what it receives and sends, for one sample of each micro batch.
+
+    It has memory for what each micro batch of a step receives: activations, of which those under way count as
+    kept by its layers, and gradients. And it keeps what it has sent until the gradient of that comes. Sequences
+    are whole there: models compute positions from them outside their layers.
+    """
+    num_receiving = mapping.interleave - (stage.index == 0)
+    num_sending = mapping.interleave - (stage.index == mapping.pipeline - 1)
+    return block.output_bytes * (num_receiving * (number - under_way) + num_sending * (number + under_way))
+
+
+def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
+    """Bytes of whole sequences that are read by what is divided otherwise, for one sample of each micro batch.
+
+    torch keeps them, where others join them again. Embedding and logits are not divided by the sequence.
+    """
+    kept = passing = 0.0
+    for layer, n in stage.layers:
+        whole = layer.num_reductions * layer.output_bytes if layer.can_recompute else layer.kept.whole
+        size = (1 - 1 / mapping.tensor) * whole
+        is_kept = mapping.recompute == "none" or not layer.can_recompute
+        if is_kept or (mapping.recompute == "attention" and not layer.cheap.whole):
+            kept += n * size
+        else:
+            passing = max(passing, size)
+    return kept * under_way + passing
 
 
 def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping: Mapping) -> float:

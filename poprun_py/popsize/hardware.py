@@ -53,6 +53,11 @@ class Device:
     streaming_bytes_per_second: float = 0.0  # how fast that is read
     streaming_write_bytes_per_second: float = 0.0  # how fast that is written; 0: as fast as it is read
 
+    @property
+    def is_compiled_for(self) -> bool:
+        """Whether it runs whole programs that were compiled for it, as an IPU does, and no single operations."""
+        return not (self.launches_ahead or self.operator_seconds)
+
     def precision(self, asked: str | None) -> Precision:
         """``asked`` if the device has units for it; with None its usual one, of 16 bits if it has those."""
         known = [name for name in PRECISIONS if name in self.flops]

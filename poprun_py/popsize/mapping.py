@@ -24,6 +24,8 @@ SHARDING: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "weig
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
 
+ENGINES: Final = ("torch", "other")
+
 OPTIMIZER_BYTES: Final = {"sgd": 0, "momentum": 4, "lion": 4, "adam": 8, "adamw": 8, "lamb": 8}
 """Bytes of state a parameter, beside a 32-bit copy of the weights where these have 16 bits."""
 
@@ -51,6 +53,9 @@ class Training:
     # whether weights are kept in 32 bits and cast when they are used (autocast, FSDP), in place of 16-bit weights
     # with a 32-bit copy in the optimizer
     full_weights: bool = False
+    # what stages and tensor groups are made with: ``torch`` has memory for what each micro batch sends, and keeps
+    # whole sequences where sequence parallelism joins them; ``other`` needs what the equations count
+    engine: str = "torch"
 
     def __post_init__(self) -> None:
         """Refuse values that are not known, and a batch without samples."""
@@ -58,6 +63,7 @@ class Training:
             raise MappingError(f"a global batch has 1 to {MOST_SAMPLES} samples, and not {self.global_batch}")
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_BYTES))
+        _one_of("engine", self.engine, ENGINES)
         if self.gradient_bytes not in GRADIENT_BYTES:
             raise MappingError(f"gradients of {self.gradient_bytes} bytes are not planned: 2 or 4")
 

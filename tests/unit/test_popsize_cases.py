@@ -28,8 +28,8 @@ def test_a_row_is_predicted_as_its_mapping_is() -> None:
     """All columns together."""
     case = only(
         "model,devices,machine,tensor,pipeline,replicas,global_batch,micro_batch,precision,optimizer,gradient_bytes,"
-        "sharding,sharding_group,optimizer_sharding_group,recompute,sequence_parallel,schedule,interleave\n"
-        "gpt3-2.7b,64,A100-80GB,4,2,8,512,2,bf16,adam,4,optimizer,1,4,attention,yes,interleaved,4\n"
+        "engine,sharding,sharding_group,optimizer_sharding_group,recompute,sequence_parallel,schedule,interleave\n"
+        "gpt3-2.7b,64,A100-80GB,4,2,8,512,2,bf16,adam,4,torch,optimizer,1,4,attention,yes,interleaved,4\n"
     )
     mapping = Mapping(
         tensor=4,

@@ -90,7 +90,8 @@ def test_what_is_fixed_stays(fixed: dict[str, Any]) -> None:
 
 def test_gpt3_on_65536_devices() -> None:
     """It has an answer, which uses all of them, and is no slower than weights that two replicas share."""
-    one = workload("gpt3-175b", "65536xA100-80GB", 65536)
+    torchs = workload("gpt3-175b", "65536xA100-80GB", 65536)
+    one = replace(torchs, training=replace(torchs.training, engine="other"))
     answer = search(one, {})
     shape = Mapping(tensor=4, pipeline=8, replicas=2048, schedule="interleaved", interleave=6)
     shared = replace(shape, sequence_parallel=True, sharding="weights", weight_shards=2, optimizer_shards=2048)
@@ -100,6 +101,7 @@ def test_gpt3_on_65536_devices() -> None:
     assert answer.fitting[0].mapping.num_devices == 65536
     assert known.fits
     assert answer.fitting[0].duration.total <= known.duration.total
+    assert not predict(torchs, shared).fits  # six pieces of a stage have memory for 32 micro batches each
 
 
 def test_state_that_the_slower_memory_cannot_hold_does_not_fit() -> None:

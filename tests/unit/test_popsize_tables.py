@@ -94,7 +94,7 @@ def test_an_explanation_has_each_term() -> None:
         assert f"  {name} " in text
         assert words in text
     assert found.mapping.text in text
-    assert "Memory of each device of stage 0 of 4: it fits." in text
+    assert "Memory of each device of stage 1 of 4: it fits." in text
     assert "network between hosts" in text
 
 

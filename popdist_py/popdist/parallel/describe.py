@@ -215,7 +215,9 @@ def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
     """Give each layer its parameters, and what it keeps for the backward pass."""
     for weight in meter.weights.values():
         for owner in _owners(weight, meter):
-            layers[owner].add("parameters", weight.numel * meter.num_samples, divided=weight.divided)
+            amount = weight.numel * meter.num_samples
+            layers[owner].add("parameters", amount, divided=weight.divided)
+            layers[owner].raise_to("largest_matrix", amount, divided=weight.divided)
     for storage in meter.storages.values():
         places = {_place(it, meter) for it in storage.keepers}
         if places and not storage.constant:
@@ -224,6 +226,8 @@ def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
             keeper.add("kept", storage.kept_bytes, divided=storage.divided)
             if storage.score:
                 keeper.add("scores", storage.kept_bytes, divided=storage.divided)
+            # the gradient of the largest is there while all the others still are
+            keeper.raise_to("backward_bytes", storage.kept_bytes, divided=storage.divided)
 
 
 def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Layer:

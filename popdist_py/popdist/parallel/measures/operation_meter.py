@@ -47,6 +47,12 @@ class Stretch:
         """Add to an amount: to the part that tensor parallelism divides, or to the whole one."""
         self.amounts[what] += Split(divided=amount) if divided else Split(whole=amount)
 
+    def raise_to(self, what: str, amount: float, *, divided: bool) -> None:
+        """Make an amount this one, unless it is larger."""
+        if amount > self.amounts[what].on_device(1):
+            self.amounts.pop(what)
+            self.add(what, amount, divided=divided)
+
     def join(self, other: "Stretch") -> None:
         """Add another stretch of the same layer; the first one is the layer itself."""
         if not self.name and self.output is None:
