@@ -19,7 +19,10 @@ from popdist.checkpoint.tensor_pieces import TensorPiece
 @pytest.fixture(autouse=True)
 def _job_of_one() -> Iterator[None]:
     popdist.init()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other in layers as small as these
     yield
+    torch.set_num_threads(threads)
     popdist.finalize()
 
 
