@@ -165,18 +165,25 @@ def kept_bytes(model: nn.Module, ids: Tensor) -> int:
 
 
 def test_a_cache_of_transformers_is_filled_once() -> None:
-    """A Llama trains as without recomputation, with its cache of keys as it is by default."""
+    """A Llama, and a GPT-2, which gives it by position, train as without one, though they have one by default."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     numbers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **numbers))
-    ids = torch.randint(16, (2, 8))
-    model(ids, labels=ids).loss.backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    recompute(model)(ids, labels=ids).loss.backward()
+    gpt2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
+    gpt2_config = transformers.GPT2Config(vocab_size=16, n_embd=32, n_head=2, n_layer=2, **gpt2)
+    llama_config = transformers.LlamaConfig(vocab_size=16, **numbers)
+    for kind, config in (
+        (transformers.LlamaForCausalLM, llama_config),
+        (transformers.GPT2LMHeadModel, gpt2_config),
+    ):
+        torch.manual_seed(0)
+        model = kind(config)
+        ids = torch.randint(16, (2, 8))
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        recompute(model)(ids, labels=ids).loss.backward()
 
-    assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
+        assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
 
 
 @pytest.mark.parametrize(

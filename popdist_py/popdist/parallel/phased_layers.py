@@ -20,7 +20,7 @@ from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
 from popdist.local_tensors import part_itself
 from popdist.parallel.describe import repeated_layers
 from popdist.parallel.phase_layout import Form
-from popdist.parallel.recompute import LayerState, chosen_layers
+from popdist.parallel.recompute import LayerState, chosen_layers, without_caches
 from popdist.torch_private import skip_tracing
 from popdist.training.micro_batches import map_nest
 
@@ -309,16 +309,9 @@ class PhasedForward:
         if not torch.is_grad_enabled() or not is_passed_back:
             with self.runner.running(self.unit, backward=False):
                 return self.forward(*args, **kwargs)
-        call = _Call(self, _without_caches(structure))
+        call = _Call(self, without_caches(*structure))
         outputs = _PhasedFunction.apply(call, self._anchor, *tensors)  # type: ignore[no-untyped-call] # torch's
         return _put_back(call.outputs, outputs)
-
-
-def _without_caches(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The arguments without the caches of transformers, to which the second pass would add the same keys again."""
-    args, kwargs = inputs
-    cleared = tuple(None if hasattr(it, "get_seq_length") else it for it in args)
-    return cleared, {key: None if hasattr(it, "get_seq_length") else it for key, it in kwargs.items()}
 
 
 class _Taken:

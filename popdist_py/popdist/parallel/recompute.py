@@ -106,8 +106,7 @@ class _Recomputed:
                 "with replicas that go on meanwhile: leave out batch_norm_group_size, or recompute other "
                 "layers"
             )
-        if kwargs.get("past_key_values") is not None:  # a cache of transformers would get the keys a second time
-            kwargs["past_key_values"] = None
+        args, kwargs = without_caches(args, kwargs)
         contexts: dict[str, Any] = {"context_fn": self._contexts}
         if torch.compiler.is_compiling():  # which puts back what it knows of, and takes torch's contexts only
             selective = partial(create_selective_checkpoint_contexts, _Policy())
@@ -121,6 +120,12 @@ class _Recomputed:
             return _Contexts(state.watched), _Contexts(state.restored)
         first, again = create_selective_checkpoint_contexts(_Policy())
         return _Contexts(state.watched, lambda: first), _Contexts(state.restored, lambda: again)
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without the caches of transformers, to which the second pass would add the same keys again."""
+    cleared = tuple(None if hasattr(it, "get_seq_length") else it for it in args)
+    return cleared, {key: None if hasattr(it, "get_seq_length") else it for key, it in kwargs.items()}
 
 
 class _Contexts(ExitStack):
