@@ -206,6 +206,7 @@ import sys, torch
 from torch import nn
 from popdist.parallel import phased
 torch.manual_seed(0)
+torch.set_num_threads(1)
 with torch.device("meta"):
     net = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024)) for _ in range(36)))
 with torch.no_grad():

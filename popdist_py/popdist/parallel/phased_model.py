@@ -148,6 +148,7 @@ class PhasedModel(nn.Module):
         if any(map(is_distributed, module.parameters())):
             give_parts_numbers()
         self.module = module
+        give_back_memory()  # from now on, too, while weights come and go
         self._run = _stored(module, store, layers, layout, initialize, weights)
         self._make_phases(phases)
         self._run.budget.limit_bytes = limit_bytes
