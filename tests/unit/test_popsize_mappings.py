@@ -187,6 +187,7 @@ def test_the_schema_of_a_saved_mapping() -> None:
         "are_gpus": True,
     }
     assert sorted(table["training"]) == [
+        "engine",
         "full_weights",
         "global_batch",
         "gradient_bytes",
