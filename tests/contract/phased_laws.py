@@ -183,6 +183,32 @@ def law_layers_may_be_left_out_or_called_twice(folder: str) -> None:
     trained_alike(f"{folder}/2", sparing, accumulation=2)
 
 
+class Translator(nn.Module):
+    """An encoder and a decoder, whose layers all read what the encoder gives; some get one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.body = nn.Transformer(WIDTH, 2, 2, 1, WIDTH, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        y = self.words(x)
+        logits: Tensor = self.head(self.body(src=y, tgt=y.flip(1)))
+        return logits
+
+
+def translator() -> Translator:
+    """The same one on all instances."""
+    torch.manual_seed(1)
+    return Translator()
+
+
+def law_gradients_keep_their_order_of_memory(folder: str) -> None:
+    """Between layers: sums over transposed ones have other bits."""
+    trained_alike(folder, translator, torch.optim.SGD)
+
+
 def law_micro_batches_count_as_asked(folder: str) -> None:
     """With a sum, with weights, and where a replica or an instance has no samples."""
     trained_alike(f"{folder}/1", reduction="sum")

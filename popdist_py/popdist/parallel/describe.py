@@ -92,6 +92,13 @@ def describe(
 
 def repeated_layers(module: nn.Module) -> set[nn.Module]:
     """The repeated layers: of the type of the longest run in a list, wherever such a run is."""
+    runs = runs_of_layers(module)
+    kind = type(max(runs, key=len)[0]) if runs else None
+    return {member for run in runs for member in run if type(member) is kind}
+
+
+def runs_of_layers(module: nn.Module) -> list[list[nn.Module]]:
+    """The runs of modules of one type in lists, those within others left out."""
     runs: list[list[nn.Module]] = []
 
     def search(parent: nn.Module) -> None:
@@ -107,8 +114,7 @@ def repeated_layers(module: nn.Module) -> set[nn.Module]:
                 search(child)
 
     search(module)
-    kind = type(max(runs, key=len)[0]) if runs else None
-    return {member for run in runs for member in run if type(member) is kind}
+    return runs
 
 
 def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:  # noqa: ANN401 - as above

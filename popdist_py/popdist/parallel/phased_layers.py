@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
 from popdist.local_tensors import part_itself
-from popdist.parallel.describe import repeated_layers
+from popdist.parallel.describe import runs_of_layers
 from popdist.parallel.phase_layout import Form
 from popdist.parallel.recompute import LayerState, chosen_layers, without_caches
 from popdist.torch_private import skip_tracing
@@ -82,9 +82,9 @@ class PhasedLayers:
 
 
 def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> PhasedLayers:
-    """The units of ``model``: its repeated layers, or those named, and what else has weights directly."""
-    named = bool(layers) or bool(repeated_layers(model))
-    chosen = chosen_layers(model, layers, "phased") if named else []
+    """The units of ``model``: layers that it repeats, or those named, and what else has weights directly."""
+    layers = [it for run in runs_of_layers(model) for it in run] if layers is None else [*layers]
+    chosen = chosen_layers(model, layers, "phased")
     modules = dict(_walk(model, "", set(chosen), set()))
     if not modules:
         raise WeightsError(
@@ -322,10 +322,12 @@ class _Taken:
 
 
 def _take_out(nest: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - whatever layers take and give
-    """``nest`` with places where it has tensors, which are appended to ``tensors``."""
+    """``nest`` with places where it has tensors, which are appended to ``tensors``, each once."""
     if isinstance(nest, Tensor):
-        tensors.append(nest)
-        return _Taken(len(tensors) - 1)
+        place = next((place for place, it in enumerate(tensors) if it is nest), len(tensors))
+        if place == len(tensors):
+            tensors.append(nest)
+        return _Taken(place)
     return map_nest(nest, lambda child: _take_out(child, tensors))
 
 
@@ -368,22 +370,23 @@ class _Call:
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs; those of the weights are added to their ``.grad``."""
         self.runner.check_call(self.unit, self._step)
-        inputs = [it.detach().requires_grad_(it.requires_grad) for it in tensors]
+        found: dict[int, Tensor] = {}
         with self.runner.running(self.unit, backward=True):
             with self._as_first(), torch.enable_grad(), self._casting():
                 outputs: list[Tensor] = []
+                inputs = [_with_gradient_in(found, place, it) for place, it in enumerate(tensors)]
                 _take_out(self._compute(inputs), outputs)
             pairs = [
                 (output, gradient)
                 for output, gradient in zip(outputs, gradients, strict=True)
                 if gradient is not None and output.requires_grad
             ]
-            del outputs
+            del inputs, outputs
             if pairs:
                 torch.autograd.backward([it for it, _ in pairs], [it for _, it in pairs])
             pairs.clear()
             self.runner.end_call(self.unit)
-        return [it.grad for it in inputs]
+        return [found.get(place) for place in range(len(tensors))]
 
     def _compute(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as above
         args, kwargs = _put_back(self._inputs, tensors)
@@ -405,6 +408,32 @@ class _Call:
             for device, state in zip(self._devices, self._cuda_states, strict=True):
                 torch.cuda.set_rng_state(state, device)
             yield
+
+
+def _with_gradient_in(found: dict[int, Tensor], place: int, tensor: Tensor) -> Tensor:
+    """``tensor``, cut off from its graph; its gradient goes to ``found``."""
+    tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+    if not tensor.requires_grad:
+        return tensor
+    taken: Tensor = _GradientTaker.apply(found, place, tensor)  # type: ignore[no-untyped-call] # torch's
+    return taken
+
+
+class _GradientTaker(torch.autograd.Function):
+    """Takes a gradient as it comes: ``.grad`` would be a copy in another order of memory, which shows in sums."""
+
+    @staticmethod
+    def forward(ctx: Any, found: dict[int, Tensor], place: int, tensor: Tensor) -> Tensor:  # noqa: ANN401 - torch's context
+        """The tensor."""
+        ctx.found, ctx.place = found, place
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # noqa: ANN401 - as above
+        """Nothing: the gradient ends here."""
+        ctx.found[ctx.place] = gradient
+        return None, None, None
 
 
 class _PhasedFunction(torch.autograd.Function):

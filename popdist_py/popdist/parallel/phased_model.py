@@ -90,7 +90,7 @@ def phased(  # noqa: PLR0913 - what a model can be told
         store: A folder for weights, gradients and optimizer state, which the instances of a host share; or
             ``"host"``, the host's memory, for a model on a GPU. It is working memory: see `popdist.checkpoint`.
         layers: Modules, or their names, that are read as a whole, none within another; None for those that the
-            model repeats most often. What else has weights directly, as an embedding, is a layer, too.
+            model repeats in lists. What else has weights directly, as an embedding, is a layer, too.
         seed: As of ``popdist.ReplicatedModel``.
         initialize: For a model on the meta device: sets the weights of a module. None for ``reset_parameters()``.
         weights: A safetensors file, or a folder of some, with weights by their names.
