@@ -235,6 +235,16 @@ def clipped_alike(folder: str, make: Callable[[], nn.Module]) -> None:
     model.close()
 
 
+def refuse_evaluation_in_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step, in which an evaluation comes too early."""
+    made: Any = model
+    for x, y in made.micro_batches(share(0)):
+        cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    with refused(popdist.BatchError, "call optimizer.step"), torch.no_grad():
+        model(share(0)[0])
+    optimizer.step()
+
+
 def law_evaluation_changes_nothing(folder: str) -> None:
     """Between steps and between micro batches, and outputs are those of the model in memory."""
     whole, model = popdist.ReplicatedModel(recompute(net())), phased(net(), phases=3, store=folder)
@@ -244,6 +254,10 @@ def law_evaluation_changes_nothing(folder: str) -> None:
         outputs = []
         for it, optimizer in zip((whole, model), optimizers, strict=True):
             losses_of(it, optimizer, num_steps=1)
+            if it is model:
+                refuse_evaluation_in_a_step(model, optimizer)
+            else:
+                losses_of(it, optimizer, num_steps=1)
             it.eval()
             with torch.no_grad():
                 outputs.append(it(x))

@@ -179,7 +179,7 @@ class PhasedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's own forward pass."""
-        self._run.store.check_whole()
+        self._run.check_forward()
         if self._steps.layout.num_replicas > 1:
             return self._steps.forward(partial(self.module, *args, **kwargs))
         return self.module(*args, **kwargs)

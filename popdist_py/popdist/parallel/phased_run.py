@@ -156,6 +156,15 @@ class PhasedRun:
         for parameter in left:
             parameter.grad = None
 
+    def check_forward(self) -> None:
+        """Check that all weights are those of one step."""
+        if self.store.is_torn and (self.step is not None or self.is_unfinished):
+            raise BatchError(
+                "a forward pass of a phased model after the backward pass of a step's last micro batch, which "
+                "updates weights: call optimizer.step() behind the loop, and evaluate then"
+            )
+        self.store.check_whole()
+
     def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: gradients of the weights that are trained now."""
         self.step, self._num_final, self._complete, self._final_order = plan, 0, set(), []
