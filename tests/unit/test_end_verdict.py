@@ -206,6 +206,10 @@ def test_calls_of_other_sizes_are_compared() -> None:
     crash = InstanceEvidence(crash=Standing(threads=((StackFrame("train.py", 9, "main"),),)))
     known = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: called(4, 7)})
     unknown = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: crash})
+    groups = "/v/site-packages/torch/distributed/distributed_c10d.py"
+    stack = (StackFrame("train.py", 9, "main"), StackFrame(groups, 3151, "all_reduce"))
+    called_so = InstanceEvidence(crash=Standing(threads=(stack,)))
+    stands = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: called_so})
 
     assert {known.cause, unknown.cause} == {Cause.MISMATCH}
     assert (known.culprits, unknown.culprits) == ((), ())
@@ -214,6 +218,7 @@ def test_calls_of_other_sizes_are_compared() -> None:
         "instance 0: all_reduce(float32[4])",
         "instance 1: its call is not known, at train.py:9",
     )
+    assert stands.details[1] == "instance 1: all_reduce() of torch.distributed, at train.py:9"
 
 
 def test_who_was_waited_for_until_the_others_gave_up() -> None:
@@ -253,3 +258,5 @@ def test_who_fails_slowly_in_a_hang_has_failed() -> None:
     assert (found.cause, found.culprits, found.victims) == (Cause.EXCEPTION, (1,), (0,))
     assert found.details == ("instance 1 had failed, and was about to end: ValueError: bad batch, at train.py:7",)
     assert nothing is hung
+    assert combine(Verdict(), found, words).culprits == (1,)
+    assert combine(replace(hung, culprits=(0,)), found, words).culprits == (0,)

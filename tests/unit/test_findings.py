@@ -19,6 +19,7 @@ KILLED_IN_GROUP = Evidence(
     limits=MemoryLimits(group_bytes=12 * GIBIBYTE, machine_bytes=64 * GIBIBYTE),
 )
 KILLED_ELSEWHERE = Evidence(killed=KillCounts(in_group=0, on_machine=2))
+ELSEWHERE = "perhaps out of memory: the kernel killed 2 processes for want of memory, none of this control group"
 THE_KERNEL_KILLED = "the kernel killed a process of this control group, which may use 12.0 GiB"
 LARGE = MemoryCurve().after(1.0, 12_670_000_000)
 
@@ -66,6 +67,11 @@ def test_a_debugger_without_an_input(instance: int, said: str) -> None:
         (
             ended(-9, problem=AGENT_KILLED),
             KILLED_ELSEWHERE,
+            f"{ELSEWHERE}; it held up to 11.8 GiB",
+        ),
+        (
+            replace(ended(-signal.SIGKILL), memory=LARGE),
+            Evidence(killed=KillCounts(in_group=None, on_machine=2)),
             "probably out of memory: the kernel killed 2 processes for want of memory; it held up to 11.8 GiB",
         ),
         (

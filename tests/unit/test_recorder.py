@@ -102,3 +102,21 @@ def test_a_server_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
 
     assert answers == [{}, {}]
     assert time.monotonic() - began >= ANSWER_SECONDS
+
+
+def test_the_stack_of_a_crash_is_that_of_its_thread() -> None:
+    """The main thread's, which is written last, where the one that crashed runs no Python."""
+    main, other = '  File "train.py", line 7 in main', '  File "/usr/lib/queue.py", line 3 in get'
+    texts = (
+        (
+            f"Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n{other}\n\n"
+            f"Thread 0x2 (most recent call first):\n{main}\n\nExtension modules: x"
+        ),
+        (
+            f"Fatal Python error: Aborted\n\nCurrent thread 0x2 (most recent call first):\n{main}\n\n"
+            f"Thread 0x1 (most recent call first):\n{other}\n"
+        ),
+    )
+
+    assert [read_evidence({"crash": text}).crash.threads[0][0].line for text in texts] == [7, 7]
+    assert read_evidence({"crash": ""}).crash.threads == ()

@@ -216,6 +216,16 @@ POPDIST = "/env/python3.11/site-packages/popdist"
             ],
             "step() of torch.distributed.pipelining",
         ),
+        (
+            [
+                ("train.py", "main"),
+                ("/v/site-packages/jax/experimental/multihost_utils.py", "sync_global_devices"),
+                ("/v/site-packages/jax/experimental/multihost_utils.py", "process_allgather"),
+                ("/v/site-packages/jax/_src/pjit.py", "cache_miss"),
+            ],
+            "sync_global_devices() of jax",
+        ),
+        ([("/v/site-packages/jax/experimental/multihost_utils.py", "assert_equal"), ("train.py", "main")], ""),
         ([(f"{POPDIST}/process_group/work_queue.py", "wait"), ("train.py", "main")], ""),
         ([("train.py", "main"), ("/usr/lib/python3.11/threading.py", "wait")], ""),
     ],

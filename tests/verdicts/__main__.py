@@ -4,7 +4,6 @@ The exit code is 1 when fewer than 95 % of the verdicts are right, or anybody is
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -32,15 +31,18 @@ def main() -> int:
     """Run the cases that the command line names; the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/verdicts", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in framework or fault")
+    parser.add_argument("--python", default=sys.executable, help="another one's modules, such as one with JAX")
     parser.add_argument("--torchrun", action="store_true", help="torchrun's answers, too")
     options = parser.parse_args()
-    cases = [it for it in CASES if options.only in f"{it.framework}: {it.what}" and _is_possible(it)]
+    cases = [
+        it for it in CASES if options.only in f"{it.framework}: {it.what}" and _is_possible(it, options.python)
+    ]
     sys.stdout.write(
         "| framework | what happens to instance 1 | right | poprun | torchrun |\n|---|---|---|---|---|\n"
     )
     rights = []
     for case in cases:
-        verdict, told = run_case(case)
+        verdict, told = run_case(case, options.python)
         rights.append(is_right(case, verdict, told))
         theirs = ask_torchrun(case) if options.torchrun else ""
         row = (case.framework, case.what, "yes" if rights[-1] else "**no**", describe(verdict), theirs)
@@ -51,14 +53,14 @@ def main() -> int:
     return int(sum(rights) < _LEAST_SHARE * len(rights) or not all(controls))
 
 
-def _is_possible(case: Case) -> bool:
+def _is_possible(case: Case, python: str) -> bool:
     if case.memory_bytes and not os.access(_GROUPS, os.W_OK):
         return False
-    module = {"mpi4py": "mpi4py", "JAX": "jax"}.get(case.framework)
-    return module is None or importlib.util.find_spec(module) is not None
+    module = {"mpi4py": "mpi4py", "JAX": "jax"}.get(case.framework, "sys")
+    return subprocess.run([python, "-c", f"import {module}"], check=False, capture_output=True).returncode == 0
 
 
-def run_case(case: Case) -> tuple[dict[str, Any] | None, str]:
+def run_case(case: Case, python: str) -> tuple[dict[str, Any] | None, str]:
     """The verdict in poprun's report of a case, or None, and what poprun has printed."""
     with tempfile.TemporaryDirectory(prefix="verdicts-") as folder:
         program, report = Path(folder, "train.py"), Path(folder, "report.json")
@@ -67,7 +69,7 @@ def run_case(case: Case) -> tuple[dict[str, Any] | None, str]:
         poprun = str(Path(sys.executable).with_name("poprun"))
         words = [poprun, *launcher, *_HANG, *case.options, "-n", str(case.num_instances)]
         with _memory_group(case.memory_bytes) as joining:
-            words = [*joining, *words, "--report", str(report), sys.executable, str(program)]
+            words = [*joining, *words, "--report", str(report), python, str(program)]
             finished = _run(words, _LIMIT_SECONDS)
         attempts = json.loads(report.read_text())["attempts"] if report.exists() else []
     return (attempts[-1]["verdict"] if attempts else None), finished

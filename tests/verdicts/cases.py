@@ -112,6 +112,7 @@ for step in range(8):
 JAX: Final = f"""{_IMPORTS}
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(
     os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"], int(os.environ["WORLD_SIZE"]), rank
 )
@@ -266,6 +267,9 @@ CASES: Final = (
     _case(_MPI, "raises an exception", RAISE, Cause.EXCEPTION),
     _case(_MPI, "is killed (SIGKILL)", KILL, Cause.SIGNAL),
     _case(_JAX, "raises an exception", RAISE, Cause.EXCEPTION),
+    _case(_JAX, "sleeps in its own code", SLEEP, Cause.ABSENT, still=True),
+    _case(_JAX, "is killed (SIGKILL)", KILL, Cause.SIGNAL),
+    _case(_JAX, "nothing: all goes well", "pass"),
     _case(_DDP, "nothing: all goes well", "pass"),
     _case(_DDP, "nothing: rank 1 takes 3 s for a step", "time.sleep(3)"),
     _case(_FSDP, "nothing: all goes well", "pass"),

@@ -9,6 +9,7 @@ from popdist.errors import name_instances
 from poprun.job.evidence import GroupRecord, InstanceEvidence
 from poprun.job.record import order_of_failure
 from poprun.job.report.last_words import LastWords
+from poprun.job.stacks import collective_of
 from poprun.job.state import InstanceStatus, signal_of
 from poprun.job.verdict import (
     EVERYBODY,
@@ -83,11 +84,13 @@ def find_verdict_of_end(
 def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
     """The verdict on a job that stood still: who did not come may have failed, and was slow to end."""
     culprits = of_end.culprits
-    if not set(culprits) <= set(of_hang.culprits) or not any(_has_own_words(words.get(it)) for it in culprits):
+    is_another = bool(of_hang.culprits) and not set(culprits) <= set(of_hang.culprits)
+    if is_another or not any(_has_own_words(words.get(it)) for it in culprits):
         return of_hang
     said = words[culprits[0]].summary
     details = (f"{name_instances(culprits)} had failed, and was about to end: {said}{of_end.at(culprits[0])}",)
-    return replace(of_end, victims=of_hang.victims, details=details)
+    victims = tuple(index for index in of_hang.victims if index not in culprits)
+    return replace(of_end, victims=victims, details=details)
 
 
 def is_torn(said: LastWords | None) -> bool:
@@ -218,8 +221,12 @@ def _differing_queue(records: Mapping[int, Sequence[GroupRecord]], num_instances
 
 
 def _last_call(known: InstanceEvidence | None) -> str:
-    calls = [call for group in (known.groups if known else ()) for call in group.calls]
-    return str(max(calls, key=lambda call: call.at_epoch_seconds)) if calls else "its call is not known"
+    """The last collective that an instance has called, from its record, or the stack that it left."""
+    known = known or InstanceEvidence()
+    calls = [call for group in known.groups for call in group.calls]
+    if calls:
+        return str(max(calls, key=lambda call: call.at_epoch_seconds))
+    return collective_of(known.crash) or "its call is not known"
 
 
 def _brought(lines: Iterable[str]) -> dict[str, list[int]]:

@@ -127,9 +127,9 @@ def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> Instance
 
 
 def _read_crash(text: str) -> Standing:
-    """The stack of the thread that crashed, of all that Python has written."""
-    thread = text[text.find("Current thread") :].partition("\n\n")[0] if "Current thread" in text else ""
-    return read_standing(thread, ())
+    """The stack of the thread that crashed, of all that Python has written; the main one's if that was in C++."""
+    _, current, thread = text.partition("Current thread")
+    return read_standing(current + thread.partition("\n\n")[0] if current else text, ())
 
 
 _GROUP_FIELDS: Final = ("name", "ranks", "num_called", "num_done", "calls")

@@ -38,6 +38,7 @@ _THREAD: Final = re.compile(
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py)")
 _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
+_OF_JAX: Final = re.compile(r"/jax/(?:experimental/multihost_utils|_src/distributed)\.py")
 _BACKWARD: Final = "/torch/autograd/graph.py"
 _OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
 _WORK_QUEUE: Final = "/popdist/process_group/work_queue.py"
@@ -106,7 +107,7 @@ def own_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
 
 
 def collective_of(standing: Standing) -> str:
-    """The call of torch's in which the main thread of a program waits for others, in words; "" for none."""
+    """The call of torch's or JAX's in which the main thread of a program waits for others; "" for none."""
     whole = standing.threads[0] if standing.threads else ()
     main = _without_backend(whole)
     if main and main[-1].file.endswith(
@@ -120,6 +121,8 @@ def collective_of(standing: Standing) -> str:
     named = called or [frame.function for frame in inside]
     if named:
         return f"{named[0]}() of torch.distributed"
+    if called := [frame.function for frame in main if _OF_JAX.search(frame.file)]:
+        return f"{called[0]}() of jax" if "/jax/" in main[-1].file else ""
     return f"{whole[len(main)].function}() of the backend popdist" if len(main) < len(whole) else ""
 
 

@@ -105,8 +105,9 @@ def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
     if evidence.killed.in_group:
         return f"probably out of memory: {_killed_in_group(evidence)}{held}"
     if evidence.killed.on_machine:
-        killed = _processes(evidence.killed.on_machine)
-        return f"probably out of memory: the kernel killed {killed} for want of memory{held}"
+        told = f"out of memory: the kernel killed {_processes(evidence.killed.on_machine)} for want of memory"
+        is_elsewhere = evidence.killed.in_group is not None  # which counts those of a machine without memory, too
+        return f"perhaps {told}, none of this control group{held}" if is_elsewhere else f"probably {told}{held}"
     most = min(limit for limit in (limits.group_bytes, limits.machine_bytes, 2**64) if limit is not None)
     if peak_bytes > _NEARLY * most:
         return f"probably out of memory: it held up to {describe_bytes(peak_bytes)} of {describe_bytes(most)}"
