@@ -14,7 +14,7 @@ from tests.running import DEADLINE_SECONDS
 NUM_LAWS = len([name for name in vars(phased_optimizer_laws) if name.startswith("law_")])
 
 
-@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (2, 4)])
+@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (2, 2)])
 def test_laws(forked_world: ForkedWorlds, disk_folder: Path, num_instances: int, num_replicas: int) -> None:
     """Every law of phased_optimizer_laws.py, on every instance."""
     counts = forked_world(
