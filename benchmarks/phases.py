@@ -33,9 +33,6 @@ from measuring.medians import Median, ratio
 from measuring.trainings import STATE_TENSORS, Taken, Training, TrainingProcess, started
 
 MIB, GIB = 1024**2, 1024**3
-FACTORS = (2, 5, 10)
-"""How many times the limit a model has, with gradients and the optimizer's state."""
-
 COMPUTING_TOKENS, READING_TOKENS = 512, 16
 """Of a step that computes longer than it reads, and of one that hardly computes."""
 
@@ -106,21 +103,21 @@ class Measuring:
             warmed(other, WARM_STEPS)
             return other.checksum() == found
 
-    def computing(self, rounds: int) -> Row:
+    def computing(self, factor: float, rounds: int) -> Row:
         """Steps that compute longer than they read, against the model in memory."""
-        training = self.training(FACTORS[1], COMPUTING_TOKENS)
+        training = self.training(factor, COMPUTING_TOKENS)
         with self.limited(training) as process, started(replace(training, way="memory")) as other:
             warmed(other, 1)
             turns = [(process.step(), other.step()) for _ in range(rounds)]
         return Row(
-            what=f"{FACTORS[1]} times the limit, {COMPUTING_TOKENS:,} tokens a step",
+            what=f"{factor:g} times the limit, {COMPUTING_TOKENS:,} tokens a step",
             against="the model in memory",
             ours=[ours.seconds for ours, _ in turns],
             theirs=[theirs.seconds for _, theirs in turns],
             least=OF_MEMORY,
         )
 
-    def reading(self, factor: int, rounds: int) -> tuple[Row, Row]:
+    def reading(self, factor: float, rounds: int) -> tuple[Row, Row]:
         """Steps that hardly compute, against the disk and against mapped files."""
         training = self.training(factor, READING_TOKENS)
         disk = Disk(self._folder / "disk")
@@ -133,7 +130,7 @@ class Measuring:
                 bounds.append(disk.seconds(training, ours[-1]))
                 mapped.append(other.step().seconds)
         seconds = [it.seconds for it in ours]
-        what = f"{factor} times the limit, {READING_TOKENS} tokens a step"
+        what = f"{factor:g} times the limit, {READING_TOKENS} tokens a step"
         return (
             Row(what=what, against="the disk's own bound", ours=seconds, theirs=bounds, least=OF_DISK),
             Row(what=what, against="plain mmap", ours=seconds, theirs=mapped, least=OF_MAPPED),
@@ -219,8 +216,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk that is measured (.)")
     parser.add_argument("--limit", type=int, default=512, help="MiB of memory of a training (512)")
-    parser.add_argument("--width", type=int, default=768, help="of the layers (768)")
+    parser.add_argument("--width", type=int, default=512, help="of the layers (512)")
     parser.add_argument("--rounds", type=int, default=5, help="how often those that are compared take a step (5)")
+    parser.add_argument(
+        "--factors", type=float, nargs="+", default=[2, 5, 10], help="sizes of models, of the limit (2 5 10)"
+    )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `phases` gets the tables")
     options = parser.parse_args()
@@ -228,10 +228,10 @@ def main() -> None:
     bits, rows = {}, []
     try:
         for name in STATE_TENSORS:
-            training = measuring.training(FACTORS[-1], READING_TOKENS, name)
+            training = measuring.training(max(options.factors), READING_TOKENS, name)
             bits[name] = training, measuring.same_bits(training)
-        rows.append(measuring.computing(options.rounds))
-        for factor in FACTORS:
+        rows.append(measuring.computing(sorted(options.factors)[len(options.factors) // 2], options.rounds))
+        for factor in options.factors:
             rows += measuring.reading(factor, options.rounds)
     except NoControlGroupError as error:
         raise SystemExit(str(error)) from None

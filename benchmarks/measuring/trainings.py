@@ -38,7 +38,7 @@ class Training:
     way: Literal["memory", "phases", "mapped"]
     layers: int
     tokens: int
-    width: int = 768
+    width: int = 512
     micro_batches: int = 1
     optimizer: str = "AdamW"
     folder: str = ""
