@@ -119,6 +119,30 @@ def test_a_phase_has_its_own_clock() -> None:
     assert (seen.phase, seen.in_phase_seconds, seen.in_job_seconds) == (Phase.RUNNING, 1.0, 23.0)
 
 
+def test_who_records_its_calls_is_asked_once_after_a_failure() -> None:
+    """For a moment; what was told before is forgotten, and where a program stood says nothing of its end."""
+    page = bytearray(USED_BYTES)
+    ProgressPage(memoryview(page)).write(Progress(pid=9, recorder=4))
+    stats = {"event": "stats", "progress": page.hex()}
+    stacks = {"event": "stacks", "text": "", "processes": ["process 9"]}
+    before = [*HELLOS, *STARTED, (0, stats), (1, stats), (0, stacks), (1, stacks)]
+    record = recorded([*before, exited(1, 3)])
+    assert snapshot(record).has_witnesses
+    assert not snapshot(recorded(before)).has_witnesses
+
+    assert record.ask(103.0) == [0]
+    assert record.evidence == {}
+    assert (record.awaits_evidence(103.3), record.awaits_evidence(103.5)) == (True, False)
+    record.add_event(0, stacks, 103.1)
+
+    assert not record.awaits_evidence(103.1)
+    assert list(record.evidence) == [0]
+    assert not snapshot(record).has_witnesses
+    record.add_event(0, {**exited(0)[1], "was_stopped": True, "full_disks": ["/tmp"]}, 103.2)
+    assert record.evidence[0].full_disks == ("/tmp",)
+    assert record.evidence[0].standing is not None
+
+
 def test_who_has_reported_and_where_the_stores_listen() -> None:
     """Agents and their shims; the ports are those of instance 0, whose program is to listen there."""
     record = recorded([hello(1)])

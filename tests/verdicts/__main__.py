@@ -20,7 +20,7 @@ from popdist.errors import name_instances
 from tests.verdicts.cases import CASES, Case
 
 _LIMIT_SECONDS: Final = 120
-_TORCHRUN_SECONDS: Final = {False: 120, True: 60}  # for a program that ends, and for one that stands still
+_TORCHRUN_SECONDS: Final = {False: 180, True: 90}  # for a program that ends, and for one that stands still
 _GROUPS: Final = Path("/sys/fs/cgroup/memory")
 _HANG: Final = ("--hang-report", "4", "--hang-timeout", "5")
 _ROOT: Final = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)

@@ -275,6 +275,8 @@ class Record:
         self._heard_at_seconds[instance] = self._awake_seconds
         if event["event"] in ("exited", "ended", LOST):
             self._asked.discard(instance)
+        if event["event"] == "exited" and not event["was_stopped"]:
+            self.evidence.pop(instance, None)  # where it stood before says nothing of its end
         if event["event"] == "stacks" or any(event.get(name) for name in _REMAINS):
             from poprun.job.evidence import read_evidence  # noqa: PLC0415 - most programs are never asked
 
@@ -291,8 +293,9 @@ class Record:
         self._is_asked = True
         self._asked_at_seconds = now_seconds
         self._asked = set(self._witnesses())
-        for index in self._asked:
-            self.evidence.pop(index, None)  # of a hang that is over
+        for status in self.statuses:
+            if status.state is InstanceState.RUNNING:
+                self.evidence.pop(status.index, None)  # of a hang that is over
         return sorted(self._asked)
 
     def awaits_evidence(self, now_seconds: float) -> bool:
