@@ -38,6 +38,7 @@ COMPUTING_TOKENS, READING_TOKENS = 512, 16
 
 OF_MEMORY, OF_DISK, OF_MAPPED = 0.8, 0.9, 1.15
 WARM_STEPS = 2
+LEAST_ROUNDS, ROUNDS_SECONDS = 2, 60.0
 PIECE_BYTES, BUFFER_BYTES, FILE_BYTES = 8 * MIB, 64 * MIB, 512 * MIB
 THREADS = (1, 2, 3)
 
@@ -108,7 +109,7 @@ class Measuring:
         training = self.training(factor, COMPUTING_TOKENS)
         with self.limited(training) as process, started(replace(training, way="memory")) as other:
             warmed(other, 1)
-            turns = [(process.step(), other.step()) for _ in range(rounds)]
+            turns = [(process.step(), other.step()) for _ in bounded(rounds)]
         return Row(
             what=f"{factor:g} times the limit, {COMPUTING_TOKENS:,} tokens a step",
             against="the model in memory",
@@ -124,7 +125,7 @@ class Measuring:
         ours: list[Taken] = []
         bounds, mapped = [], []
         with self.limited(training) as process, self.limited(replace(training, way="mapped"), 1) as other, disk:
-            for _ in range(rounds):
+            for _ in bounded(rounds):
                 os.sync()  # what the kernel has not written yet of the mapped files
                 ours.append(process.step())
                 bounds.append(disk.seconds(training, ours[-1]))
@@ -135,6 +136,14 @@ class Measuring:
             Row(what=what, against="the disk's own bound", ours=seconds, theirs=bounds, least=OF_DISK),
             Row(what=what, against="plain mmap", ours=seconds, theirs=mapped, least=OF_MAPPED),
         )
+
+
+def bounded(rounds: int) -> Iterator[int]:
+    """Numbers of rounds, of which no further one begins after a minute, as the kernel's paging may be slow."""
+    begin = time.monotonic()
+    for number in range(rounds):
+        if number < LEAST_ROUNDS or time.monotonic() - begin < ROUNDS_SECONDS:
+            yield number
 
 
 def warmed(process: TrainingProcess, num_steps: int) -> None:
