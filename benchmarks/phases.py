@@ -33,7 +33,7 @@ from measuring.medians import Median, ratio
 from measuring.trainings import STATE_TENSORS, Taken, Training, TrainingProcess, started
 
 MIB, GIB = 1024**2, 1024**3
-COMPUTING_TOKENS, READING_TOKENS = 512, 16
+COMPUTING_TOKENS, READING_TOKENS = 256, 16
 """Of a step that computes longer than it reads, and of one that hardly computes."""
 
 OF_MEMORY, OF_DISK, OF_MAPPED = 0.8, 0.9, 1.15
