@@ -92,10 +92,15 @@ def checksum(weights: Weights) -> str:
     return _digest(dict(_named_tensors(weights)), _describe, _bytes).hex()
 
 
+def is_in_memory(weight: Tensor) -> bool:
+    """Whether the numbers of ``weight`` are here; those of a phased model may be in its store."""
+    return weight.numel() <= 1 or any(weight.stride())
+
+
 def _fault(weights: object) -> str | None:
     """Why these are no weights, or None."""
     if isinstance(weights, nn.Module):
-        absent = [name for name, it in weights.named_parameters() if it.numel() > 1 and not any(it.stride())]
+        absent = [name for name, it in weights.named_parameters() if not is_in_memory(it)]
         return f"{absent[0]} is not in memory: give the state_dict() of the phased model" if absent else None
     if isinstance(weights, Mapping):
         return None
@@ -198,8 +203,12 @@ def sums_of(tensors: Iterable[Tensor]) -> list[int]:
 def _sum_of(tensor: Tensor) -> Tensor:
     dense = local_part(tensor) if tensor.layout == torch.strided else tensor.to_dense()
     flat = dense.detach().contiguous().view(-1)
-    if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() * flat.itemsize % _WORD_BYTES:
-        flat = flat.clone()
+    if (
+        flat.stride() != (1,)
+        or flat.data_ptr() % _WORD_BYTES
+        or flat.storage_offset() * flat.itemsize % _WORD_BYTES
+    ):
+        flat = flat.clone(memory_format=torch.contiguous_format)
     num_whole = flat.nbytes // _WORD_BYTES * _WORD_BYTES // flat.itemsize
     total = flat[:num_whole].view(torch.int64).sum()
     if num_whole < len(flat):

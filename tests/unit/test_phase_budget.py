@@ -4,6 +4,7 @@ Holds popdist.parallel.measures.phase_budget.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,9 +13,17 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import popdist
 from popdist.errors import WeightsError
 from popdist.parallel import PhasedOptimizer, phased
 from popdist.parallel.measures.phase_budget import limit_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _job_of_one() -> Iterator[None]:
+    popdist.init()
+    yield
+    popdist.finalize()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -11,6 +12,13 @@ from torch.amp import GradScaler
 
 import popdist
 from popdist.gradients.stored_gradients import StoredGradient, stored_gradient, updated_gradient
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _job_of_one() -> Iterator[None]:
+    popdist.init()
+    yield
+    popdist.finalize()
 
 
 def store(model: nn.Module, *, size: float = 1.0) -> list[Tensor]:

@@ -20,7 +20,7 @@ from popdist.errors import PopdistWarning, WeightsError, name_first
 from popdist.groups import MAX_NUMBERS, Group
 from popdist.local_tensors import is_distributed, local_part
 from popdist.training.step import modules_in, reduced_modules
-from popdist.weights import sums_of
+from popdist.weights import is_in_memory, sums_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +130,8 @@ def is_copied(parameter: Any) -> bool:  # noqa: ANN401 - a DTensor, too
 def is_comparable(parameter: Tensor) -> bool:
     """Whether instances must have ``parameter`` alike, and it has numbers to add."""
     if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
+        return False
+    if not is_in_memory(parameter):
         return False
     return type(parameter.data) is Tensor or is_distributed(parameter)
 
