@@ -1,4 +1,4 @@
-"""Models that several instances share; and what a planner needs to know of a module and of a machine, measured.
+"""Models that several instances share, or that are larger than memory; and what a planner must know, measured.
 
 >>> popdist.parallel.describe(module, sample).save("m.json")
 """
