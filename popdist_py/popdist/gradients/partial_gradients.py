@@ -24,7 +24,23 @@ _aten: Final = torch.ops.aten
 _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar})
 
 
-class PartialGradient(Tensor):
+class GradientElsewhere(Tensor):
+    """A gradient whose numbers, or some of them, are not in its own memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,  # noqa: ANN401 - torch's own signature
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as above
+        """Do as for an ordinary tensor: results are of no class of ours."""
+        del types
+        return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
+
+
+class PartialGradient(GradientElsewhere):
     """A gradient of which this instance has the elements that it updates."""
 
     content: Tensor  # room for all elements; only this instance's are right, unless ``is_whole``
@@ -81,18 +97,6 @@ class PartialGradient(Tensor):
             return self.content
         mine = self.ranges[self._step.instance_index]
         return self.content.as_strided((self.content.numel(),), (1,))[mine.start : mine.stop]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,  # noqa: ANN401 - torch's own signature
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as above
-        """Do as for an ordinary tensor: results are of no class of ours."""
-        del types
-        return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument

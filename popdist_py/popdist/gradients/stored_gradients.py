@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from popdist import torch_private
 from popdist.errors import OptimizerError
-from popdist.gradients.partial_gradients import READS_OF_MEMORY
+from popdist.gradients.partial_gradients import READS_OF_MEMORY, GradientElsewhere
 from popdist.local_tensors import local_part
 
 _CHANGES: Final = (
@@ -43,7 +43,7 @@ class _Source:
         return elements
 
 
-class StoredGradient(Tensor):
+class StoredGradient(GradientElsewhere):
     """A gradient without memory of its own."""
 
     source: _Source
@@ -81,18 +81,6 @@ class StoredGradient(Tensor):
     def data(self) -> Self:  # type: ignore[override] # nothing else can take its place
         """Itself: it has no graph."""
         return self
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,  # noqa: ANN401 - torch's own signature
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as above
-        """Do as for an ordinary tensor: results are of no class of ours."""
-        del types
-        return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
