@@ -68,9 +68,13 @@ def read_record(
     *,
     noun: str = "a plan",
     version: int | None = None,
+    is_part: bool = False,
 ) -> Record:
-    """The dataclass ``kind`` that the ``values`` of the file ``source`` state; messages call them ``noun``."""
-    reader = _Reader(source=source, noun=noun)
+    """The dataclass ``kind`` that the ``values`` of the file ``source`` state; messages call them ``noun``.
+
+    Where it is only a part of what the file has, other keys are passed over, and fields may have defaults.
+    """
+    reader = _Reader(source=source, noun=noun, is_part=is_part)
     if version is not None:
         reader.check_version(values, version)
     record: Record = reader.record(kind, values, "", () if version is None else ("version",))
@@ -125,10 +129,14 @@ class _Reader:
 
     source: str
     noun: str
+    is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
         """The value of a dataclass whose mapping, which has ``extra`` keys, stands at ``path``."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
+        if self.is_part:
+            fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
+            mapping = {key: mapping[key] for key in (*extra, *(field.name for field in fields)) if key in mapping}
         left_out = [field for field in fields if field.metadata == IF_USED and field.name not in mapping]
         mapping = {**mapping, **{field.name: _written(field.type, field.default) for field in left_out}}
         self.check_keys([*extra, *(field.name for field in fields)], mapping, path)
@@ -231,6 +239,10 @@ class _Reader:
 
     def _wrong(self, path: str, description: str, found: object) -> PlanError:
         return PlanError(f"{self.source}: {path} must be {description}, not {_shown(found)}")
+
+
+def _has_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def _pair(kind: Any) -> Sequence[Any]:

@@ -24,15 +24,15 @@ MAX_DEPTH: Final = 32
 STDIN: Final = "-"
 
 
-def read_text(file: str, asked: str) -> str:
+def read_text(file: str, asked: str, most_bytes: int = MAX_BYTES) -> str:
     """The text of ``file``, or of standard input for ``-``; a UsageError begins with ``asked``, the option."""
     data = b""
     try:
         with open(file, "rb") if file != STDIN else nullcontext(sys.stdin.buffer) as stream:
-            data = stream.read(MAX_BYTES + 1)
-        if len(data) <= MAX_BYTES:
+            data = stream.read(most_bytes + 1)
+        if len(data) <= most_bytes:
             return data.decode("utf-8-sig")  # some editors write a mark first
-        why: object = _too_long(MAX_BYTES)
+        why: object = _too_long(most_bytes)
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         why = f"line {number} is not in UTF-8: save the file in that encoding"

@@ -1,0 +1,38 @@
+"""The `poprun-report` program: what reports of jobs say, in words."""
+
+import sys
+
+import click
+
+from popdist.contract import VERSION
+from poprun.reports.job_report import MOST_BYTES, JobReport, read_report
+from poprun.reports.show import render_report
+from poprun.text.input_files import read_text
+from poprun.text.screen import has_color, print_out, run_click, width
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+
+
+@click.group(context_settings=_SETTINGS)
+@click.version_option(VERSION, message="poprun-report %(version)s")
+def report() -> None:
+    """Read what poprun wrote of a job."""
+
+
+def main() -> None:
+    """Run `poprun-report` with the words of this process and end it."""
+    sys.exit(run_click(report, "poprun-report"))
+
+
+@report.command()
+@click.argument("file", metavar="REPORT")
+def show(file: str) -> None:
+    """Show a report: how the job ended, who was at fault, where the time went.
+
+    REPORT is a file that `poprun --report FILE.json` wrote, or - for standard input.
+    """
+    print_out(render_report(_read(file), width=width(), has_color=has_color()))
+
+
+def _read(file: str) -> JobReport:
+    return read_report(read_text(file, "the report", MOST_BYTES), file)

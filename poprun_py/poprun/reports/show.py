@@ -1,0 +1,157 @@
+"""A report of a job in words and tables: how it ended, who was at fault, where the time went. Pure."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from popdist.errors import name_instances
+from poprun.job.verdict import describe_verdict
+from poprun.render.table import terminal_text
+from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport, SlownessReport
+from poprun.text.ranges import counted, describe_bytes, fold_hosts
+
+_MOST_ROWS: Final = 16
+_LABEL_WIDTH: Final = 11
+_MOST_SLOWDOWNS: Final = 8
+
+
+def render_report(job: JobReport, *, width: int, has_color: bool) -> str:
+    """The whole report in at most ``width`` columns; coloured if ``has_color``."""
+    parts = chain(_job(job), *(_attempt(job, number) for number in range(len(job.attempts))))
+    return terminal_text(*parts, width=width, has_color=has_color)
+
+
+def _job(job: JobReport) -> Iterator[Text]:
+    """What was to run, and how it ended as a whole."""
+    yield _fact("job", f"{job.job_id}, by poprun {job.poprun_version}")
+    if job.plan is not None:
+        plan = job.plan
+        sizes = (counted(plan.num_instances, "instance"), counted(plan.num_replicas, "replica"))
+        yield _fact("size", f"{', '.join(sizes)} on {fold_hosts(plan.hosts)}")
+        yield _fact("program", shlex.join(plan.program))
+    end = "it never ran" if job.exit_code is None else f"exit code {job.exit_code}"
+    yield _fact("end", f"{end}: {job.error}" if job.error else end)
+
+
+def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
+    """One attempt: its end, its instances, and where their time went."""
+    attempt = job.attempts[number]
+    yield ""
+    name = f"attempt {number}" if len(job.attempts) > 1 else "run"
+    yield _fact(name, f"{attempt.started_at}, {attempt.duration_seconds:.1f} s: {_end_of(attempt)}")
+    yield from _lines("verdict", list(_verdict(job, attempt)))
+    failed = [it for it in attempt.instances if it.index == attempt.first_failure]
+    yield from _lines("last words", [f"| {line}" for it in failed for line in it.excerpt])
+    yield from _lines("slow", [describe_slowness(it) for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
+    if not attempt.instances:
+        return
+    shown = _shown_instances(attempt)
+    yield ""
+    yield _table([_cells(it) for it in shown])
+    phases = [it for it in shown if it.phase_seconds]
+    if phases:
+        yield ""
+        yield Text("where the time went, in % of an instance's time")
+        yield _table([_shares(it) for it in phases])
+    if num_left := len(attempt.instances) - len(shown):
+        yield f"and {counted(num_left, 'more instance')}, which neither failed nor were slow"
+
+
+def _end_of(attempt: AttemptReport) -> str:
+    """How an attempt ended, in a line."""
+    failed = next((it for it in attempt.instances if it.index == attempt.first_failure), None)
+    if failed is not None:
+        return f"instance {failed.index} failed first, {_end_of_instance(failed)}"
+    return attempt.stop_reason or ("ended well" if not attempt.exit_code else f"exit code {attempt.exit_code}")
+
+
+def _end_of_instance(instance: InstanceReport) -> str:
+    if instance.problem:
+        return instance.problem
+    if instance.exit_code is None:
+        return "no end was seen"
+    end = instance.signal or f"exit code {instance.exit_code}"
+    return f"{end}, ended by poprun" if instance.was_stopped else end
+
+
+def _verdict(job: JobReport, attempt: AttemptReport) -> Iterator[str]:
+    """Who is at fault, in lines."""
+    if attempt.verdict is None or job.plan is None:
+        return
+    verdict = attempt.verdict.value
+    who = name_instances(verdict.culprits) if verdict.culprits else ""
+    places = sorted({verdict.at(index) for index in verdict.culprits})
+    yield f"{attempt.verdict.cause}{f': {who}' if who else ''}{places[0] if places else ''}"
+    if attempt.verdict.since is not None:
+        yield f"since {attempt.verdict.since}"
+    yield from describe_verdict(verdict, job.plan.parallelism)
+    if verdict.victims:
+        yield f"only because of that: {name_instances(verdict.victims)}"
+    if verdict.torn_down:
+        yield f"ended by poprun: {name_instances(verdict.torn_down)}"
+
+
+def describe_slowness(slow: SlownessReport) -> str:
+    """A slowdown in a line."""
+    until = "the end" if slow.until_seconds is None else f"{slow.until_seconds:.0f} s"
+    why = f": {', '.join(slow.reasons)}" if slow.reasons else ""
+    return (
+        f"instance {slow.instance} in {slow.phase} from {slow.since_seconds:.0f} s to {until}: "
+        f"+{slow.delay_seconds * 1000:.0f} ms a step ({slow.share:.0%}){why}"
+    )
+
+
+def _shown_instances(attempt: AttemptReport) -> list[InstanceReport]:
+    """The instances that are shown: all if they are few, else those that failed or were slow first."""
+    verdict = attempt.verdict
+    named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
+    named |= set() if attempt.first_failure is None else {attempt.first_failure}
+    first = sorted(attempt.instances, key=lambda it: (it.index not in named, it.index))[:_MOST_ROWS]
+    return sorted(first, key=lambda it: it.index)
+
+
+def _cells(instance: InstanceReport) -> Mapping[str, str]:
+    """The row of an instance: its cells by heading."""
+    steps, seconds, memory = instance.num_steps, instance.duration_seconds, instance.peak_memory_bytes
+    return {
+        "instance": str(instance.index),
+        "host": instance.host,
+        "replicas": instance.replicas,
+        "end": _end_of_instance(instance),
+        "seconds": "" if seconds is None else f"{seconds:.1f}",
+        "steps": "" if not steps else str(steps),
+        "memory": "" if memory is None else describe_bytes(memory),
+    }
+
+
+def _shares(instance: InstanceReport) -> Mapping[str, str]:
+    """The row of an instance: the share of each phase in its time."""
+    whole = sum(instance.phase_seconds.values()) or 1.0
+    shares = {phase: f"{seconds / whole:.0%}".rstrip("%") for phase, seconds in instance.phase_seconds.items()}
+    return {"instance": str(instance.index), **shares}
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Rows under their headings, without columns that are empty."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
+    headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
+    for heading in headings:
+        is_text = heading in ("host", "replicas", "end")
+        table.add_column(Text(heading), justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row.get(heading, "")) for heading in headings))
+    return table
+
+
+def _fact(label: str, value: str) -> Text:
+    return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "bold"), value)
+
+
+def _lines(label: str, lines: Sequence[str]) -> Iterator[Text]:
+    """Lines of which the first has a label."""
+    yield from (_fact("" if number else label, line) for number, line in enumerate(lines))

@@ -1,0 +1,102 @@
+"""A report of a job read back from its JSON, and shown.
+
+Holds poprun.reports.job_report, poprun.reports.show and poprun.reports.report_command.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from poprun.errors import UsageError
+from poprun.reports.job_report import read_report
+from poprun.reports.report_command import report
+from tests.unit.test_report_file import JOB
+
+SLOW = {
+    "instance": 1,
+    "phase": "data",
+    "delay_seconds": 0.048,
+    "share": 0.39,
+    "since_seconds": 12.0,
+    "until_seconds": None,
+    "reasons": ["its loader worker stands in train.py:7"],
+}
+
+
+def timed_job() -> dict[str, Any]:
+    """A report as it is written, with steps, phases and a slowdown, and with letters that move a terminal."""
+    job: dict[str, Any] = copy.deepcopy(JOB)
+    attempt = job["attempts"][0]
+    attempt["slowdowns"] = [SLOW]
+    attempt["instances"][0] |= {"num_steps": 120, "phase_seconds": {"data": 1.0, "waiting": 3.0}}
+    attempt["instances"][1] |= {"excerpt": ["ValueError: \x1b[2J\0"], "a_key_of_later": {"x": 1}}
+    return job
+
+
+def shown(file: Path, job: object) -> str:
+    """What `poprun-report show` prints of ``job``."""
+    file.write_text(job if isinstance(job, str) else json.dumps(job))
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(report, ["show", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
+    """How it ended, who was at fault and since when, who was slow and where the time went; no letter is raw."""
+    text = "\n".join(" ".join(line.split()) for line in shown(tmp_path / "r.json", timed_job()).splitlines())
+
+    assert "end exit code 143" in text
+    assert "3.0 s: instance 1 failed first, SIGTERM" in text
+    assert "verdict exception: instance 1, at train.py:3\nsince 2023-11-14T22:13:21.000Z\na" in text
+    assert "only because of that: instance 0" in text
+    assert "last words | ValueError: \\x1b[2J\\x00" in text
+    assert "slow instance 1 in data from 12 s to the end: +48 ms a step (39%): its loader worker" in text
+    assert "0 localhost 0-1 exit code 0 2.2 120 2.9 KiB" in text
+    assert "instance data waiting" in text
+    assert "0 25 75" in text
+
+
+def test_a_large_job_shows_those_that_failed(tmp_path: Path) -> None:
+    """Beside the first instances, which are as well as those that are left out."""
+    job = timed_job()
+    attempt = job["attempts"][0]
+    attempt["instances"] = [{**attempt["instances"][0], "index": index} for index in range(40)]
+    attempt["first_failure"], attempt["verdict"] = 37, None
+    text = shown(tmp_path / "r.json", job)
+
+    assert "and 24 more instances" in text
+    assert [row.split()[0] for row in text.splitlines() if " localhost " in row][-2:] == ["14", "37"]
+
+
+def test_a_job_that_never_ran_has_its_error(tmp_path: Path) -> None:
+    """And no table."""
+    text = shown(tmp_path / "r.json", {**JOB, "plan": None, "attempts": [], "exit_code": None, "error": "no MPI"})
+
+    assert text.splitlines()[-1].split(maxsplit=1) == ["end", "it never ran: no MPI"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "r.json is damaged, or no report in JSON"),
+        (json.dumps(JOB)[:300], "r.json is damaged, or no report in JSON"),
+        ("[]", "r.json is no report of a job"),
+        (
+            '{"version": 1, "program": ["true"]}',
+            "r.json is no report of a job: poprun --report FILE.json writes one",
+        ),
+        (json.dumps({**JOB, "version": 2}), "r.json: version 2: this poprun reads version 1"),
+        (json.dumps({**JOB, "attempts": [{}]}), "r.json: attempts[0].started_at, attempts[0].duration_seconds"),
+        (json.dumps({**JOB, "exit_code": "0"}), "r.json: exit_code must be a whole number, not '0'"),
+        (json.dumps(JOB).replace("2.25", "NaN"), "duration_seconds must be a number from 0.0"),
+    ],
+)
+def test_what_is_no_report_is_refused(text: str, error: str) -> None:
+    """With the place in the file where it is damaged."""
+    with pytest.raises(UsageError, match=r".*") as refused:
+        read_report(text, "r.json")
+    assert error in str(refused.value)
