@@ -1,5 +1,6 @@
 """Jobs over several hosts: they run, fail and end as those of one host do."""
 
+import json
 import os
 import re
 import signal
@@ -41,14 +42,17 @@ def poprun_itself(process: "subprocess.Popen[str]") -> psutil.Process:
     return psutil.Process(process.pid).children()[0]
 
 
-def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) -> None:
-    """Shards of a replica share a host, the output comes here, and programs get an address, not a name."""
-    words = ("--host", "n[1-3]", "-n", "6", "--parallelism", "tensor=2")
+def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun, tmp_path: Path) -> None:
+    """Shards share a host, the output comes here, programs get an address, and the one clock is seen as one."""
+    words = ("--host", "n[1-3]", "-n", "6", "--parallelism", "tensor=2", "--report", str(tmp_path / "job.json"))
     finished = hosts_poprun(network, *words, sys.executable, "-c", WHERE).succeeded()
 
     address = network.hosts["n1"].address
     assert finished.lines == [f"[1,{n}]<stdout>:n{1 + n // 2} {address} eth0 {n // 2} {n % 2}" for n in range(6)]
     assert f"eth0 {address} (n1)" in finished.err
+    clocks = json.loads((tmp_path / "job.json").read_text())["attempts"][0]["clocks"]
+    assert list(clocks) == ["n2", "n3"]
+    assert all(abs(it["offset_seconds"]) <= it["uncertainty_seconds"] < 1 for it in clocks.values())
 
 
 def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: HostPoprun) -> None:

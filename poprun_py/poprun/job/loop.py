@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from poprun.job.hangs import Hang
     from poprun.job.monitors import MonitorProcess
     from poprun.job.stacks import StackInquiry
+    from poprun.messages.clock import HostClocks
 
 _TICK_SECONDS: Final = 0.05
 _LOOK_SECONDS: Final = 1.0
@@ -69,6 +70,7 @@ class Attempt:
         self._links = AgentLinks(plan.num_instances, self._selector, log, identity.network)
         self._launcher = LauncherProcesses(self._selector)
         self._streams = ProgramStreams(plan, environ, identity)
+        self._clocks = self._other_clocks()
         self._inquiry: StackInquiry | None = None
         self._monitor: MonitorProcess | None = None
         self._stopped_children = StoppedChildren()
@@ -131,6 +133,7 @@ class Attempt:
                 self._links.viewers.send_view(self._record, self._streams.last_line, now)
             self._record.hang_watch.update(self._record.statuses, now)
             self._handle_stacks(now)
+            self._ask_clocks(now)
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
@@ -171,13 +174,15 @@ class Attempt:
         kind = event["event"]
         if kind == "runtime_lost" and self._is_launchers_child(instance):
             return  # it has ended itself, and its exit code says how
-        if kind not in ("stats", "stacks"):
+        if kind not in ("stats", "stacks", "clock"):
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
         if kind == "hello":
             self._handle_hello(instance, event)
         elif kind == "stacks" and self._inquiry is not None:
             self._inquiry.add_answer(instance, event)
+        elif kind == "clock":
+            self._add_clock(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
 
@@ -186,6 +191,36 @@ class Attempt:
         network, route = self._identity.network, self._identity.route(self._plan, instance)
         is_here = network is None or (route is not None and route.address == network.control_host)
         return is_here and self._record.runtimes.get(instance) in self._launcher.started
+
+    def _other_clocks(self) -> "HostClocks | None":
+        """What is known of the clocks of other hosts; None where there are none."""
+        network = self._identity.network
+        if network is None:
+            return None
+        from poprun.messages.clock import HostClocks  # noqa: PLC0415 - jobs of one host have one clock
+
+        hosts = (
+            (index, network.hosts[self._plan.instance(index).host_index])
+            for index in range(self._plan.num_instances)
+        )
+        return HostClocks({index: host.name for index, host in hosts if host.address != network.control_host})
+
+    def _ask_clocks(self, now_seconds: float) -> None:
+        """Ask the agents of other hosts for their clocks, when it is time."""
+        if self._clocks is not None:
+            for instance in self._clocks.due_instances(self._record.reachable, now_seconds):
+                self._ask_clock(instance)
+
+    def _ask_clock(self, instance: int) -> None:
+        self._links.send_order(instance, {"order": "clock", "sent_ns": time.time_ns()})
+
+    def _add_clock(self, instance: int, answer: dict[str, Any]) -> None:
+        """Keep an agent's answer, and ask again until the round is complete."""
+        from poprun.messages.clock import Exchange  # noqa: PLC0415 - as above
+
+        exchange = Exchange(answer["sent_ns"], answer["answered_ns"], time.time_ns())
+        if self._clocks is not None and self._clocks.add(instance, exchange):
+            self._ask_clock(instance)
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it died before the shim could look
@@ -356,6 +391,7 @@ class Attempt:
             interrupted=self._streams.interrupted,
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
+            clocks=self._clocks.fits() if self._clocks is not None else {},
         )
         if exit_code(end) == 0 and not end.survivors:
             return end

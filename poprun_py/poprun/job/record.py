@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from poprun.job.signals import ReceivedSignals
     from poprun.job.verdict import Verdict
     from poprun.launch.launchers import StartWatch
+    from poprun.messages.clock import ClockFit
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
 
@@ -288,6 +289,12 @@ class Record:
             if instance == 0:
                 self.endpoints = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
 
+    @property
+    def reachable(self) -> set[int]:
+        """The instances whose agents have reported and live."""
+        gone = (InstanceState.AWAITED, InstanceState.ENDED)
+        return {status.index for status in self.statuses if status.state not in gone}
+
     def ask(self, now_seconds: float) -> list[int]:
         """Begin to ask who may know of a failure; the instances to be asked, whose programs record their calls."""
         self._is_asked = True
@@ -409,6 +416,7 @@ class JobEnd:
     interrupted: tuple[int, ...] = ()  # instances whose tracebacks of KeyboardInterrupt were not shown, ascending
     evidence: Mapping[int, "InstanceEvidence"] = field(default_factory=dict)  # what instances told, by index
     verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job that was stopped for that
+    clocks: Mapping[str, "ClockFit"] = field(default_factory=dict)  # of the hosts other than poprun's own, by name
     # what there is to say of a job that did not end well; None for one that did
     findings: "Findings | None" = None
 

@@ -349,6 +349,8 @@ class Agent:
             self._pass_signal(order["signal"])
         elif order["order"] == "stacks" and self._program is not None:
             self._question = self._watch.ask_for_stacks(order["most_helpers"])
+        elif order["order"] == "clock":
+            self._queue({"event": "clock", "sent_ns": order["sent_ns"], "answered_ns": time.time_ns()})
         elif order["order"] == "stop":
             self._ending.grace_seconds = order["grace_seconds"]
             self._ending.stop(self._program)

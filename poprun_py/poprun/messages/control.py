@@ -48,6 +48,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "stats": {"progress": str},  # what the program's tree uses and how far it is
     "signal_unhandled": {"signal": int},  # no process of the program handles a signal
     "stacks": {"text": str, "processes": list},  # where the program stands
+    "clock": {"sent_ns": int, "answered_ns": int},  # poprun's clock as it asked, and the agent's
     "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
     "shim_lost": {},  # the MPI runtime killed the shim
     "ended": {},  # nothing of the program's tree is left

@@ -14,6 +14,7 @@ from poprun.job.report.findings import Findings
 from poprun.job.stacks import Standing
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.job.verdict import Verdict
+from poprun.messages.clock import ClockFit
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
@@ -68,6 +69,7 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
         "survivors": list(end.survivors),
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
+        "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(end.clocks.items())},
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],
@@ -85,6 +87,15 @@ def _verdict_to_dict(verdict: Verdict) -> dict[str, object]:
         "details": list(verdict.details),
         "since": None if since is None else _utc(since),
         "advice": verdict.advice,
+    }
+
+
+def _clock_to_dict(clock: ClockFit) -> dict[str, float]:
+    return {
+        "offset_seconds": clock.offset_seconds,
+        "uncertainty_seconds": clock.uncertainty_seconds,
+        "drift": clock.drift,
+        "drift_uncertainty": clock.drift_uncertainty,
     }
 
 
