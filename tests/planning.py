@@ -66,7 +66,7 @@ def ending_settings() -> st.SearchStrategy[EndingSettings]:
         max_restarts=st.integers(0, 99),
         hang_report_seconds=st.none() | seconds,
         hang_timeout_seconds=st.none() | seconds,
-        report_file=st.none() | st.just("report.json"),
+        report_files=st.sampled_from([(), ("report.json",)]),
     )
 
 

@@ -76,10 +76,11 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.instances import is_main as is_main
     from popdist.metrics.mean import Mean as Mean
     from popdist.metrics.mean import weighted_mean as weighted_mean
+    from popdist.metrics.reported_numbers import on_report as on_report
+    from popdist.metrics.reported_numbers import report as report
     from popdist.parallel.mesh import device_mesh as device_mesh
     from popdist.preemption import check_preemption as check_preemption
     from popdist.preemption import on_preemption as on_preemption
-    from popdist.progress import report as report
     from popdist.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from popdist.training.batch_norm import update_bn as update_bn
     from popdist.training.outside_step import all_reduce_gradients as all_reduce_gradients
@@ -113,7 +114,7 @@ _NAMES_OF_MODULES = {
     "metrics.mean": "Mean weighted_mean",
     "parallel.mesh": "device_mesh",
     "preemption": "check_preemption on_preemption",
-    "progress": "report",
+    "metrics.reported_numbers": "on_report report",
     "training.batch_norm": "update_bn",
     "training.outside_step": "all_reduce_gradients",
     "training.replicated_model": "ReplicatedModel",

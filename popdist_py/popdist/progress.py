@@ -17,7 +17,7 @@ from typing import Final, Self
 
 from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.errors import PopdistError, runs_of, whole_number
+from popdist.errors import runs_of
 
 PAGE_BYTES: Final = 4096
 """Where the page ends and the text about threads begins."""
@@ -52,7 +52,7 @@ _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _B
 _NAME_AT: Final = 64
 """Places of single values: in bytes, those of the second line in words of eight bytes."""
 
-_LARGEST_STEP: Final = 2**63 - 1
+LARGEST_STEP: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,33 +243,3 @@ def begin() -> None:
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if descriptor.isdecimal() and not progress_page.is_watched:
         progress_page.open(int(descriptor))
-
-
-def report(*, step: int | None = None, loss: float | None = None) -> None:
-    """Tell poprun how far the training is: its report of a hang and its monitor show it.
-
-    Needs no ``init()``, asks nobody and takes less than a microsecond; outside poprun it does nothing. A program
-    that reports makes progress, also where it calls nothing else of popdist for long. Not needed where
-    ``ReplicatedModel`` trains: its steps are counted.
-
-    Args:
-        step: The step that has been done, 0 or greater; a number of the program's own. None leaves the last one.
-        loss: Its loss: a number, or a tensor with one element. To read a CUDA tensor waits for the GPU; so report
-            it as often as the loss is printed, not at every step. None leaves the last one.
-
-    Raises:
-        PopdistError: If ``step`` is no such whole number, or ``loss`` is no number.
-    """
-    progress_page.report(
-        None if step is None else min(whole_number("step", step, PopdistError, minimum=0), _LARGEST_STEP),
-        None if loss is None else _number(loss),
-    )
-
-
-def _number(loss: object) -> float:
-    try:
-        if not isinstance(loss, str | bytes):
-            return float(loss)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise PopdistError(f"loss={loss!r} must be a number, or a tensor with one element")

@@ -55,7 +55,7 @@ def run(words: Sequence[str]) -> int:
     if line.starts_job:
         from poprun.start import JobOutcome, reported  # noqa: PLC0415 - a dry run starts nothing
 
-        outcome = JobOutcome(file=line.values.get("ending", {}).get("report_file"))
+        outcome = JobOutcome(files=line.values.get("ending", {}).get("report_files", ()))
         with reported(outcome):
             return _start(line, outcome)
     plan, facts = _find_plan(line)

@@ -4,12 +4,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import HostsError, PlanError, UsageError, error_of_system
+from poprun.errors import HostsError, PlanError, error_of_system
 from poprun.job.loop import Attempt
 from poprun.job.record import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
@@ -26,6 +26,7 @@ from poprun.text.ranges import fold_hosts
 if TYPE_CHECKING:
     from poprun.devices.lease.claims import LeasedPlan
     from poprun.hosts.routes import JobNetwork
+    from poprun.job.report.report_writer import ReportWriter
 
 _MAX_SHOWN_ROUTES: Final = 4
 _LONGEST_PAUSE_SECONDS: Final = 30.0
@@ -72,42 +73,50 @@ def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """What has become of a job until now, and the file for its report."""
+    """What has become of a job until now, and who writes its report."""
 
-    file: str | None = None  # None where no report is to be written, or it has been
+    files: Sequence[str] = ()  # for its report, as they were asked for
     job_id: str = field(default_factory=lambda: wished_job_id(os.environ) or os.urandom(6).hex())
     plan: LaunchPlan | None = None  # None until it is made
     leased: "LeasedPlan | None" = None
     ends: list[JobEnd] = field(default_factory=list)
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    writer: "ReportWriter | None" = None  # None before the plan, and where no report is to be written
 
     def begin(self, plan: LaunchPlan) -> None:
         """Keep the plan of the job, and check that its report can be written, if there is to be one."""
-        self.plan, self.file = plan, None
-        if plan.ending.report_file is None:
+        self.plan, self.files = plan, ()
+        if not plan.ending.report_files:
             return
-        from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report
+        from poprun.job.report.report_writer import ReportWriter  # noqa: PLC0415 - most jobs have no report
+        from poprun.probe.provenance import provenance  # noqa: PLC0415 - as above
 
-        file = os.path.join(plan.working_directory, plan.ending.report_file)
-        try:
-            check_target(file)
-        except OSError as error:
-            raise UsageError(f"--report {plan.ending.report_file} cannot be written: {error.strerror}") from None
-        self.file = file
+        writer = ReportWriter(plan.ending.report_files, plan.working_directory)
+        writer.check()
+        self.writer = writer
+        self.provenance = provenance(plan.program, plan.working_directory)
+
+    def write_now_and_then(self, attempt: Attempt) -> None:
+        """Write now and then how a running attempt stands."""
+        if self.writer is not None and self.writer.is_due(time.monotonic()):
+            self.writer.write(self._to_dict([*self.ends, attempt.end(is_over=False)], ""))
 
     def write(self, error: str) -> None:
-        """Write the report, once; ``error`` says why poprun gave up."""
-        if self.file is None:
-            return
-        from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
-        from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
+        """Write the report of a job that is over; ``error`` says why poprun gave up."""
+        if self.files:  # there is no plan
+            from poprun.job.report.report_writer import ReportWriter  # noqa: PLC0415 - most jobs have no report
 
-        file, self.file = self.file, None
+            self.writer, self.files = ReportWriter(self.files, os.curdir), ()
+        if self.writer is not None:
+            writer, self.writer = self.writer, None
+            writer.write(self._to_dict(self.ends, error))
+
+    def _to_dict(self, ends: Sequence[JobEnd], error: str) -> Mapping[str, object]:
+        from poprun.job.report.report_file import job_to_dict  # noqa: PLC0415 - most jobs have no report
+
         leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
-        job = job_to_dict(self.plan, self.job_id, self.ends, error=error, leases=leases, given=given)
-        try:
-            write_whole(file, render_job(job))
-        except OSError as problem:
-            screen.log(f"warning: --report {file} cannot be written: {problem.strerror}")
+        job = job_to_dict(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
+        return {**job, "provenance": self.provenance}
 
 
 @contextmanager
@@ -157,19 +166,25 @@ def run_job(
     ends = outcome.ends
     with ReceivedSignals() as signals, reported(outcome):
         while identity is not None:
-            ends.append(_run_attempt(plan, environ, identity, signals, verbosity))
+            on_look = outcome.write_now_and_then if outcome.writer else None
+            ends.append(_run_attempt(plan, environ, identity, signals, verbosity, on_look))
             identity = _next_attempt(plan, identity, ends, signals, leased)
         _log_summary(ends, plan)
         return exit_code(ends[-1])
 
 
 def _run_attempt(
-    plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, signals: ReceivedSignals, verbosity: int
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    identity: JobIdentity,
+    signals: ReceivedSignals,
+    verbosity: int,
+    on_look: Callable[[Attempt], object] | None,
 ) -> JobEnd:
     """Run one attempt; where it starts no program, no agent removes the key that the hosts hold."""
     has_started = False
     try:
-        end = Attempt(plan, environ, identity, signals, verbosity).run()
+        end = Attempt(plan, environ, identity, signals, verbosity, on_look).run()
         has_started = end.has_started
         return end
     finally:

@@ -18,7 +18,10 @@ MAKERS_OF_TENSORS = frozenset(
 )
 
 READERS = {
-    "popdist": words("__init__.py context.py process_group/registration.py progress.py startup testing"),
+    "popdist": words(
+        "__init__.py context.py process_group/registration.py progress.py metrics/reported_numbers.py startup"
+        " testing"
+    ),
     "poptorch": words("environment.py"),
     "popsize": words(""),
     "poprun": words(

@@ -1,15 +1,18 @@
 """The report of a job as a file, from real jobs.
 
-Holds poprun.command.
+Holds poprun.command, poprun.job.report.report_writer and poprun.probe.provenance.
 """
 
 import json
+import platform
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.running import Poprun, run
+from tests.running import DEADLINE_SECONDS, Poprun, run
 
 FAIL_ONCE = """
 import os, sys
@@ -58,29 +61,77 @@ def test_what_poprun_gives_up_for_is_in_the_report(
     assert job["error"].startswith(error)
 
 
-@pytest.mark.parametrize("file", ["missing/report.json", ".", "/dev/null"])
+@pytest.mark.parametrize("file", ["missing/report.json", "folder.json", "null.json", "run.txt"])
 def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(
     poprun: Poprun, tmp_path: Path, file: str
 ) -> None:
-    """With the name that was given."""
-    finished = poprun("--launcher", "local", "--report", file, "touch", "started", cwd=tmp_path)
+    """With the name that was given; a name says by its end what is written."""
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "null.json").symlink_to("/dev/null")
+    words = ("--launcher", "local", "--report", "good.json", "--report", file, "touch", "started")
+    finished = poprun(*words, cwd=tmp_path)
 
     assert finished.code == 2
-    assert f"--report {file} cannot be written: " in finished.err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_report_that_cannot_be_written_in_the_end_is_a_warning(poprun: Poprun, tmp_path: Path) -> None:
-    """The folder is gone; the job's exit code is its own."""
-    command = poprun.command(
-        "--launcher", "local", "--report", "gone/report.json", "sh", "-c", "rmdir gone; exit 3"
+    assert re.search(
+        rf"--report {file} (cannot be written: |is not possible: its name has to end in )", finished.err
     )
-    (tmp_path / "gone").mkdir()
+    assert not (tmp_path / "started").exists()
 
-    finished = run(command, cwd=tmp_path)
+
+def test_a_report_that_cannot_be_written_later_is_one_warning(poprun: Poprun, tmp_path: Path) -> None:
+    """The folder of one is gone; the job goes on, its exit code is its own, and the other report is there."""
+    words = ("--launcher", "local", "--report", "gone/report.json", "--report", "report.json")
+    (tmp_path / "gone").mkdir()
+    finished = poprun(*words, "sh", "-c", "rmdir gone; exit 3", cwd=tmp_path)
 
     assert finished.code == 3
     assert finished.told.count("[W] --report ") == 1
+    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == 3
+
+
+REPORTS = """
+import sys, time, popdist
+from pathlib import Path
+
+popdist.report(step=4, loss=0.5, **{"accuracy/test": 0.75})
+print("reported", flush=True)
+if len(sys.argv) > 1:
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+popdist.report(step=5, loss=0.25)
+"""
+
+
+def test_what_a_program_reported_and_printed(launcher: Poprun, tmp_path: Path) -> None:
+    """The last report too, which nobody had read when the program ended."""
+    launcher("-n", "2", "--report", "report.json", sys.executable, "-c", REPORTS, cwd=tmp_path).succeeded()
+    instances = json.loads((tmp_path / "report.json").read_text())["attempts"][0]["instances"]
+
+    assert [instance["num_steps"] for instance in instances] == [5, 5]
+    assert [instance["last_lines"] for instance in instances] == [["reported"]] * 2
+    lasts = [{name: curve["last"] for name, curve in instance["curves"].items()} for instance in instances]
+    assert {"numbers/loss": 0.25, "numbers/accuracy/test": 0.75}.items() <= lasts[1].items()
+
+
+def test_a_killed_poprun_leaves_the_report_of_a_job_that_runs(poprun: Poprun, tmp_path: Path) -> None:
+    """It is written while the job runs."""
+    words = ("--launcher", "local", "-n", "2", "--report", "report.json", sys.executable, "-c", REPORTS, "never")
+    report = tmp_path / "report.json"
+    run(["git", "init", "-q"], cwd=tmp_path).succeeded()
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    run(["git", *who, "commit", "-q", "--allow-empty", "-m", "begin"], cwd=tmp_path).succeeded()
+    with poprun.started(*words, cwd=tmp_path) as started:
+        while not report.exists():
+            assert started.poll() is None
+            time.sleep(0.05)
+        started.kill()
+        started.wait(DEADLINE_SECONDS)
+    job = json.loads(report.read_text())
+
+    assert (job["is_over"], job["exit_code"], job["attempts"][0]["is_over"]) == (False, None, False)
+    assert job["provenance"]["python"] == platform.python_version()
+    assert re.fullmatch("[0-9a-f]{12}", job["provenance"]["revision"])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".git", "report.json"]
 
 
 STAGE_KILLED = """

@@ -108,7 +108,7 @@ def test_nothing_given_leaves_every_default_to_the_request() -> None:
             ["--start-timeout=9", "--timeout", "3600", "--max-restarts", "3", "--report", "r.json"],
             {
                 "ending": EndingSettings(
-                    start_timeout_seconds=9, timeout_seconds=3600, max_restarts=3, report_file="r.json"
+                    start_timeout_seconds=9, timeout_seconds=3600, max_restarts=3, report_files=("r.json",)
                 )
             },
         ),

@@ -88,7 +88,7 @@ def test_a_file_states_ranges() -> None:
             "max_restarts": 0,
             "hang_report_seconds": 120.0,
             "hang_timeout_seconds": None,
-            "report_file": None,
+            "report_files": [],
         },
         "remote": {"subnet": None, "ssh_config": None, "synchronises_venv": False, "slurm_job": None},
     }

@@ -177,7 +177,7 @@ def test_mpi_asked_for_and_absent() -> None:
         ({"ending": EndingSettings(hang_report_seconds=-1.0)}, "--hang-report -1"),
         ({"ending": EndingSettings(hang_timeout_seconds=-1.0)}, "--hang-timeout -1"),
         ({"ending": EndingSettings(max_restarts=-1)}, "--max-restarts -1 is not possible: it must be at least 0"),
-        ({"ending": EndingSettings(report_file="")}, "--report '' is not possible"),
+        ({"ending": EndingSettings(report_files=("",))}, "--report '' is not possible"),
         ({"output": OutputSettings(tag_format="{rank}: ")}, "there is no {rank}; there are {instance}, {local_"),
         (
             {"output": OutputSettings(is_tagged=False, tag_format="> ")},

@@ -22,7 +22,6 @@ from popdist.progress import (
     USED_BYTES,
     Progress,
     ProgressPage,
-    progress_page,
 )
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import sitecustomize
@@ -205,31 +204,10 @@ def test_a_program_reports_its_step_and_its_loss(descriptor: int, monkeypatch: p
     """Each alone too; what is left out stays."""
     mine = ProgressPage()
     mine.open(descriptor)
-    monkeypatch.setattr("popdist.progress.progress_page", mine)
+    monkeypatch.setattr("popdist.metrics.reported_numbers.progress_page", mine)
     popdist.report(step=0)
     popdist.report(loss=0.5)
 
     found = read(descriptor)
     assert found is not None
     assert (found.step, found.loss) == (0, 0.5)
-
-
-def test_outside_poprun_a_report_does_nothing() -> None:
-    """The same program runs alone."""
-    popdist.report(step=3, loss=1)
-
-    assert not progress_page.is_watched
-
-
-@pytest.mark.parametrize("step", [-1, 1.5, "3", True])
-def test_a_step_is_a_whole_number(step: int) -> None:
-    """Anything else is refused, by name, also where nobody listens."""
-    with pytest.raises(popdist.PopdistError, match="step="):
-        popdist.report(step=step)
-
-
-@pytest.mark.parametrize("loss", ["0.5", b"1", [1.0], object(), 10**400])
-def test_a_loss_is_a_number(loss: float) -> None:
-    """As above."""
-    with pytest.raises(popdist.PopdistError, match="loss="):
-        popdist.report(loss=loss)

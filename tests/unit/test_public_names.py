@@ -12,7 +12,7 @@ PUBLIC = """
 BackendError BatchError CheckpointError CollectiveError ContractError DatasetError DescriptionError
 GradientError MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning
 StoreError WeightsError WorldError
-checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption
+checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption on_report
 Mean ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable
 all_gather all_reduce all_reduce_gradients barrier broadcast broadcast_weights checksum device device_mesh devices

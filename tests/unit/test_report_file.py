@@ -4,11 +4,14 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from popdist.progress import Progress
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
+from poprun.job.performance.curves import JobCurves
 from poprun.job.record import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
@@ -65,12 +68,14 @@ JOB = {
     "version": 1,
     "poprun_version": "0.1.0",
     "job_id": "j",
+    "is_over": True,
     "exit_code": 143,
     "error": "",
     "plan": plan_to_dict(PLAN),
     "leases": [{"host": "n1", "held": ["GPU 0", "GPU 1"], "partition": "p", "pool": "/pool"}],
     "attempts": [
         {
+            "is_over": True,
             "started_at": "2023-11-14T22:13:20.500Z",
             "ended_at": "2023-11-14T22:13:23.500Z",
             "duration_seconds": 3.0,
@@ -98,6 +103,7 @@ JOB = {
                     "drift_uncertainty": 0.00001,
                 }
             },
+            "curves": {},
             "instances": [
                 {
                     "index": 0,
@@ -114,6 +120,9 @@ JOB = {
                     "duration_seconds": 2.25,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
+                    "num_steps": None,
+                    "last_lines": [],
+                    "curves": {},
                     "evidence": {
                         "stack": ["train.py:7 in main"],
                         "helpers": [{"process": "process 9: ended", "stack": []}],
@@ -150,6 +159,9 @@ JOB = {
                     "duration_seconds": 1.0,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
+                    "num_steps": None,
+                    "last_lines": [],
+                    "curves": {},
                     "evidence": None,
                 },
             ],
@@ -160,7 +172,9 @@ JOB = {
 
 def test_every_key_of_the_report() -> None:
     """Whoever reads the file counts on them; a change of one is a new version."""
-    assert job_to_dict(PLAN, "j", [END], leases=[LEASE]) == JOB
+    job = job_to_dict(PLAN, "j", [END], leases=[LEASE])
+    assert str(job.pop("written_at")).endswith("Z")
+    assert job == JOB
     assert json.loads(render_job(JOB)) == JOB
     assert "[1.5, 3000],\n" in render_job(JOB)
 
@@ -175,6 +189,29 @@ def test_a_job_that_could_not_be_started_has_a_report() -> None:
     assert isinstance(attempt, list)
     assert [instance["exit_code"] for instance in attempt[0]["instances"]] == [None, None]
     assert attempt[0]["instances"][0]["peak_memory_bytes"] is None
+
+
+def test_a_job_that_runs_has_a_report_and_curves() -> None:
+    """No exit code yet; beyond 16 instances the curves are those of all together."""
+    curves = JobCurves(2, 10.0)
+    look = {"memory_bytes": 10, "cpu_seconds": 1.0}
+    for status in (GOOD, KILLED):
+        curves.add_look(replace(status, progress=Progress(num_steps=3)), look, 10.5)
+    running = replace(END, is_over=False, curves=curves, last_lines={1: ["epoch 1"]})
+    many = [replace(GOOD, index=index) for index in range(17)]
+    job = job_to_dict(PLAN, "j", [END, running])
+    folded = job_to_dict(planned(num_instances=17), "j", [replace(running, statuses=many)])
+    attempts: Any = job["attempts"]
+    of_all: Any = folded["attempts"]
+    memory = {"unit": "bytes", "seconds": [1.0], "values": [10.0], "last": 10}
+
+    assert (job["is_over"], job["exit_code"]) == (False, None)
+    assert [(it["is_over"], it["exit_code"], it["ended_at"]) for it in attempts[1:]] == [(False, None, None)]
+    assert [it["curves"] for it in attempts[1]["instances"]] == [{"memory": memory}] * 2
+    assert attempts[1]["instances"][1]["last_lines"] == ["epoch 1"]
+    assert [it["curves"] for it in of_all[0]["instances"]] == [{}] * 17
+    assert of_all[0]["curves"]["memory"]["median"] == [10.0]
+    assert "[10.0]" in render_job(folded)
 
 
 def test_an_instance_of_a_shared_replica_has_its_place() -> None:

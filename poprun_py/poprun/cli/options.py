@@ -135,6 +135,7 @@ COUNTED: Final = Kind(metavar="", read=NUMBER.read, is_counted=True)
 NAME: Final = Kind(metavar="NAME", read=_name)
 TEXT: Final = Kind(metavar="TEXT", read=str)
 FILE: Final = Kind(metavar="FILE", read=str)
+FILES: Final = Kind(metavar="FILE", read=str, read_all=tuple)
 SIZES: Final = Kind(metavar="SIZES|FILE", read=_name)
 FOLDER: Final = Kind(metavar="DIR", read=str)
 HOSTS: Final = Kind(metavar="HOSTS", read=str, read_all=_hosts)
@@ -355,7 +356,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "Tell who keeps the others waiting after so long without progress."),
         Option("hang-timeout", "ending.hang_timeout_seconds", SECONDS_OR_OFF,
                "End the job after so long without progress. [default: off]"),
-        Option("report", "ending.report_file", FILE, "Write how the job went as JSON."),
+        Option("report", "ending.report_files", FILES,
+               "Write how the job goes as JSON, NAME.json; may be repeated."),
     ),
     *_group(
         "Output",

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
+from popdist.contract import (
+    HYDRA_DESCRIPTOR,
+    NUMBERS_DESCRIPTOR,
+    PROGRESS_DESCRIPTOR,
+    STORE_DESCRIPTOR,
+    Endpoint,
+)
 from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, RECORDER_AT, USED_BYTES
 from poprun.errors import LaunchError, describe_error
 from poprun.job.state import JobIdentity
@@ -268,6 +274,7 @@ def start_order(
         "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR],
         "store_variable": STORE_DESCRIPTOR,
         "progress_variable": PROGRESS_DESCRIPTOR,
+        "numbers_variable": NUMBERS_DESCRIPTOR if plan.has_curves else "",
         "progress_bytes": USED_BYTES,
         "announcement_at": ANNOUNCEMENT_AT,
         "recorder_at": RECORDER_AT,

@@ -8,7 +8,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,12 +53,14 @@ class Attempt:
         identity: JobIdentity,
         signals: ReceivedSignals,
         verbosity: int,
+        on_look: "Callable[[Attempt], object] | None" = None,
     ) -> None:
         self._plan = plan
         self._environ = environ
         self._identity = identity
         self._signals = signals
         self._verbosity = verbosity
+        self._on_look = on_look  # called about each second
         self._began_at_epoch_seconds = time.time()
         self._record = Record(plan, identity, time.monotonic())
         self._kills_before = kill_counts()
@@ -141,6 +143,8 @@ class Attempt:
                 has_launcher_ended=self._has_lost_launcher(now),
                 now_seconds=now,
             )
+            if self._on_look is not None:
+                self._on_look(self)
             decision = decide(snapshot, self._plan.ending)
             if decision.action is Action.FINISH:
                 return
@@ -370,10 +374,10 @@ class Attempt:
             self._listen(_TICK_SECONDS)
             self._launcher.reap()
 
-    def _report(self) -> JobEnd:
-        """The end of the attempt, after a failure was explained to the user."""
+    def end(self, *, is_over: bool) -> JobEnd:
+        """The end of the attempt, or how it stands."""
         record, signals = self._record, self._signals
-        end = JobEnd(
+        return JobEnd(
             statuses=record.statuses,
             num_interrupts=signals.num_interrupts,
             is_terminated=signals.is_terminated,
@@ -392,7 +396,14 @@ class Attempt:
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
             clocks=self._clocks.fits() if self._clocks is not None else {},
+            is_over=is_over,
+            curves=record.curves,
+            last_lines=self._streams.last_lines(),
         )
+
+    def _report(self) -> JobEnd:
+        """The end of the attempt, after a failure was explained to the user."""
+        end = self.end(is_over=True)
         if exit_code(end) == 0 and not end.survivors:
             return end
         from poprun.job.report.printed_report import explain  # noqa: PLC0415 - jobs that end well need none

@@ -39,6 +39,7 @@ from poprun.text.ranges import fold_numbers
 if TYPE_CHECKING:
     from poprun.job.evidence import InstanceEvidence
     from poprun.job.hangs import Hang
+    from poprun.job.performance.curves import JobCurves
     from poprun.job.report.findings import Findings
     from poprun.job.signals import ReceivedSignals
     from poprun.job.verdict import Verdict
@@ -261,6 +262,8 @@ class Record:
         self.verdict_of_hang: Verdict | None = (
             None  # who keeps the others waiting, when the user was told of a hang
         )
+        # what is measured of them, where somebody asked for it
+        self.curves = _empty_curves(plan.num_instances, now_seconds) if plan.has_curves else None
         self._is_asked = False  # whether they were asked because of a failure
         self._asked: set[int] = set()  # those that have not answered yet
         self._asked_at_seconds = 0.0
@@ -274,6 +277,8 @@ class Record:
             event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
         self._heard_at_seconds[instance] = self._awake_seconds
+        if event["event"] == "stats" and self.curves is not None:
+            self.curves.add_look(self.statuses[instance], event, now_seconds)
         if event["event"] in ("exited", "ended", LOST):
             self._asked.discard(instance)
         if event["event"] == "exited" and not event["was_stopped"]:
@@ -379,6 +384,12 @@ class Record:
         )
 
 
+def _empty_curves(num_instances: int, now_seconds: float) -> "JobCurves":
+    from poprun.job.performance.curves import JobCurves  # noqa: PLC0415 - most jobs keep none
+
+    return JobCurves(num_instances, now_seconds)
+
+
 _REMAINS: Final = ("recorder", "crash", "full_disks")  # what the event of an exit may hold beside its code
 _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124
@@ -415,6 +426,9 @@ class JobEnd:
     survivors: tuple[int, ...] = ()  # process ids that even SIGKILL did not end
     interrupted: tuple[int, ...] = ()  # instances whose tracebacks of KeyboardInterrupt were not shown, ascending
     evidence: Mapping[int, "InstanceEvidence"] = field(default_factory=dict)  # what instances told, by index
+    is_over: bool = True  # False for one that runs, whose end this is not
+    curves: "JobCurves | None" = None  # what was measured, where somebody asked for it
+    last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # what instances printed last, as above
     verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job that was stopped for that
     clocks: Mapping[str, "ClockFit"] = field(default_factory=dict)  # of the hosts other than poprun's own, by name
     # what there is to say of a job that did not end well; None for one that did

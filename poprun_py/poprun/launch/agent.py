@@ -219,6 +219,7 @@ class Agent:
         self._watch = ProgramWatch()
         self._question: ProgramQuestion | None = None
         self._lease_address = ""
+        self._numbers: int | None = None
         self._surroundings: tuple[dict[str, str], str] = ({}, "/")
         self._unsent: list[Message] = []
 
@@ -367,6 +368,9 @@ class Agent:
         if self._ports:
             environment[order["store_variable"]] = str(self._ports[1].fileno())
         environment[order["progress_variable"]] = str(self._watch.open_page(order))
+        if order["numbers_variable"]:
+            self._numbers = self._watch.open_numbers()
+            environment[order["numbers_variable"]] = f"{self._numbers}:{os.fstat(self._numbers).st_ino}"
         self._lease_address = order["lease_address"]
         try:
             self._streams += self._fetch_lease()
@@ -403,6 +407,7 @@ class Agent:
 
     def _run(self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str]) -> None:
         kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
+        kept += [] if self._numbers is None else [self._numbers]
         streams = self._streams[:NUM_STREAMS]
         start = ProcessStart(
             order["words"],
@@ -429,6 +434,8 @@ class Agent:
             os.close(descriptor)
         for listener in self._ports[1:]:
             listener.close()
+        if self._numbers is not None:
+            os.close(self._numbers)
 
     def _pass_signal(self, signum: int) -> None:
         """Pass a signal on to the processes that handle it, and tell if there are none."""

@@ -272,6 +272,8 @@ class ProgramWatch:
     def __init__(self) -> None:
         self._page = -1
         self._page_bytes = 0
+        self._numbers = -1
+        self._begun_line = b""
         self._announcement = (0, "")
         self._recorder_at = 0
         self._tree: list[ProcessKey] = []
@@ -286,6 +288,13 @@ class ProgramWatch:
         self._page = os.memfd_create(_PAGE_NAME)
         os.ftruncate(self._page, _TEXT_AT)
         return self._page
+
+    def open_numbers(self) -> int:
+        """Make the pipe of the numbers that the program reports; its descriptor, for the program to inherit."""
+        self._numbers, writer = os.pipe()
+        os.set_blocking(self._numbers, False)
+        os.set_blocking(writer, False)
+        return writer
 
     def begin(self) -> None:
         """Begin when the program has started; the first measurement comes a moment later."""
@@ -308,7 +317,7 @@ class ProgramWatch:
 
     def last_event(self) -> Message:
         """The event with the content of the page after the program's end."""
-        return {"event": "stats", "progress": self._read_page()}
+        return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
     def remains(self, environment: Mapping[str, str], working_directory: str) -> Message:
         """What a failed program has left behind: its collectives or its stacks, and which disks are full."""
@@ -329,7 +338,7 @@ class ProgramWatch:
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
         self._num_looks += 1
-        return {"event": "stats", **measure(self._tree), "progress": self._read_page()}
+        return {"event": "stats", **measure(self._tree), "progress": self._read_page(), **self._read_numbers()}
 
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
         """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
@@ -351,3 +360,12 @@ class ProgramWatch:
 
     def _read_page(self) -> str:
         return os.pread(self._page, self._page_bytes, 0).hex()
+
+    def _read_numbers(self) -> Message:
+        """What the program has reported since the last look, as lines, and when they were read; or nothing."""
+        try:
+            data = os.read(self._numbers, _MOST_BYTES) if self._numbers >= 0 else b""
+        except BlockingIOError:
+            return {}
+        lines, _, self._begun_line = (self._begun_line + data).rpartition(b"\n")
+        return {"numbers": lines.decode(errors="replace"), "read_at_seconds": time.monotonic()} if lines else {}

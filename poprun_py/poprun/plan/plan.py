@@ -220,6 +220,11 @@ class LaunchPlan:
         return bool(self.bindings) and self.placement in (ProcessPlacement.CORE, ProcessPlacement.COMPACT)
 
     @property
+    def has_curves(self) -> bool:
+        """Whether somebody asked for what is measured in the course of the job."""
+        return bool(self.ending.report_files)
+
+    @property
     def is_tagged(self) -> bool:
         """Whether lines of output carry their instance."""
         if self.output.is_tagged is not None:

@@ -33,7 +33,7 @@ _KEYS: Final = {
     "instance_mpi_local_args": "instance_variables",
     "only_output_from_instance": "output.shown_instances",
     "parallelism": "mapping_path",
-    "report": "ending.report_file",
+    "report": "ending.report_files",
 }
 """What an option of the command line, which messages name, is called in a plan."""
 

@@ -67,7 +67,8 @@ class EndingSettings:
         restarts_anyway: Whether that is done also where the failure seems to be one that comes again.
         hang_report_seconds: How long a wait without any progress is before poprun reports it; None never does.
         hang_timeout_seconds: How long such a wait is before poprun ends the job; None never does.
-        report_file: File for the job's report, absolute or below the job's working directory, or None.
+        report_files: Files for the job's report, absolute or below the job's working directory: their
+            names end in ``.json``.
     """
 
     stop_timeout_seconds: float = 5.0
@@ -77,7 +78,7 @@ class EndingSettings:
     restarts_anyway: bool = field(default=False, metadata=IF_USED)
     hang_report_seconds: float | None = 120.0
     hang_timeout_seconds: float | None = None
-    report_file: str | None = None
+    report_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +249,10 @@ def check_ending(ending: EndingSettings) -> None:
         if seconds is not None:
             _check_seconds(option, seconds, may_be_zero=False)
     check_count("--max-restarts", ending.max_restarts, minimum=0)
-    check_path("--report", ending.report_file)
+    for file in ending.report_files:
+        check_path("--report", file)
+        if not file.endswith(".json"):
+            raise PlanError(f"--report {file} is not possible: its name has to end in .json")
 
 
 def check_remote(remote: RemoteSettings) -> None:

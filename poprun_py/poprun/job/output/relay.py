@@ -40,6 +40,7 @@ _READ_BYTES = 64 * 1024
 """What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
 
 _TAIL_LINES = 200
+_LAST_LINES = 20
 _TAIL_LINE_BYTES = 2048
 _STDERR = 2
 
@@ -239,6 +240,7 @@ class Relay:
         self._interrupts: InterruptFilter | None = None
         self._splitters = {source: LineSplitter() for source in sources}
         self._tails: dict[int, deque[bytes]] = {}
+        self._last_lines: dict[int, deque[bytes]] | None = {} if plan.has_curves else None
         self._selector = selectors.DefaultSelector()
         self._stop_reader, self._stop_writer = os.pipe()
         self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
@@ -258,7 +260,11 @@ class Relay:
 
     def tail(self, instance: int) -> list[str]:
         """The last lines that ``instance`` wrote to its standard error."""
-        return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(self._tails.get(instance, ()))]
+        return _decode(self._tails.get(instance, ()))
+
+    def last_lines(self, instance: int) -> list[str]:
+        """The last lines that ``instance`` wrote, where the job's report is to have them."""
+        return _decode((self._last_lines or {}).get(instance, ()))
 
     def leave_out_interrupts(self) -> None:
         """From now on, do not show the tracebacks of KeyboardInterrupt: Ctrl-C was pressed."""
@@ -330,8 +336,17 @@ class Relay:
 
     def _remember(self, source: Source, lines: bytes) -> None:
         if source.target == _STDERR and lines:
-            tail = self._tails.setdefault(source.instance, deque(maxlen=_TAIL_LINES))
-            tail.extend(line[:_TAIL_LINE_BYTES] for line in lines.splitlines()[-_TAIL_LINES:])
+            _add_lines(self._tails.setdefault(source.instance, deque(maxlen=_TAIL_LINES)), lines)
+        if self._last_lines is not None and lines:
+            _add_lines(self._last_lines.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
+
+
+def _add_lines(tail: deque[bytes], lines: bytes) -> None:
+    tail.extend(line[:_TAIL_LINE_BYTES] for line in lines.splitlines()[-_TAIL_LINES:])
+
+
+def _decode(lines: Iterable[bytes]) -> list[str]:
+    return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(lines)]
 
 
 def _read(descriptor: int) -> bytes:

@@ -98,6 +98,11 @@ class ProgramStreams:
         relay = self._relay
         return {} if relay is None else {index: relay.tail(index) for index in instances}
 
+    def last_lines(self) -> dict[int, list[str]]:
+        """The last lines that each instance wrote, where the job's report is to have them."""
+        relay, instances = self._relay, range(self._plan.num_instances)
+        return {} if relay is None else {index: lines for index in instances if (lines := relay.last_lines(index))}
+
     def leave_out_interrupts(self) -> None:
         """From now on, do not show the tracebacks of KeyboardInterrupt: Ctrl-C was pressed."""
         if self._relay is not None:

@@ -9,6 +9,7 @@ from typing import Final
 from popdist import contract
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence
+from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.stacks import Standing
@@ -20,7 +21,8 @@ from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
 
 VERSION: Final = 1
-_SAMPLE: Final = re.compile(r"\[\n\s+([-+.e\d]+),\n\s+(\d+)\n\s+\]")
+_NUMBER: Final = r"(?:[-+.e\d]+|null)"
+_NUMBERS: Final = re.compile(rf"\[\n\s+({_NUMBER}(?:,\n\s+{_NUMBER})*)\n\s+\]")
 _DIGITS: Final = 3
 _MILLISECONDS: Final = 1000
 
@@ -35,11 +37,14 @@ def job_to_dict(
     given: LeasedDevices | None = None,
 ) -> dict[str, object]:
     """The job as values that JSON knows: its attempts, or the ``error`` for which poprun itself gave up."""
+    is_over = bool(error) or not ends or ends[-1].is_over
     return {
         "version": VERSION,
         "poprun_version": contract.VERSION,
         "job_id": job_id,
-        "exit_code": exit_code(ends[-1]) if ends and not error else None,
+        "is_over": is_over,
+        "written_at": _utc(time.time()),
+        "exit_code": exit_code(ends[-1]) if ends and is_over and not error else None,
         "error": error,
         "plan": None if plan is None else plan_to_dict(plan),
         "leases": [_lease_to_dict(lease) for lease in leases],
@@ -48,8 +53,8 @@ def job_to_dict(
 
 
 def render_job(job: Mapping[str, object]) -> str:
-    """The report as JSON in ASCII, with each sample of memory on one line."""
-    return _SAMPLE.sub(r"[\1, \2]", json.dumps(job, indent=1)) + "\n"
+    """The report as JSON in ASCII, with each list of numbers on one line."""
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(job, indent=1)) + "\n"
 
 
 def _lease_to_dict(lease: HeldLease) -> dict[str, object]:
@@ -59,10 +64,11 @@ def _lease_to_dict(lease: HeldLease) -> dict[str, object]:
 def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd) -> dict[str, object]:
     failed = first_failure(end.statuses)
     return {
+        "is_over": end.is_over,
         "started_at": _utc(end.started_at_epoch_seconds),
-        "ended_at": _utc(end.started_at_epoch_seconds + end.seconds),
+        "ended_at": _utc(end.started_at_epoch_seconds + end.seconds) if end.is_over else None,
         "duration_seconds": round(end.seconds, _DIGITS),
-        "exit_code": exit_code(end),
+        "exit_code": exit_code(end) if end.is_over else None,
         "stop_reason": end.stop_reason,
         "first_failure": None if failed is None else failed.index,
         "launcher_exit_code": None if end.launcher_code is None else shell_code(end.launcher_code),
@@ -73,6 +79,7 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],
+        "curves": folds_to_dict(end.curves.instances) if end.curves and len(end.statuses) > MAX_FOLDED else {},
     }
 
 
@@ -158,8 +165,16 @@ def _instance_to_dict(
             [round(at_seconds - (began or 0.0), _DIGITS), num_bytes]
             for at_seconds, num_bytes in status.memory.samples
         ],
+        "num_steps": None if status.progress is None else count_steps(status.progress) or None,
+        "last_lines": list(end.last_lines.get(status.index, ())),
+        "curves": curves_to_dict(curves) if (curves := _own_curves(end, status.index)) else {},
         "evidence": _evidence_to_dict(known) if (known := end.evidence.get(status.index)) else None,
     }
+
+
+def _own_curves(end: JobEnd, index: int) -> InstanceCurves | None:
+    """The curves of an instance, where they are not folded with those of many others."""
+    return None if end.curves is None or len(end.statuses) > MAX_FOLDED else end.curves.instances[index]
 
 
 def _utc(epoch_seconds: float) -> str:

@@ -1,0 +1,214 @@
+"""Curves of an attempt: the mean of each quantity in equal windows of time, so few that they stay small. Pure."""
+
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final, Self
+
+from popdist.progress import Progress
+from poprun.job.state import InstanceStatus
+
+MAX_WINDOWS: Final = 600  # of a curve; one that would have more doubles its windows
+MAX_FOLDED: Final = 16  # instances up to which each has curves of its own
+MAX_NUMBERS: Final = 64  # numbers of an instance; the library lets a program report no more
+OF_NUMBERS: Final = "numbers/"
+"""How the names of curves begin that hold numbers of `popdist.report`."""
+
+_FIRST_WINDOW_SECONDS: Final = 1.0
+
+
+class WindowedCurve:
+    """One quantity of an instance in the course of an attempt."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit  # such as ``1/s``; empty for none
+        self.window_seconds = _FIRST_WINDOW_SECONDS
+        self.last: float | None = None  # the last value that was added, which may be no finite number
+        self._sums = array("d")
+        self._weights = array("d")
+
+    def add(self, at_seconds: float, value: float) -> None:
+        """Add a value at a moment since the attempt's start."""
+        self.last = value
+        if math.isfinite(value):
+            self._add(at_seconds, value, 1.0)
+
+    def add_rate(self, since_seconds: float, until_seconds: float, amount: float) -> None:
+        """Add what was done between two moments; the curve tells how much was done in a second."""
+        if until_seconds <= since_seconds:
+            return
+        self.last = amount / (until_seconds - since_seconds)
+        self._widen(until_seconds)
+        first, last = (int(max(0.0, it) / self.window_seconds) for it in (since_seconds, until_seconds))
+        bounds = [it * self.window_seconds for it in range(first + 1, last + 1)]
+        for begin, end in pairwise(sorted({since_seconds, *bounds, until_seconds})):
+            self._add((begin + end) / 2, self.last * (end - begin), end - begin)
+
+    def _add(self, at_seconds: float, value: float, weight: float) -> None:
+        self._widen(at_seconds)
+        index = int(max(0.0, at_seconds) / self.window_seconds)
+        missing = [0.0] * (index + 1 - len(self._sums))
+        self._sums.extend(missing)
+        self._weights.extend(missing)
+        self._sums[index] += value
+        self._weights[index] += weight
+
+    def _widen(self, at_seconds: float) -> None:
+        while at_seconds >= MAX_WINDOWS * self.window_seconds:
+            self._sums, self._weights = _paired(self._sums), _paired(self._weights)
+            self.window_seconds *= 2
+
+    def values(self, window_seconds: float) -> list[float | None]:
+        """The mean in each window of a width that is a power of two times the curve's own; None where unknown."""
+        sums, weights = self._sums, self._weights
+        for _ in range(round(math.log2(window_seconds / self.window_seconds))):
+            sums, weights = _paired(sums), _paired(weights)
+        return [value / weight if weight else None for value, weight in zip(sums, weights, strict=True)]
+
+
+def _paired(values: "array[float]") -> "array[float]":
+    """The sums of neighbours."""
+    return array("d", (sum(values[index : index + 2]) for index in range(0, len(values), 2)))
+
+
+class InstanceCurves:
+    """The curves of one instance."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, WindowedCurve] = {}
+        self._totals: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, unit: str, at_seconds: float, value: float) -> None:
+        """Add a value of a quantity."""
+        self._curve(name, unit).add(at_seconds, value)
+
+    def add_total(self, name: str, unit: str, at_seconds: float, total: float) -> None:
+        """Add a total that only grows; the curve tells by how much it grew in a second."""
+        before_seconds, before = self._totals.get(name, (at_seconds, total))
+        self._totals[name] = (at_seconds, total)
+        if total >= before and at_seconds > before_seconds:
+            self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
+
+    def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
+        """Add the numbers that a program has reported, whose clock shows ``delay_seconds`` less."""
+        for line in lines.splitlines():
+            told_seconds, numbers = _read_line(line)
+            is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds
+            at_seconds = told_seconds + delay_seconds if is_possible else now_seconds
+            for name, value in numbers.items():
+                key = f"{OF_NUMBERS}{name}"
+                if key in self.by_name or sum(it.startswith(OF_NUMBERS) for it in self.by_name) < MAX_NUMBERS:
+                    self.add(key, "", at_seconds, value)
+
+    def _curve(self, name: str, unit: str) -> WindowedCurve:
+        if name not in self.by_name:
+            self.by_name[name] = WindowedCurve(unit)
+        return self.by_name[name]
+
+
+def _read_line(line: str) -> tuple[float, dict[str, float]]:
+    """The moment and the numbers in a line of a program; no numbers in what is no such line."""
+    try:
+        at_seconds, numbers = json.loads(line)
+        return float(at_seconds), {str(name): float(value) for name, value in numbers.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        return 0.0, {}
+
+
+class JobCurves:
+    """The curves of all instances of one attempt."""
+
+    def __init__(self, num_instances: int, began_at_seconds: float) -> None:
+        self._began_at_seconds = began_at_seconds
+        self.instances = [InstanceCurves() for _ in range(num_instances)]
+
+    def add_look(self, status: InstanceStatus, event: Mapping[str, Any], now_seconds: float) -> None:
+        """Add what an agent has seen of its instance, whose ``status`` is up to date."""
+        curves, at_seconds = self.instances[status.index], now_seconds - self._began_at_seconds
+        if "memory_bytes" in event:
+            curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
+            curves.add_total("cpu", "cores", at_seconds, event["cpu_seconds"])
+        if status.progress is not None and (num_steps := count_steps(status.progress)):
+            curves.add_total("steps_per_second", "1/s", at_seconds, num_steps)
+        if isinstance(lines := event.get("numbers"), str):
+            # the clocks of hosts differ; the message took no time
+            curves.add_lines(lines, at_seconds - event["read_at_seconds"], at_seconds)
+
+
+def count_steps(progress: Progress) -> int:
+    """How many steps a program has made, as far as is known: those that popdist counted, else its own number."""
+    return progress.num_steps or progress.step or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """A quantity of many instances: what it was at least, in the middle, and at most in each window."""
+
+    unit: str
+    window_seconds: float
+    low: Sequence[float | None]
+    middle: Sequence[float | None]
+    high: Sequence[float | None]
+
+    @classmethod
+    def of(cls, curves: Sequence[WindowedCurve]) -> Self:
+        """The fold of the curves of one quantity, of at least one instance."""
+        window_seconds = max(curve.window_seconds for curve in curves)
+        rows = [curve.values(window_seconds) for curve in curves]
+        length = max(map(len, rows))
+        columns = ([row[at] for row in rows if at < len(row)] for at in range(length))
+        known = [[it for it in column if it is not None] for column in columns]
+        return cls(
+            unit=curves[0].unit,
+            window_seconds=window_seconds,
+            low=[min(it, default=None) for it in known],
+            middle=[median(it) if it else None for it in known],
+            high=[max(it, default=None) for it in known],
+        )
+
+
+def curves_to_dict(curves: InstanceCurves) -> dict[str, object]:
+    """The curves of one instance as values that JSON knows."""
+    return {
+        name: {
+            "unit": curve.unit,
+            "seconds": _ends(len(values), curve.window_seconds),
+            "values": _rounded(values),
+            "last": _known(curve.last),
+        }
+        for name, curve in sorted(curves.by_name.items())
+        for values in [curve.values(curve.window_seconds)]
+    }
+
+
+def folds_to_dict(instances: Sequence[InstanceCurves]) -> dict[str, object]:
+    """The curves of many instances, folded, as values that JSON knows."""
+    folded: dict[str, object] = {}
+    for name in sorted({name for it in instances for name in it.by_name}):
+        fold = Fold.of([it.by_name[name] for it in instances if name in it.by_name])
+        folded[name] = {
+            "unit": fold.unit,
+            "seconds": _ends(len(fold.low), fold.window_seconds),
+            "min": _rounded(fold.low),
+            "median": _rounded(fold.middle),
+            "max": _rounded(fold.high),
+        }
+    return folded
+
+
+def _ends(num_windows: int, window_seconds: float) -> list[float]:
+    return [(index + 1) * window_seconds for index in range(num_windows)]
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Six digits are more than a picture shows, and half as long."""
+    return [None if it is None else float(f"{it:.6g}") for it in values]
+
+
+def _known(value: float | None) -> float | str | None:
+    """A number, or in words one that JSON lacks: ``nan``, ``inf``, ``-inf``."""
+    return value if value is None or math.isfinite(value) else str(value)
