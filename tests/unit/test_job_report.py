@@ -72,6 +72,17 @@ def test_a_large_job_shows_those_that_failed(tmp_path: Path) -> None:
     assert [row.split()[0] for row in text.splitlines() if " localhost " in row][-2:] == ["14", "37"]
 
 
+def test_a_job_that_still_runs_says_so(tmp_path: Path) -> None:
+    """As the report of a killed poprun does."""
+    job = timed_job()
+    job |= {"is_over": False, "exit_code": None}
+    job["attempts"][0] |= {"is_over": False, "exit_code": None, "first_failure": None, "verdict": None}
+    text = shown(tmp_path / "r.json", job)
+
+    assert "it was still running when this was written" in text
+    assert "3.0 s: still running" in text
+
+
 def test_a_job_that_never_ran_has_its_error(tmp_path: Path) -> None:
     """And no table."""
     text = shown(tmp_path / "r.json", {**JOB, "plan": None, "attempts": [], "exit_code": None, "error": "no MPI"})

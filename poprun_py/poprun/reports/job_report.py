@@ -29,9 +29,13 @@ Seconds = Annotated[float, between(0.0, 1e12)]
 class Curve:
     """A value in the course of an attempt, as its mean over windows of equal length."""
 
-    seconds: tuple[Seconds, ...]  # the end of each window, since the attempt began
-    values: tuple[float | None, ...]  # None where it is not known
-    unit: Text = ""
+    values: tuple[float | None, ...] = ()  # None where it is not known
+    median: tuple[float | None, ...] = ()  # in place of the values, where a curve stands for many instances
+
+    @property
+    def middle(self) -> tuple[float | None, ...]:
+        """The values, or the medians over instances."""
+        return self.values or self.median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +104,19 @@ class AttemptReport:
 
     started_at: Text
     duration_seconds: Seconds
-    exit_code: int
+    exit_code: int | None
+    is_over: bool = True
     stop_reason: Text = ""
     first_failure: Index | None = None
     verdict: VerdictReport | None = None
     instances: tuple[InstanceReport, ...]
     slowdowns: tuple[SlownessReport, ...] = ()
+    curves: Mapping[str, Curve] = field(default_factory=dict)  # of a job with many instances
+
+    def curves_of(self, name: str) -> list[Curve]:
+        """The curve of each instance that has it; of a job with many, the one that stands for all."""
+        own = [it.curves[name] for it in self.instances if name in it.curves]
+        return own or ([self.curves[name]] if name in self.curves else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +137,7 @@ class JobReport:
     poprun_version: Text
     job_id: Text
     exit_code: int | None
+    is_over: bool = True
     error: Text
     plan: PlanReport | None
     attempts: tuple[AttemptReport, ...]

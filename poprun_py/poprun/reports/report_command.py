@@ -5,10 +5,11 @@ import sys
 import click
 
 from popdist.contract import VERSION
+from poprun.reports.compare import compare as compare_jobs
 from poprun.reports.job_report import MOST_BYTES, JobReport, read_report
-from poprun.reports.show import render_report
+from poprun.reports.show import render_comparison, render_report
 from poprun.text.input_files import read_text
-from poprun.text.screen import has_color, print_out, run_click, width
+from poprun.text.screen import has_color, log, print_out, run_click, width
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 
@@ -32,6 +33,23 @@ def show(file: str) -> None:
     REPORT is a file that `poprun --report FILE.json` wrote, or - for standard input.
     """
     print_out(render_report(_read(file), width=width(), has_color=has_color()))
+
+
+@report.command()
+@click.argument("before", metavar="FIRST")
+@click.argument("after", metavar="SECOND")
+@click.option("--fail-on-worse", is_flag=True, help="Exit with 1 if SECOND is slower, or takes more memory.")
+def compare(before: str, after: str, *, fail_on_worse: bool) -> None:
+    """Say what became slower or better from one report to another, and where.
+
+    A difference is told if it is larger than the noise of both runs. Exit code 0: both could be compared.
+    """
+    found = compare_jobs(_read(before), _read(after))
+    for warning in found.warnings:
+        log(f"warning: {warning}")
+    print_out(render_comparison(found, width=width(), has_color=has_color()))
+    if fail_on_worse and found.is_worse:
+        click.get_current_context().exit(1)
 
 
 def _read(file: str) -> JobReport:

@@ -1,4 +1,4 @@
-"""A report of a job in words and tables: how it ended, who was at fault, where the time went. Pure."""
+"""A report of a job, or the comparison of two, in words and tables. Pure."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,13 @@ from rich.text import Text
 from popdist.errors import name_instances
 from poprun.job.verdict import describe_verdict
 from poprun.render.table import terminal_text
+from poprun.reports.compare import Comparison, Difference
 from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport, SlownessReport
 from poprun.text.ranges import counted, describe_bytes, fold_hosts
 
 _MOST_ROWS: Final = 16
 _LABEL_WIDTH: Final = 11
+_TEXTS: Final = ("host", "replicas", "end", "figure", "change")  # columns that stand to the left
 _MOST_SLOWDOWNS: Final = 8
 
 
@@ -24,6 +26,29 @@ def render_report(job: JobReport, *, width: int, has_color: bool) -> str:
     """The whole report in at most ``width`` columns; coloured if ``has_color``."""
     parts = chain(_job(job), *(_attempt(job, number) for number in range(len(job.attempts))))
     return terminal_text(*parts, width=width, has_color=has_color)
+
+
+def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
+    """The comparison: in the first line what differs, then all figures, and where differences come from."""
+    told = [f"{it.figure}: {_change(it)}" for it in found.differences if it.is_known]
+    rows = [
+        {
+            "figure": it.figure,
+            "first": it.before,
+            "second": it.after,
+            "change": _change(it),
+            "noise": f"{it.noise:.1%}" if it.noise else "",
+        }
+        for it in found.differences
+    ]
+    notes = [f"{it.figure}: {note}" for it in found.differences for note in it.notes]
+    head = "; ".join(told) or "no difference"
+    return terminal_text(head, "", _table(rows), "", *notes, width=width, has_color=has_color)
+
+
+def _change(difference: Difference) -> str:
+    """The change of a figure, such as ``10.7% slower``."""
+    return f"{abs(difference.share):.1%} {difference.change}" if difference.is_known else difference.change
 
 
 def _job(job: JobReport) -> Iterator[Text]:
@@ -34,7 +59,8 @@ def _job(job: JobReport) -> Iterator[Text]:
         sizes = (counted(plan.num_instances, "instance"), counted(plan.num_replicas, "replica"))
         yield _fact("size", f"{', '.join(sizes)} on {fold_hosts(plan.hosts)}")
         yield _fact("program", shlex.join(plan.program))
-    end = "it never ran" if job.exit_code is None else f"exit code {job.exit_code}"
+    end = f"exit code {job.exit_code}" if job.attempts else "it never ran"
+    end = end if job.is_over else "none: it was still running when this was written"
     yield _fact("end", f"{end}: {job.error}" if job.error else end)
 
 
@@ -67,6 +93,8 @@ def _end_of(attempt: AttemptReport) -> str:
     failed = next((it for it in attempt.instances if it.index == attempt.first_failure), None)
     if failed is not None:
         return f"instance {failed.index} failed first, {_end_of_instance(failed)}"
+    if not attempt.is_over:
+        return "still running"
     return attempt.stop_reason or ("ended well" if not attempt.exit_code else f"exit code {attempt.exit_code}")
 
 
@@ -74,7 +102,7 @@ def _end_of_instance(instance: InstanceReport) -> str:
     if instance.problem:
         return instance.problem
     if instance.exit_code is None:
-        return "no end was seen"
+        return "running, or lost"
     end = instance.signal or f"exit code {instance.exit_code}"
     return f"{end}, ended by poprun" if instance.was_stopped else end
 
@@ -137,12 +165,11 @@ def _shares(instance: InstanceReport) -> Mapping[str, str]:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Rows under their headings, without columns that are empty."""
+    """Rows under their headings, without columns that are empty; those of ``texts`` stand to the left."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
     headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
     for heading in headings:
-        is_text = heading in ("host", "replicas", "end")
-        table.add_column(Text(heading), justify="left" if is_text else "right", overflow="fold")
+        table.add_column(Text(heading), justify="left" if heading in _TEXTS else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(row.get(heading, "")) for heading in headings))
     return table
