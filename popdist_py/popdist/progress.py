@@ -10,20 +10,32 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Self
+from zlib import crc32
 
 from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
 from popdist.errors import runs_of
+from popdist.startup import phase_sampler
 
 PAGE_BYTES: Final = 4096
 """Where the page ends and the text about threads begins."""
 
 USED_BYTES: Final = 272
-"""So much of the page is in use; the rest is zeros."""
+"""So much of the page says how far the program is; behind it stand its counters, places and stamps."""
+
+_COUNTERS: Final = struct.Struct(phase_sampler.COUNTERS_FORMAT)
+_SAMPLES: Final = struct.Struct("=Q")
+_SAMPLES_AT: Final = phase_sampler.COUNTERS_AT + _COUNTERS.size
+COUNTED_BYTES: Final = _SAMPLES_AT + _SAMPLES.size
+"""So much of it an agent passes on each second; the whole page when it is asked for calls."""
+
+_STAMP: Final = struct.Struct("=IId")
+_STAMPS_AT: Final = phase_sampler.PLACES_AT + len(phase_sampler.PHASES) * phase_sampler.PLACE_BYTES
+_NUM_STAMPS: Final = (PAGE_BYTES - _STAMPS_AT) // _STAMP.size
 
 MAX_NAME_BYTES: Final = 96
 """Longest name of a collective; a longer one is cut."""
@@ -104,17 +116,71 @@ class Progress:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCounters:
+    """Where a program's time has gone so far, as its sampler has seen it; totals, in seconds."""
+
+    seconds: Mapping[str, float]  # by phase: `popdist.startup.phase_sampler.PHASES`
+    idle_backward_seconds: float  # of the backward pass, in which the main thread used no processor
+    disk_seconds: float  # in which the main thread waited for a disk
+    long_forward_seconds: float  # in forward passes that took seconds without a step of an optimizer
+    gc_seconds: float  # collecting Python's garbage
+    began_at_seconds: float  # monotonic time, by the program's host, at which the sampler began
+    num_optimizer_steps: int
+    num_samples: int  # that popdist has given the program; 0 where it knows of none
+
+    @classmethod
+    def read(cls, page: bytes) -> Self | None:
+        """What ``page`` says; None where no sampler has written."""
+        if len(page) < COUNTED_BYTES:
+            return None
+        num_steps, *seconds, idle, disk, long_forward, gc, began = _COUNTERS.unpack_from(
+            page, phase_sampler.COUNTERS_AT
+        )
+        return (
+            cls(
+                seconds=dict(zip(phase_sampler.PHASES, seconds, strict=True)),
+                idle_backward_seconds=idle,
+                disk_seconds=disk,
+                long_forward_seconds=long_forward,
+                gc_seconds=gc,
+                began_at_seconds=began,
+                num_optimizer_steps=num_steps,
+                num_samples=_SAMPLES.unpack_from(page, _SAMPLES_AT)[0],
+            )
+            if began
+            else None
+        )
+
+
+def read_places(page: bytes) -> dict[str, str]:
+    """The line of the program's own code that was met most in each phase, as ``file:line``, where one was."""
+    size = phase_sampler.PLACE_BYTES
+    fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, _STAMPS_AT, size)]
+    texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)
+    return {phase: text for phase, text in zip(phase_sampler.PHASES, texts, strict=True) if text}
+
+
+def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
+    """When popdist's last collectives were called (seconds since 1970): by group, and number in the group."""
+    stamps: dict[str, dict[int, float]] = {}
+    for group, number, at_seconds in _STAMP.iter_unpack(page[_STAMPS_AT : _STAMPS_AT + _NUM_STAMPS * _STAMP.size]):
+        if number:
+            stamps.setdefault(f"popdist {group}", {})[number] = at_seconds
+    return stamps
+
+
 class ProgressPage:
     """The page on which this process writes how far it is; before ``open()`` it writes where nobody reads."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self.is_watched = False  # whether an agent reads it
-        self._use(memoryview(bytearray(USED_BYTES)) if memory is None else memory)
+        self._use(memoryview(bytearray(PAGE_BYTES)) if memory is None else memory)
 
     def close(self) -> None:
         """Stop writing to the page."""
         self.is_watched = False
-        self._use(memoryview(bytearray(USED_BYTES)))
+        self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def open(self, descriptor: int) -> None:
         """Write from now on to the page behind ``descriptor``, if it is one."""
@@ -137,6 +203,9 @@ class ProgressPage:
 
     def _use(self, memory: memoryview) -> None:
         """Write to ``memory``, whose address is a multiple of 8."""
+        self._whole = memory
+        self._num_stamps = 0
+        self._groups: dict[tuple[int, ...], tuple[int, int]] = {}
         self._memory = memory[:USED_BYTES]
         self._words = self._memory.cast("Q")
         self._floats = self._memory.cast("d")
@@ -199,6 +268,20 @@ class ProgressPage:
             self._words[0] = self._words[_BEGUN]
         self._words[_NUM_WAITS] += 1
         self._floats[_WAITING_SINCE] = time.monotonic()
+        self._stamp(tuple(members))
+
+    def _stamp(self, members: tuple[int, ...]) -> None:
+        """Write when the program came to a collective of ``members``, over the oldest such moment."""
+        group, number = self._groups.get(members) or (crc32(repr(members).encode()), 0)
+        self._groups[members] = group, number + 1
+        at = _STAMPS_AT + self._num_stamps % _NUM_STAMPS * _STAMP.size
+        _STAMP.pack_into(self._whole, at, group, number + 1, time.time())
+        self._num_stamps += 1
+
+    def count_samples(self, num_samples: int) -> None:
+        """Say that the program was given so many samples more."""
+        (before,) = _SAMPLES.unpack_from(self._whole, _SAMPLES_AT)
+        _SAMPLES.pack_into(self._whole, _SAMPLES_AT, before + num_samples)
 
     def wait_again(self) -> None:
         """Write that the program waits again in the collective of the last wait, or for its data."""

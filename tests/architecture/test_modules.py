@@ -44,7 +44,8 @@ OF_TORCHS_BACKENDS = words(
 """The methods that torch has a backend have, and their operators."""
 
 OF_THE_START = words(
-    "_frozen_importlib_external _getframe _clear_internal_caches _clear_type_cache _default_pg_init_method"
+    "_frozen_importlib_external _getframe _current_frames _clear_internal_caches _clear_type_cache"
+    " _default_pg_init_method"
 )
 """What `popdist.startup` asks for, which runs in every Python of a job: guarded there."""
 

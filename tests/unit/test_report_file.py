@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from popdist.progress import Progress
+from popdist.progress import PhaseCounters, Progress
+from popdist.startup.phase_sampler import PHASES
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
 from poprun.job.performance.curves import JobCurves
+from poprun.job.performance.slowness import Slowness
 from poprun.job.record import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
@@ -26,6 +28,25 @@ from poprun.text.atomic_file import check_target, write_whole
 from tests.planning import planned
 
 PLAN = planned(num_instances=2, num_replicas=4)
+COUNTERS = PhaseCounters(
+    seconds={**dict.fromkeys(PHASES, 0.0), "forward": 1.0},
+    idle_backward_seconds=0.0,
+    disk_seconds=0.0,
+    long_forward_seconds=0.0,
+    gc_seconds=0.0,
+    began_at_seconds=10.5,
+    num_optimizer_steps=7,
+    num_samples=0,
+)
+SLOWDOWN = Slowness(
+    instance=1,
+    phase="data",
+    delay_seconds=0.1,
+    share=0.5,
+    since_seconds=2.0,
+    since_step=20,
+    reasons=("its disk",),
+)
 GOOD = InstanceStatus(
     index=0,
     state=InstanceState.ENDED,
@@ -33,8 +54,9 @@ GOOD = InstanceStatus(
     started_at_seconds=10.0,
     exited_at_seconds=12.25,
     memory=MemoryCurve().after(10.5, 1000).after(11.5, 3000).after(12.0, 2000),
+    counters=COUNTERS,
 )
-KILLED = replace(GOOD, index=1, exit_code=-15, exited_at_seconds=11.0)
+KILLED = replace(GOOD, index=1, exit_code=-15, exited_at_seconds=11.0, counters=None)
 THEN = 1_700_000_001.0
 CALL = Call(name="all_reduce", number=3, sizes=((4,),), types=("float32",), is_done=False, at_epoch_seconds=THEN)
 EVIDENCE = InstanceEvidence(
@@ -60,6 +82,7 @@ END = JobEnd(
     stop_reason="instance 1 failed",
     evidence={0: EVIDENCE},
     clocks={"n2": CLOCK},
+    slowdowns=[SLOWDOWN],
     findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}, verdict=VERDICT),
 )
 LEASE = HeldLease(host="n1", names=("GPU 0", "GPU 1"), pool="/pool", partition="p")
@@ -104,6 +127,18 @@ JOB = {
                 }
             },
             "curves": {},
+            "slowdowns": [
+                {
+                    "instance": 1,
+                    "phase": "data",
+                    "delay_seconds": 0.1,
+                    "share": 0.5,
+                    "since_seconds": 2.0,
+                    "since_step": 20,
+                    "until_seconds": None,
+                    "reasons": ["its disk"],
+                }
+            ],
             "instances": [
                 {
                     "index": 0,
@@ -120,9 +155,10 @@ JOB = {
                     "duration_seconds": 2.25,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
-                    "num_steps": None,
+                    "num_steps": 7,
                     "last_lines": [],
                     "curves": {},
+                    "phase_seconds": {**dict.fromkeys(PHASES, 0.0), "start": 1.25, "forward": 1.0, "waiting": 0.0},
                     "evidence": {
                         "stack": ["train.py:7 in main"],
                         "helpers": [{"process": "process 9: ended", "stack": []}],
@@ -162,6 +198,7 @@ JOB = {
                     "num_steps": None,
                     "last_lines": [],
                     "curves": {},
+                    "phase_seconds": {},
                     "evidence": None,
                 },
             ],

@@ -49,8 +49,9 @@ def begin() -> None:
     import atexit  # noqa: PLC0415 - only the program itself pays for it
 
     atexit.register(announce_lone_training, os.getpid(), page, signals)
+    finder = load_module("startup", "after_import").AfterImport()
+    finder.call("torch", lambda _torch: load_module("startup", "phase_sampler").start(page))
     if os.environ.get(WORLD_SIZE, "1") != "1":
-        finder = load_module("startup", "after_import").AfterImport()
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
@@ -64,6 +65,7 @@ def load_module(*place: str) -> ModuleType:
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     loader = SourceFileLoader(name, os.path.join(folder, *place) + ".py")
     module = type(sys)(name)
+    module.__file__ = loader.path
     loader.exec_module(module)
     return module
 

@@ -18,7 +18,7 @@ from popdist.contract import (
     STORE_DESCRIPTOR,
     Endpoint,
 )
-from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, RECORDER_AT, USED_BYTES
+from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, COUNTED_BYTES, RECORDER_AT
 from poprun.errors import LaunchError, describe_error
 from poprun.job.state import JobIdentity
 from poprun.messages.control import (
@@ -275,7 +275,7 @@ def start_order(
         "store_variable": STORE_DESCRIPTOR,
         "progress_variable": PROGRESS_DESCRIPTOR,
         "numbers_variable": NUMBERS_DESCRIPTOR if plan.has_curves else "",
-        "progress_bytes": USED_BYTES,
+        "progress_bytes": COUNTED_BYTES,
         "announcement_at": ANNOUNCEMENT_AT,
         "recorder_at": RECORDER_AT,
         "announcement_format": ANNOUNCEMENT_FORMAT,

@@ -17,7 +17,7 @@ from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, JobEnd, Record, exit_code
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import JobIdentity, Phase
+from poprun.job.state import InstanceState, JobIdentity, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
@@ -136,6 +136,7 @@ class Attempt:
             self._record.hang_watch.update(self._record.statuses, now)
             self._handle_stacks(now)
             self._ask_clocks(now)
+            self._watch_performance(now)
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
@@ -178,7 +179,7 @@ class Attempt:
         kind = event["event"]
         if kind == "runtime_lost" and self._is_launchers_child(instance):
             return  # it has ended itself, and its exit code says how
-        if kind not in ("stats", "stacks", "clock"):
+        if kind not in ("stats", "stacks", "clock", "calls"):
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
         if kind == "hello":
@@ -279,6 +280,28 @@ class Attempt:
         if verdict.is_about_absence:
             inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
         return describe_verdict(verdict, self._plan.parallelism)
+
+    def _watch_performance(self, now_seconds: float) -> None:
+        """Ask the programs now and then when they have called their collectives, and say who is slow."""
+        statuses = self._record.statuses
+        if self._record.phase is not Phase.RUNNING or any(status.counters is None for status in statuses):
+            return
+        if len(statuses) == 1 or any(status.state is not InstanceState.RUNNING for status in statuses):
+            return
+        if self._record.performance is None:
+            from poprun.job.performance.watch import PerformanceWatch  # noqa: PLC0415 - for programs of torch's only
+
+            self._record.performance = PerformanceWatch(self._record.began_at_seconds)
+        watch = self._record.performance
+        for line in watch.update(len(statuses), now_seconds):
+            log(line)
+        if watch.is_due(now_seconds):
+            fits = self._clocks.fits() if self._clocks is not None else {}
+            hosts = {index: self._plan.instance(index).host for index in range(len(statuses))}
+            now_ns = time.time_ns()
+            ahead = {index: fits[host].offset_at(now_ns) if host in fits else 0.0 for index, host in hosts.items()}
+            watch.ask(ahead, now_seconds)
+            self._links.send_to_all({"order": "calls"})
 
     def _print_stacks(self, text: str) -> None:
         """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""
@@ -396,6 +419,8 @@ class Attempt:
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
             clocks=self._clocks.fits() if self._clocks is not None else {},
+            slowdowns=record.performance.slowdowns if record.performance else (),
+            waiting_seconds=record.performance.waiting_seconds if record.performance else {},
             is_over=is_over,
             curves=record.curves,
             last_lines=self._streams.last_lines(),
@@ -404,6 +429,8 @@ class Attempt:
     def _report(self) -> JobEnd:
         """The end of the attempt, after a failure was explained to the user."""
         end = self.end(is_over=True)
+        for line in self._record.performance.summary() if self._record.performance else ():
+            log(line)
         if exit_code(end) == 0 and not end.survivors:
             return end
         from poprun.job.report.printed_report import explain  # noqa: PLC0415 - jobs that end well need none

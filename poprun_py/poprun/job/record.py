@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
-from popdist.progress import Progress
+from popdist.progress import PhaseCounters, Progress
 from poprun.errors import SHORTAGES, OutputError, describe_error
 from poprun.job.state import (
     AGENT_FROZEN,
@@ -28,6 +28,7 @@ from poprun.job.state import (
     InstanceStatus,
     JobIdentity,
     JobSnapshot,
+    MachineTotals,
     Phase,
     Usage,
     shell_code,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from poprun.job.evidence import InstanceEvidence
     from poprun.job.hangs import Hang
     from poprun.job.performance.curves import JobCurves
+    from poprun.job.performance.slowness import Slowness
+    from poprun.job.performance.watch import PerformanceWatch
     from poprun.job.report.findings import Findings
     from poprun.job.signals import ReceivedSignals
     from poprun.job.verdict import Verdict
@@ -100,7 +103,10 @@ def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: flo
         busy_at_seconds = status.busy_at_seconds if _is_idle(status.usage, usage) else now_seconds
         memory = status.memory.after(now_seconds, usage.memory_bytes)
         status = replace(status, usage=usage, busy_at_seconds=busy_at_seconds, memory=memory)
-    progress = Progress.read(bytes.fromhex(event["progress"]))
+        status = replace(status, machine=MachineTotals.read(event))
+    page = bytes.fromhex(event["progress"])
+    status = replace(status, counters=PhaseCounters.read(page) or status.counters)
+    progress = Progress.read(page)
     if progress is None or progress == status.progress:
         return status
     return replace(status, progress=progress, progressed_at_seconds=now_seconds)
@@ -259,11 +265,10 @@ class Record:
         self.stop_reason = ""  # why poprun stops it; empty when it does not
         # what instances have told when they were asked last, or left behind when they failed, by index
         self.evidence: dict[int, InstanceEvidence] = {}
-        self.verdict_of_hang: Verdict | None = (
-            None  # who keeps the others waiting, when the user was told of a hang
-        )
+        self.verdict_of_hang: Verdict | None = None  # who keeps the others waiting, when the user was told so
         # what is measured of them, where somebody asked for it
         self.curves = _empty_curves(plan.num_instances, now_seconds) if plan.has_curves else None
+        self.performance: PerformanceWatch | None = None  # who is slow; None before the first look
         self._is_asked = False  # whether they were asked because of a failure
         self._asked: set[int] = set()  # those that have not answered yet
         self._asked_at_seconds = 0.0
@@ -288,6 +293,8 @@ class Record:
 
             self._asked.discard(instance)
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
+        if event["event"] == "calls" and self.performance is not None:
+            self.performance.add(event, self.statuses[instance], now_seconds)
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             self.runtimes[instance] = event["runtime"]
@@ -429,8 +436,10 @@ class JobEnd:
     is_over: bool = True  # False for one that runs, whose end this is not
     curves: "JobCurves | None" = None  # what was measured, where somebody asked for it
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # what instances printed last, as above
-    verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job that was stopped for that
+    verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job stopped for that
     clocks: Mapping[str, "ClockFit"] = field(default_factory=dict)  # of the hosts other than poprun's own, by name
+    slowdowns: Sequence["Slowness"] = ()  # who has kept the others waiting, by time
+    waiting_seconds: Mapping[int, float] = field(default_factory=dict)  # for the slowest, by instance
     # what there is to say of a job that did not end well; None for one that did
     findings: "Findings | None" = None
 

@@ -1,14 +1,14 @@
 """The identity of a job, its state and that of its instances at one moment, and exit codes in words. Pure."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
-from popdist.progress import Progress
+from popdist.progress import PhaseCounters, Progress
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 
 if TYPE_CHECKING:
@@ -128,6 +128,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineTotals:
+    """What the machine has kept from an instance since its program began."""
+
+    run_delay_seconds: float = 0.0  # its main thread wanted a core and had none
+    throttled_seconds: float = 0.0  # its control group was not allowed to compute
+    num_major_faults: float = 0.0  # pages of its processes that had to come from a disk
+    num_in_disk_wait: int = 0  # of its processes, at this moment
+
+    @classmethod
+    def read(cls, event: Mapping[str, Any]) -> Self:
+        """The totals in an agent's event."""
+        return cls(
+            run_delay_seconds=event.get("run_delay_seconds", 0.0),
+            throttled_seconds=event.get("throttled_seconds", 0.0),
+            num_major_faults=event.get("major_faults", 0.0),
+            num_in_disk_wait=event.get("num_in_disk_wait", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
     """The state of one instance."""
 
@@ -145,6 +165,8 @@ class InstanceStatus:
     busy_at_seconds: float | None = None
     memory: MemoryCurve = _NO_MEMORY  # how much memory they held in the course of time
     progress: Progress | None = None  # what the program said of itself when it was looked at last, or None
+    counters: PhaseCounters | None = None  # where its time has gone, or None where no sampler runs
+    machine: MachineTotals | None = None
     # monotonic time at which the last change of ``progress`` was heard of
     progressed_at_seconds: float | None = None
 

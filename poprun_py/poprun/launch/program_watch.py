@@ -11,6 +11,7 @@ import os
 import time
 from _struct import calcsize, unpack
 
+from poprun.launch.machine_facts import measure_machine
 from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, words_of
 
 TYPE_CHECKING = False  # as typing has it
@@ -60,7 +61,7 @@ _STOPPED = ("T", "t")
 _NO_CHANNEL = ("", "0")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 11, 12
+_MAJOR_FAULTS_FIELD, _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 9, 11, 12
 _RESIDENT_FIELD, _SHARED_FIELD = 1, 2
 LONGEST_SECONDS = 2.0  # how long a program may take to write its stacks
 _STILL_SECONDS = 0.1
@@ -133,7 +134,7 @@ def _read(pid: int, file: str) -> str:
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
     """The memory and processor time of the processes of ``keys``, parents first, as far as they still live."""
     # of the memory of those after the first, what they share with others is left out
-    memory_bytes, cpu_ticks, num_processes = 0, 0, 0
+    memory_bytes, cpu_ticks, num_processes, num_faults, num_in_disk = 0, 0, 0, 0, 0
     for key in keys:
         try:
             with open(f"/proc/{key.pid}/statm", "rb") as file:
@@ -144,11 +145,19 @@ def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
             continue
         fields = stat[stat.rindex(b")") + 2 :].split()
         cpu_ticks += int(fields[_USER_TIME_FIELD]) + int(fields[_SYSTEM_TIME_FIELD])
+        num_faults += int(fields[_MAJOR_FAULTS_FIELD])
+        num_in_disk += fields[0] == b"D"
         shared = int(pages[_SHARED_FIELD]) if num_processes else 0
         memory_bytes += (int(pages[_RESIDENT_FIELD]) - shared) * _PAGE_BYTES
         num_processes += 1
     cpu_seconds = cpu_ticks / _TICKS_PER_SECOND
-    return {"memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds, "num_processes": num_processes}
+    return {
+        "memory_bytes": memory_bytes,
+        "cpu_seconds": cpu_seconds,
+        "num_processes": num_processes,
+        "major_faults": num_faults,
+        "num_in_disk_wait": num_in_disk,
+    }
 
 
 class StackQuestion:
@@ -235,6 +244,25 @@ class ProgramQuestion:
         if self._event is None or self._record is None:
             return None
         return {**self._event, "recorder": self._record}
+
+
+class CallsQuestion:
+    """One question for the moments at which the program called its last collectives, and for its whole page."""
+
+    def __init__(self, page: int, pid: int, descriptor: int) -> None:
+        self._page = page
+        self._recorder: RecorderQuestion | None = None
+        if descriptor and not is_stopped(pid):
+            from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - some have no recorder
+
+            self._recorder = RecorderQuestion(pid, descriptor, is_about_moments=True)
+
+    def answer(self) -> Message | None:
+        """The event with both; None as long as the recorder may still answer."""
+        groups = {} if self._recorder is None else self._recorder.answer()
+        if groups is None:
+            return None
+        return {"event": "calls", "groups": groups, "page": os.pread(self._page, _TEXT_AT, 0).hex()}
 
 
 def _is_full(place: str) -> bool:
@@ -338,7 +366,8 @@ class ProgramWatch:
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
         self._num_looks += 1
-        return {"event": "stats", **measure(self._tree), "progress": self._read_page(), **self._read_numbers()}
+        facts = {**measure(self._tree), **measure_machine(self._announced()[0])}
+        return {"event": "stats", **facts, "progress": self._read_page(), **self._read_numbers()}
 
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
         """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
@@ -346,6 +375,10 @@ class ProgramWatch:
         return ProgramQuestion(
             StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers), pid, self._recorder()
         )
+
+    def ask_for_calls(self) -> CallsQuestion:
+        """Request the moments of the program's last collectives."""
+        return CallsQuestion(self._page, self._announced()[0], self._recorder())
 
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""

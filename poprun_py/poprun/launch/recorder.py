@@ -25,6 +25,7 @@ MAX_CALLS: Final = 6
 """So many of a group's last calls are passed on, and as many of those that are not done."""
 
 ANSWER_SECONDS: Final = 0.3
+MOMENTS_SECONDS: Final = 2.0
 _REQUEST: Final = (
     b"POST /handler/fr_trace_json HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
@@ -35,8 +36,9 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 class RecorderQuestion:
     """One question to the recorder in process ``pid``, behind its descriptor; nothing here waits."""
 
-    def __init__(self, pid: int, descriptor: int) -> None:
-        self._deadline_seconds = time.monotonic() + ANSWER_SECONDS
+    def __init__(self, pid: int, descriptor: int, *, is_about_moments: bool = False) -> None:
+        self._cut = list_calls if is_about_moments else cut_record
+        self._deadline_seconds = time.monotonic() + (MOMENTS_SECONDS if is_about_moments else ANSWER_SECONDS)
         self._received = b""
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._link.settimeout(0.0)
@@ -61,7 +63,7 @@ class RecorderQuestion:
             self._received += data
             if not data or len(self._received) > _MOST_BYTES:
                 self._end()
-        return cut_record(self._received.partition(b"\r\n\r\n")[2])
+        return self._cut(self._received.partition(b"\r\n\r\n")[2])
 
     def _end(self) -> None:
         self._is_over = True
@@ -81,15 +83,36 @@ def cut_record(text: bytes) -> Message:
     return {"groups": groups}
 
 
+def list_calls(text: bytes) -> Message:
+    """Of what torch's recorder holds as JSON: when each collective was called, by group; else nothing."""
+    try:
+        record: dict[str, Any] = decode(text)
+        groups: dict[str, dict[str, Any]] = {}
+        for entry in record.get("entries") or []:
+            if not entry.get("is_p2p"):
+                name = str(entry["process_group"][0])
+                group = groups.setdefault(name, {"ranks": _ranks(name, record), "numbers": [], "microseconds": []})
+                group["numbers"].append(int(entry["collective_seq_id"]))
+                group["microseconds"].append(int(entry["time_created_ns"]) // 1000)
+    except (ProtocolError, AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return {}
+    return {**groups}
+
+
+def _ranks(name: str, record: dict[str, Any]) -> object:
+    """The ranks of a group as torch tells them, or none."""
+    config = (record.get("pg_config") or {}).get(name) or {}
+    return decode(f'{{"ranks":{config.get("ranks") or "[]"}}}'.encode())["ranks"]
+
+
 def _cut_group(name: str, entries: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[str, Any]:
     last = list(entries[-MAX_CALLS:])
     open_calls = [entry for entry in entries[:-MAX_CALLS] if not entry.get("retired")][:MAX_CALLS]
-    config = (record.get("pg_config") or {}).get(name) or {}
     status = (record.get("pg_status") or {}).get(str(entries[-1].get("pg_id"))) or {}
     return {
         "name": name,
         "text": str(entries[-1]["process_group"][1]),
-        "ranks": decode(f'{{"ranks":{config.get("ranks") or "[]"}}}'.encode())["ranks"],
+        "ranks": _ranks(name, record),
         "num_called": int(status.get("last_enqueued_collective", 0)),
         "num_done": int(status.get("last_completed_collective", 0)),
         "calls": [_cut_call(entry) for entry in (*open_calls, *last)],

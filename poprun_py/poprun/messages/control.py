@@ -49,6 +49,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "signal_unhandled": {"signal": int},  # no process of the program handles a signal
     "stacks": {"text": str, "processes": list},  # where the program stands
     "clock": {"sent_ns": int, "answered_ns": int},  # poprun's clock as it asked, and the agent's
+    "calls": {"groups": dict, "page": str},  # when it has called its last collectives, and its whole page
     "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
     "shim_lost": {},  # the MPI runtime killed the shim
     "ended": {},  # nothing of the program's tree is left

@@ -19,6 +19,8 @@ PYTHON_PATH = "PYTHONPATH"
 HASH_SEED = "PYTHONHASHSEED"
 
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
+RECORDER_LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+RECORDED_CALLS = 256  # calls that torch's recorder keeps: to read all takes it 3 ms, every few seconds
 
 STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startup")
 """Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
@@ -114,6 +116,8 @@ def program_environment(
             if name not in user
         }
     env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
+    if plan.num_instances > 1 and not user.keys() & set(RECORDER_LENGTHS):
+        env[RECORDER_LENGTHS[0]] = str(RECORDED_CALLS)
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"
     return env | hash_seed(user)

@@ -1,1 +1,1 @@
-"""How fast the instances of a job are, and what their speed and their numbers were in the course of time. Pure."""
+"""How fast the instances of a job are, what their numbers were in the course of time, and who is slow."""

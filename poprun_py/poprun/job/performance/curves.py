@@ -9,7 +9,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final, Self
 
-from popdist.progress import Progress
 from poprun.job.state import InstanceStatus
 
 MAX_WINDOWS: Final = 600  # of a curve; one that would have more doubles its windows
@@ -132,16 +131,18 @@ class JobCurves:
         if "memory_bytes" in event:
             curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
             curves.add_total("cpu", "cores", at_seconds, event["cpu_seconds"])
-        if status.progress is not None and (num_steps := count_steps(status.progress)):
+        if num_steps := count_steps(status):
             curves.add_total("steps_per_second", "1/s", at_seconds, num_steps)
         if isinstance(lines := event.get("numbers"), str):
             # the clocks of hosts differ; the message took no time
             curves.add_lines(lines, at_seconds - event["read_at_seconds"], at_seconds)
 
 
-def count_steps(progress: Progress) -> int:
-    """How many steps a program has made, as far as is known: those that popdist counted, else its own number."""
-    return progress.num_steps or progress.step or 0
+def count_steps(status: InstanceStatus) -> int:
+    """How many steps a program has made, as far as is known: those that were counted, else its own number."""
+    if status.counters is not None and status.counters.num_optimizer_steps:
+        return status.counters.num_optimizer_steps
+    return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,14 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Final
 
 from popdist import contract
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
+from poprun.job.performance.phase_times import split_time
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.stacks import Standing
@@ -76,6 +78,7 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "survivors": list(end.survivors),
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
         "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(end.clocks.items())},
+        "slowdowns": [{**asdict(it), "reasons": list(it.reasons)} for it in end.slowdowns],
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],
@@ -165,9 +168,10 @@ def _instance_to_dict(
             [round(at_seconds - (began or 0.0), _DIGITS), num_bytes]
             for at_seconds, num_bytes in status.memory.samples
         ],
-        "num_steps": None if status.progress is None else count_steps(status.progress) or None,
+        "num_steps": count_steps(status) or None,
         "last_lines": list(end.last_lines.get(status.index, ())),
         "curves": curves_to_dict(curves) if (curves := _own_curves(end, status.index)) else {},
+        "phase_seconds": _phase_seconds(end, status),
         "evidence": _evidence_to_dict(known) if (known := end.evidence.get(status.index)) else None,
     }
 
@@ -175,6 +179,20 @@ def _instance_to_dict(
 def _own_curves(end: JobEnd, index: int) -> InstanceCurves | None:
     """The curves of an instance, where they are not folded with those of many others."""
     return None if end.curves is None or len(end.statuses) > MAX_FOLDED else end.curves.instances[index]
+
+
+def _phase_seconds(end: JobEnd, status: InstanceStatus) -> dict[str, float]:
+    """Where the time of an instance went, until now where it runs; empty where nobody has looked."""
+    began, ended = status.started_at_seconds, status.exited_at_seconds
+    if status.counters is None or began is None:
+        return {}
+    seen_seconds = sum(status.counters.seconds.values())
+    parts = split_time(
+        seen_seconds if ended is None else ended - began,
+        status.counters,
+        end.waiting_seconds.get(status.index, 0.0),
+    )
+    return {name: round(seconds, _DIGITS) for name, seconds in parts.items()}
 
 
 def _utc(epoch_seconds: float) -> str:

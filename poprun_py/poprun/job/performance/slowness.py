@@ -1,0 +1,156 @@
+"""Who keeps the others waiting, in which phase, and why: from the last windows of a job. Pure.
+
+Nobody is named unless one instance comes later than most others in several windows in a row, by a part of a step
+that matters, and by far more than anybody else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Final
+
+from popdist.errors import name_instances
+from poprun.job.performance.arrivals import Window
+
+NUM_WINDOWS: Final = 4
+"""So many windows in a row must agree."""
+
+_LEAST_SECONDS: Final = 0.004
+_LEAST_SHARE: Final = 0.06  # of a step
+_LEAD: Final = 2.0  # so many times later than anybody else
+_LEAST_PAUSE_SECONDS: Final = 1.0
+_LEAST_CAUSE: Final = 0.4  # a reason explains at least this part of the lost time
+_MORE_SAMPLES: Final = 1.1
+_FAULTS_A_SECOND: Final = 100.0
+_OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """One instance that others wait for, from a moment on."""
+
+    instance: int
+    phase: str
+    delay_seconds: float  # by how much it is later than most others, in a step
+    share: float  # of a step's time, 0 to 1
+    since_seconds: float  # since the attempt's begin
+    since_step: int  # optimizer steps that were done then; 0 where nobody counts them
+    until_seconds: float | None = None  # None while it lasts
+    reasons: tuple[str, ...] = ()  # why, as far as the machine shows it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """One instance has done alone, for a second or more, what the others wait for by design."""
+
+    instance: int
+    phase: str  # checkpoint or validation
+    seconds: float
+
+
+def find_slowness(windows: Sequence[Window]) -> Slowness | None:
+    """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few."""
+    last = windows[-NUM_WINDOWS:]
+    if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
+        return None
+    latest = max(last[0].delays, key=lambda index: sum(window.delays[index] for window in last))
+    if not all(_leads(window, latest) for window in last):
+        return None
+    delay, step = (
+        fmean(values) for values in ([it.delays[latest] for it in last], [it.step_seconds for it in last])
+    )
+    phase = find_phase(last, latest)
+    return Slowness(
+        instance=latest,
+        phase=phase,
+        delay_seconds=delay,
+        share=min(1.0, delay / step),
+        since_seconds=last[0].began_seconds,
+        since_step=last[0].first_step,
+        reasons=tuple(find_reasons(last, latest)),
+    )
+
+
+def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
+    """Whether a slowness that lasted is over: the instance has lost less than half as much of late."""
+    delays = [window.delays.get(slowness.instance, 0.0) for window in windows[-NUM_WINDOWS // 2 :]]
+    return fmean(delays) < slowness.delay_seconds / 2
+
+
+def _leads(window: Window, instance: int) -> bool:
+    """Whether an instance is late by what matters, and nobody else is nearly as late."""
+    delay = window.delays[instance]
+    others = max((late for index, late in window.delays.items() if index != instance), default=0.0)
+    return delay >= max(_LEAST_SECONDS, _LEAST_SHARE * window.step_seconds, _LEAD * others)
+
+
+def find_pause(window: Window) -> Pause | None:
+    """Whether one instance has saved or validated alone in a window."""
+    for index in window.delays:
+        saving = _excess([window], index)["checkpoint"] * window.num_steps
+        validating = _more([window], index, "long_forward")
+        seconds = max(saving, validating)
+        if seconds >= _LEAST_PAUSE_SECONDS and window.usual[index] * window.num_steps < seconds / 2:
+            phase = "checkpoint" if saving >= validating else "validation"
+            return Pause(instance=index, phase=phase, seconds=seconds)
+    return None
+
+
+def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
+    """How much more of each phase an instance has in a step than most others."""
+    found = {}
+    for phase in (*_OWN_PHASES, "backward"):
+        means = {
+            index: fmean(window.phases[index].get(phase, 0.0) for window in windows) for index in windows[0].phases
+        }
+        found[phase] = means[instance] - median(mean for index, mean in means.items() if index != instance)
+    return found
+
+
+def find_phase(windows: Sequence[Window], instance: int) -> str:
+    """The phase in which an instance loses most.
+
+    Where others wait in their backward pass its own looks short: that has lost what the other phases have not.
+    """
+    excess = _excess(windows, instance)
+    delay = fmean(window.delays[instance] for window in windows)
+    excess["backward"] = max(excess["backward"], delay - sum(max(0.0, excess[phase]) for phase in _OWN_PHASES))
+    return max(excess, key=lambda phase: excess[phase])
+
+
+def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
+    """What the machine, Python and the data show about an instance that is slow, the strongest reason first."""
+    lost = sum(window.delays[instance] * window.num_steps for window in windows)
+    seconds = windows[-1].ended_seconds - windows[0].began_seconds
+    more = {name: _more(windows, instance, name) for name in windows[0].totals[instance]}
+    samples = {index: sum(it.totals[index]["samples"] for it in windows) for index in windows[0].totals}
+    usual = median(count for index, count in samples.items() if index != instance)
+    texts = {
+        "throttled": f"its control group was throttled for {more['throttled']:.1f} of {seconds:.0f} s",
+        "gc": f"Python collected garbage for {more['gc']:.1f} of {seconds:.0f} s",
+        "disk": f"it waited for a disk for {more['disk']:.1f} of {seconds:.0f} s",
+        "run_delay": f"it wanted a core and had none for {more['run_delay']:.1f} of {seconds:.0f} s",
+    }
+    reasons = [text for name, text in texts.items() if more[name] >= _LEAST_CAUSE * lost][:1]
+    if more["faults"] >= _FAULTS_A_SECOND * lost:
+        reasons.append(f"{more['faults']:.0f} pages came from a disk")
+    if usual and samples[instance] >= _MORE_SAMPLES * usual:
+        reasons.append(f"it had {samples[instance] / usual:.2f} times as many samples as most")
+    return reasons
+
+
+def _more(windows: Sequence[Window], instance: int, name: str) -> float:
+    """How much more of a total an instance has had than most others."""
+    totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
+    return totals[instance] - median(total for index, total in totals.items() if index != instance)
+
+
+def describe_slowness(slowness: Slowness) -> str:
+    """A slowness in one line, which begins with the instance."""
+    since = f"step {slowness.since_step}" if slowness.since_step else f"{slowness.since_seconds:.0f} s"
+    until = "" if slowness.until_seconds is None else f" until {slowness.until_seconds:.0f} s"
+    text = (
+        f"{name_instances([slowness.instance])} is slow in {slowness.phase} since {since}{until}: "
+        f"+{slowness.delay_seconds * 1000:.0f} ms a step ({slowness.share:.0%})"
+    )
+    return ": ".join([text, *(["; ".join(slowness.reasons)] if slowness.reasons else [])])

@@ -1,0 +1,116 @@
+"""Watches how fast a job's instances are: asks them in turn, and tells who keeps the others waiting."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from popdist.errors import name_instances
+from poprun.job.performance.arrivals import Look, Window, measure_window, read_look
+from poprun.job.performance.slowness import (
+    NUM_WINDOWS,
+    Slowness,
+    describe_slowness,
+    find_pause,
+    find_slowness,
+    has_ended,
+)
+from poprun.job.state import InstanceStatus
+
+PERIOD_SECONDS: Final = 4.0
+"""How often all instances are asked for the moments of their last collectives."""
+
+_ANSWER_SECONDS: Final = 2.5
+_MAX_SLOWDOWNS: Final = 50
+_MAX_LINES: Final = 5
+
+
+class PerformanceWatch:
+    """The last windows of one attempt, and what was found in them."""
+
+    def __init__(self, began_at_seconds: float) -> None:
+        self.slowdowns: list[Slowness] = []  # by time; the last one may still last
+        self.pauses: dict[tuple[int, str], list[float]] = {}  # seconds, by instance and phase
+        self.waiting_seconds: dict[int, float] = {}  # for the slowest, by instance
+        self._began_at_seconds = began_at_seconds
+        self._asked_at_seconds = 0.0
+        self._asked: set[int] = set()
+        self._ahead_seconds: Mapping[int, float] = {}
+        self._looks: dict[int, Look] = {}
+        self._before: Mapping[int, Look] = {}
+        self._windows: list[Window] = []
+        self._newest_moment = 0.0
+
+    def is_due(self, now_seconds: float) -> bool:
+        """Whether it is time to ask again."""
+        return not self._asked and now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
+
+    def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
+        """Begin to wait for answers: by instance, by how much the clock of its host is ahead of poprun's."""
+        self._ahead_seconds, self._looks = ahead_seconds, {}
+        self._asked, self._asked_at_seconds = set(ahead_seconds), now_seconds
+
+    def add(self, event: Mapping[str, Any], status: InstanceStatus, now_seconds: float) -> None:
+        """Keep the answer of an instance."""
+        if status.index in self._asked:
+            self._asked.discard(status.index)
+            look = read_look(event, status, now_seconds, self._ahead_seconds[status.index])
+            if look is not None:
+                self._looks[status.index] = look
+
+    def update(self, num_instances: int, now_seconds: float) -> list[str]:
+        """Look for who is slow once all have answered; the lines to be said now."""
+        is_late = now_seconds - self._asked_at_seconds >= _ANSWER_SECONDS
+        if not self._looks or (self._asked and not is_late):
+            return []
+        looks, self._looks, self._asked = self._looks, {}, set()
+        return self.add_looks(looks) if len(looks) == num_instances else []
+
+    def add_looks(self, looks: Mapping[int, Look]) -> list[str]:
+        """Add what all instances have told at one moment; the lines to be said now."""
+        if self._before.keys() != looks.keys():
+            self._before = looks
+            return []
+        window = measure_window(self._before, looks, self._began_at_seconds, self._newest_moment)
+        if window is None:
+            return []
+        is_first, self._before = not self._newest_moment, looks
+        self._newest_moment = window.newest_moment
+        return [] if is_first else self._add_window(window, looks)
+
+    def _add_window(self, window: Window, looks: Mapping[int, Look]) -> list[str]:
+        """Add a window: what begins with it and what ends, in words; one of a pause by design does not count."""
+        for index, seconds in window.waits.items():
+            waited = seconds * window.num_steps
+            self.waiting_seconds[index] = self.waiting_seconds.get(index, 0.0) + waited
+        if (pause := find_pause(window)) is not None:
+            self.pauses.setdefault((pause.instance, pause.phase), []).append(pause.seconds)
+            return []
+        self._windows = [*self._windows[1 - NUM_WINDOWS :], window]
+        found = find_slowness(self._windows)
+        lasting = self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
+        if found is not None and lasting is not None and found.instance == lasting.instance:
+            self.slowdowns[-1] = replace(lasting, delay_seconds=found.delay_seconds, share=found.share)
+            return []
+        if lasting is not None and found is None and not has_ended(lasting, self._windows):
+            return []
+        lines = []
+        if lasting is not None:
+            self.slowdowns[-1] = replace(lasting, until_seconds=window.began_seconds)
+            lines.append(f"{name_instances([lasting.instance])} is as fast as the others again")
+        if found is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
+            place = looks[found.instance].places.get(found.phase)
+            found = replace(found, reasons=(*found.reasons, *([f"at {place}"] if place else [])))
+            self.slowdowns.append(found)
+            lines.append(describe_slowness(found))
+        return lines
+
+    def summary(self) -> list[str]:
+        """At most five lines about a whole attempt; none when it was balanced."""
+        lines = [describe_slowness(it) for it in self.slowdowns]
+        lines += [
+            f"{name_instances([instance])} alone: {phase}, {len(seconds)} times, {sum(seconds):.0f} s in all, "
+            "while the others waited"
+            for (instance, phase), seconds in self.pauses.items()
+        ]
+        left = len(lines) - _MAX_LINES
+        return lines if left <= 0 else [*lines[: _MAX_LINES - 1], f"and {left + 1} more: --report has all"]

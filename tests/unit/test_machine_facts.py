@@ -1,0 +1,29 @@
+"""What the machine keeps from a process: the kernel's numbers, of both versions of control groups."""
+
+import os
+from pathlib import Path
+
+from poprun.launch.machine_facts import measure_machine, throttled_seconds
+
+
+def test_the_time_of_a_throttled_group_is_that_of_the_tightest_around_it(tmp_path: Path) -> None:
+    """Version 1 counts nanoseconds, version 2 microseconds; what is not there counts nothing."""
+    files = {
+        "cpu/job/cpu.stat": "nr_periods 9\nthrottled_time 1500000000\n",
+        "cpu/job/one/cpu.stat": "throttled_time 0\n",
+        "two/cpu.stat": "usage_usec 7\nthrottled_usec 2500000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert throttled_seconds("4:memory:/\n2:cpu,cpuacct:/job/one\n", str(tmp_path)) == 1.5
+    assert throttled_seconds("0::/two/three\n", str(tmp_path)) == 2.5
+    assert throttled_seconds("0::/\n", str(tmp_path)) == 0.0
+
+
+def test_a_process_that_is_gone_has_no_totals() -> None:
+    """Nor has one that nobody announced."""
+    assert measure_machine(0) == {}
+    assert measure_machine(os.getpid()).keys() == {"run_delay_seconds", "throttled_seconds"}
+    assert set(measure_machine(2**22 + 1).values()) == {0.0}

@@ -1,0 +1,129 @@
+"""The phase that a program is in, as its stack tells it, and the page on which that is added up."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from popdist import progress
+from popdist.progress import COUNTED_BYTES, PAGE_BYTES, PhaseCounters, ProgressPage, read_places, read_stamps
+from popdist.stack_signal import PAGE_NAME
+from popdist.startup import phase_sampler
+from popdist.startup.phase_sampler import PhaseSampler, StackReader
+
+TORCH = "/env/lib/python3.11/site-packages/torch"
+LOADER = (f"{TORCH}/utils/data/dataloader.py", "__next__")
+FORWARD = (f"{TORCH}/nn/modules/linear.py", "forward")
+BACKWARD = (f"{TORCH}/autograd/__init__.py", "backward")
+STEP = (f"{TORCH}/optim/sgd.py", "step")
+COLLECTIVE = (f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")
+INIT = (f"{TORCH}/distributed/distributed_c10d.py", "init_process_group")
+SAVE = (f"{TORCH}/serialization.py", "save")
+OPERATOR = (f"{TORCH}/nn/functional.py", "relu")
+MINE = ("/home/me/train.py", "main")
+
+
+def stack(*calls: tuple[str, str]) -> Any:  # noqa: ANN401 - as much of a frame as is read
+    """A stack, the first call first."""
+    frame = None
+    for line, (file, function) in enumerate(calls, 1):
+        code = SimpleNamespace(co_filename=file, co_name=function)
+        frame = SimpleNamespace(f_code=code, f_lineno=line, f_back=frame)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("calls", "phase", "line"),
+    [
+        ((MINE, OPERATOR), "outside", 1),
+        ((MINE, LOADER), "data", 1),
+        ((MINE, LOADER, MINE), "data", 3),
+        ((MINE, LOADER, FORWARD), "data", 1),  # an augmentation that is a module
+        ((MINE, FORWARD, MINE, OPERATOR), "forward", 3),
+        ((MINE, FORWARD, COLLECTIVE), "communication", 1),  # as FSDP gathers weights
+        ((MINE, BACKWARD), "backward", 1),
+        ((MINE, BACKWARD, FORWARD, MINE), "backward", 4),  # activations that are computed again
+        ((MINE, STEP), "optimizer", 1),
+        ((MINE, STEP, MINE, BACKWARD), "backward", 3),  # a closure
+        ((MINE, SAVE), "checkpoint", 1),
+        ((MINE, INIT, COLLECTIVE), "start", 1),
+        ((), "outside", None),
+    ],
+)
+def test_the_innermost_call_that_is_known_names_the_phase(
+    calls: tuple[tuple[str, str], ...], phase: str, line: int | None
+) -> None:
+    """But for what runs inside a larger phase."""
+    found, place = StackReader().read(stack(*calls))
+
+    assert found == phase
+    assert place == (None if line is None else (*MINE[:1], line, MINE[1]))
+
+
+def test_popdists_own_files_are_known_by_their_folders() -> None:
+    """Wherever popdist lies; none of them is the program's."""
+    folder = Path(progress.__file__).parent
+    files = {name: phase_sampler.phases_of(f"{folder}/{name}") for name in ("data/x.py", "groups.py", "layout.py")}
+
+    assert files == {"data/x.py": {"": "data"}, "groups.py": {"": "communication"}, "layout.py": {}}
+    assert not phase_sampler.is_own(f"{folder}/layout.py")
+    assert not phase_sampler.is_own(threading.__file__)
+
+
+@pytest.fixture
+def page() -> Iterator[int]:
+    """A page of progress."""
+    descriptor = os.memfd_create(PAGE_NAME)
+    os.ftruncate(descriptor, PAGE_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_what_is_looked_at_is_added_up_on_the_page(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds, places and steps; what comes before the first phase is the start."""
+    main = threading.get_ident()
+    sampler = PhaseSampler(page, main)
+    for calls in ((MINE,), (MINE, FORWARD, MINE), (MINE, FORWARD, MINE), (MINE, BACKWARD), (MINE,)):
+        monkeypatch.setattr(sys, "_current_frames", lambda calls=calls: {main: stack(*calls)})
+        sampler.inspect()
+    sampler.count_step()
+    sampler.note_collection("start", {})
+    sampler.note_collection("stop", {})
+    sampler.inspect()
+    os.close(sampler.process)
+    seen = os.pread(page, PAGE_BYTES, 0)
+    counters = PhaseCounters.read(seen)
+
+    assert counters is not None
+    assert {name for name, seconds in counters.seconds.items() if seconds} == {
+        *("start", "forward", "backward", "outside")
+    }
+    assert counters.num_optimizer_steps == 1
+    assert 0.0 < counters.gc_seconds < sum(counters.seconds.values())
+    assert read_places(seen) == {
+        "forward": "/home/me/train.py:3",
+        "backward": "/home/me/train.py:1",
+        "outside": "/home/me/train.py:1",
+    }
+    assert PhaseCounters.read(seen[: COUNTED_BYTES - 1]) is None
+    assert PhaseCounters.read(bytes(PAGE_BYTES)) is None
+
+
+def test_popdists_collectives_leave_their_moments_and_its_loaders_their_samples() -> None:
+    """The last ones of each group, numbered from 1 in it."""
+    memory = bytearray(PAGE_BYTES)
+    written = ProgressPage(memoryview(memory))
+    for number in range(300):
+        written.wait("all_reduce", () if number % 2 else (0, 1))
+    written.count_samples(3)
+    written.count_samples(4)
+    stamps = list(read_stamps(bytes(memory)).values())
+
+    assert sorted(map(len, stamps)) == [88, 88]
+    assert [max(moments) for moments in stamps] == [150, 150]
+    assert all(list(dict(sorted(it.items())).values()) == sorted(it.values()) for it in stamps)

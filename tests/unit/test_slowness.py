@@ -1,0 +1,219 @@
+"""Who is slow, in which phase: on timelines of jobs that are made up.
+
+Holds poprun.job.performance.arrivals, poprun.job.performance.watch and poprun.job.performance.phase_times.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from popdist.progress import PhaseCounters
+from popdist.startup.phase_sampler import LONG_SECONDS, PHASES
+from poprun.job.performance.arrivals import GroupCalls, Look, find_arrivals, measure_window
+from poprun.job.performance.phase_times import split_time
+from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness
+from poprun.job.performance.watch import PERIOD_SECONDS, PerformanceWatch
+from poprun.job.state import MachineTotals
+
+USUAL = {"data": 0.002, "forward": 0.010, "backward": 0.020, "optimizer": 0.003, "outside": 0.001}
+NUM_BUCKETS = 3
+RING = 64
+
+
+@dataclass
+class MadeUpJob:
+    """A job of DistributedDataParallel: each step's phases, and buckets in the backward pass that all wait for."""
+
+    num_instances: int
+    noise: float = 0.1  # of each phase
+    now: float = 1000.0
+    num_steps: int = 0
+    slow: dict[int, dict[str, float]] = field(default_factory=dict)  # seconds a step, by instance and phase
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    calls: list[dict[int, float]] = field(default_factory=list)
+    long_forward_seconds: list[float] = field(default_factory=list)
+    machine: dict[int, MachineTotals] = field(default_factory=dict)
+    randomness: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 - no secrets
+
+    def __post_init__(self) -> None:
+        """Nothing has happened yet."""
+        self.seconds = [dict.fromkeys(PHASES, 0.0) for _ in range(self.num_instances)]
+        self.long_forward_seconds = [0.0] * self.num_instances
+        self.calls = [{} for _ in range(self.num_instances)]
+
+    def run_step(self, alone: Mapping[int, dict[str, float]] | None = None) -> None:
+        """Do a step in all instances, with more time in some phases of those that are slow, or busy alone."""
+        ends = []
+        for index in range(self.num_instances):
+            extra = {**self.slow.get(index, {}), **(alone or {}).get(index, {})}
+            extra_forward = extra.get("forward", 0.0)
+            times = {
+                phase: self.randomness.uniform(1 - self.noise, 1 + self.noise) * seconds + extra.pop(phase, 0.0)
+                for phase, seconds in USUAL.items()
+            } | extra
+            before = sum(seconds for phase, seconds in times.items() if phase != "backward")
+            for bucket in range(NUM_BUCKETS):
+                at = self.now + before + times["backward"] * (bucket + 1) / NUM_BUCKETS
+                self.calls[index][self.num_steps * NUM_BUCKETS + bucket] = at
+            self.long_forward_seconds[index] += extra_forward if extra_forward >= LONG_SECONDS else 0.0
+            ends.append(self.now + sum(times.values()))
+            for phase, seconds in times.items():
+                self.seconds[index][phase] += seconds
+        for index, end in enumerate(ends):
+            self.seconds[index]["backward"] += max(ends) - end
+        self.num_steps += 1
+        self.now = max(ends)
+
+    def look(self, index: int, clock_ahead: float = 0.0) -> Look:
+        """What an instance tells now."""
+        last = dict(list(self.calls[index].items())[-RING:])
+        counters = PhaseCounters(
+            seconds=dict(self.seconds[index]),
+            idle_backward_seconds=0.0,
+            disk_seconds=0.0,
+            long_forward_seconds=self.long_forward_seconds[index],
+            gc_seconds=0.0,
+            began_at_seconds=1.0,
+            num_optimizer_steps=self.num_steps,
+            num_samples=0,
+        )
+        moments = {number: at + clock_ahead for number, at in last.items()}
+        group = GroupCalls(members=tuple(range(self.num_instances)), moments=moments)
+        return Look(
+            at_seconds=self.now,
+            groups={"0": group},
+            counters=counters,
+            machine=self.machine.get(index, MachineTotals()),
+            places={"forward": "train.py:7"},
+        )
+
+
+def run_job(job: MadeUpJob, watch: PerformanceWatch, num_windows: int) -> list[str]:
+    """Run so many windows; the lines that were said."""
+    said = []
+    for _ in range(num_windows):
+        end = job.now + PERIOD_SECONDS
+        while job.now < end:
+            job.run_step()
+        said += watch.add_looks({index: job.look(index) for index in range(job.num_instances)})
+    return said
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 8),
+    st.sampled_from(["data", "forward", "backward", "optimizer", "outside"]),
+    st.floats(0.02, 0.5),
+    st.data(),
+)
+def test_the_slow_one_is_named_with_its_phase(
+    num_instances: int, phase: str, delay: float, data: st.DataObject
+) -> None:
+    """Once; and it is over when it is over."""
+    slow = data.draw(st.integers(0, num_instances - 1))
+    job, watch = MadeUpJob(num_instances, slow={slow: {phase: delay}}), PerformanceWatch(1000.0)
+    said = run_job(job, watch, NUM_WINDOWS + 4)
+    (found,) = watch.slowdowns
+
+    assert (found.instance, found.phase) == (slow, phase)
+    assert found.delay_seconds == pytest.approx(delay, rel=0.3)
+    assert (len(said), found.until_seconds) == (1, None)
+    assert said[0].startswith(f"instance {slow} is slow in {phase} since step ")
+    assert said[0].endswith("at train.py:7") == (phase == "forward")
+    assert watch.waiting_seconds[slow] < 0.2 * max(watch.waiting_seconds.values())
+    job.slow.clear()
+    assert run_job(job, watch, NUM_WINDOWS) == [f"instance {slow} is as fast as the others again"]
+    assert watch.slowdowns[0].until_seconds is not None
+    assert len(watch.summary()) == 1
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 8), st.floats(0.0, 0.9), st.integers(0, 2**32))
+def test_a_balanced_job_is_silent(num_instances: int, noise: float, seed: int) -> None:
+    """However uneven its single steps are."""
+    job = MadeUpJob(num_instances, noise, randomness=random.Random(seed))  # noqa: S311 - as above
+    watch = PerformanceWatch(1000.0)
+
+    assert run_job(job, watch, 12) == []
+    assert (watch.slowdowns, watch.summary()) == ([], [])
+
+
+@pytest.mark.parametrize(("phase", "named"), [("checkpoint", "checkpoint"), ("forward", "validation")])
+def test_who_saves_or_validates_alone_is_no_culprit(phase: str, named: str) -> None:
+    """It is said at the end."""
+    job, watch = MadeUpJob(3), PerformanceWatch(1000.0)
+    said = []
+    for _ in range(6):
+        said += run_job(job, watch, 1)
+        job.run_step({0: {phase: 2.5}})
+
+    assert said == []
+    assert watch.slowdowns == []
+    assert watch.summary() == [f"instance 0 alone: {named}, 4 times, 10 s in all, while the others waited"]
+
+
+def test_what_the_machine_shows_is_the_reason() -> None:
+    """The strongest one."""
+    job, watch = MadeUpJob(2, slow={1: {"forward": 0.05}}), PerformanceWatch(1000.0)
+    for number in range(NUM_WINDOWS + 2):
+        job.machine[1] = MachineTotals(throttled_seconds=2.0 * number, run_delay_seconds=2.5 * number)
+        run_job(job, watch, 1)
+
+    assert watch.slowdowns[0].reasons == (
+        "its control group was throttled for 8.0 of 16 s",
+        "at train.py:7",
+    )
+
+
+def test_only_collectives_that_all_members_have_called_count() -> None:
+    """A group is the instances that torch names, or those that have called it."""
+    group = GroupCalls(members=(0, 1), moments={1: 5.0, 2: 6.0})
+    look = replace(MadeUpJob(1).look(0), groups={"a": group, "b": replace(group, members=(0, 2))})
+    other = replace(look, groups={"a": replace(group, moments={2: 6.5, 3: 7.0})})
+
+    assert find_arrivals({0: look, 1: other}, 0.0) == [{0: 6.0, 1: 6.5}]
+    assert find_arrivals({0: look, 1: other}, 6.5) == []
+    assert measure_window({0: look, 1: other}, {0: look, 1: other}, 0.0, 0.0) is None
+
+
+@given(
+    st.lists(st.floats(0.0, 1e4), min_size=len(PHASES), max_size=len(PHASES)),
+    st.floats(0.0, 1e4),
+    st.floats(0.0, 1e4),
+    st.floats(0.0, 1e4),
+)
+def test_the_parts_of_the_time_add_up(seconds: list[float], idle: float, unseen: float, waiting: float) -> None:
+    """Whatever was measured; none is negative."""
+    counters = replace(
+        MadeUpJob(1).look(0).counters,
+        seconds=dict(zip(PHASES, seconds, strict=True)),
+        idle_backward_seconds=idle,
+    )
+    elapsed = sum(seconds) + unseen
+    parts = split_time(elapsed, counters, waiting)
+
+    assert sum(parts.values()) == pytest.approx(elapsed, abs=1e-6)
+    assert min(parts.values()) >= -1e-9
+    assert parts.keys() == {*PHASES, "waiting"}
+
+
+def test_a_slowness_in_one_line() -> None:
+    """It begins with the instance."""
+    slowness = Slowness(
+        instance=2,
+        phase="data",
+        delay_seconds=0.048,
+        share=0.39,
+        since_seconds=12.3,
+        since_step=120,
+        reasons=("its loader",),
+    )
+
+    assert (
+        describe_slowness(slowness) == "instance 2 is slow in data since step 120: +48 ms a step (39%): its loader"
+    )
+    assert "since 12 s until 40 s:" in describe_slowness(replace(slowness, since_step=0, until_seconds=40.0))
