@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import popdist
-from popdist.testing import run_world
 
 GLOBAL_BATCH_SIZE = 64
 
@@ -123,7 +122,9 @@ def main() -> None:
     found: dict[Run, tuple[list[float], str]] = {}
     for run in (*EQUAL, *NEAR, *GROUPS, *APART):
         instances = min(2, run.replicas)
-        found[run] = run_world(train, run, options.steps, num_instances=instances, num_replicas=run.replicas)[0]
+        found[run] = popdist.launch(
+            train, (run, options.steps), num_instances=instances, num_replicas=run.replicas
+        )[0]
     reference = dict.fromkeys((*EQUAL, *NEAR), EQUAL[0]) | dict.fromkeys((*GROUPS, *APART), GROUPS[0])
     for run, (losses, checksum) in found.items():
         other = found[reference[run]][0]

@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import DatasetError as DatasetError
     from popdist.errors import DescriptionError as DescriptionError
     from popdist.errors import GradientError as GradientError
+    from popdist.errors import LaunchError as LaunchError
     from popdist.errors import MicroBatchError as MicroBatchError
     from popdist.errors import NotInitializedError as NotInitializedError
     from popdist.errors import OptimizerError as OptimizerError
@@ -68,12 +69,12 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import PopdistWarning as PopdistWarning
     from popdist.errors import StoreError as StoreError
     from popdist.errors import WeightsError as WeightsError
-    from popdist.errors import WorldError as WorldError
     from popdist.gradients.clipping import clip_grad_norm_ as clip_grad_norm_
     from popdist.instances import before_execute_on_instances as before_execute_on_instances
     from popdist.instances import execute_on_instances as execute_on_instances
     from popdist.instances import first_on_host as first_on_host
     from popdist.instances import is_main as is_main
+    from popdist.launching.launch_function import launch as launch
     from popdist.metrics.mean import Mean as Mean
     from popdist.metrics.mean import weighted_mean as weighted_mean
     from popdist.metrics.reported_numbers import on_report as on_report
@@ -106,11 +107,12 @@ _NAMES_OF_MODULES = {
     "data.dealt_streams": "shard_iterable",
     "errors": (
         "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError "
-        "DescriptionError GradientError MicroBatchError NotInitializedError OptimizerError PopdistError "
-        "PopdistWarning StoreError WeightsError WorldError"
+        "DescriptionError GradientError LaunchError MicroBatchError NotInitializedError OptimizerError "
+        "PopdistError PopdistWarning StoreError WeightsError"
     ),
     "gradients.clipping": "clip_grad_norm_",
     "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
+    "launching.launch_function": "launch",
     "metrics.mean": "Mean weighted_mean",
     "parallel.mesh": "device_mesh",
     "preemption": "check_preemption on_preemption",

@@ -67,8 +67,8 @@ class DescriptionError(PopdistError):
     """A module cannot be measured without its weights, or on the device that was asked for."""
 
 
-class WorldError(PopdistError):
-    """A function run in a test world raised or died; the message carries its traceback."""
+class LaunchError(PopdistError):
+    """A function cannot be launched, or an instance brought neither its value nor its exception."""
 
 
 class PopdistWarning(UserWarning):

@@ -20,7 +20,7 @@ MAKERS_OF_TENSORS = frozenset(
 READERS = {
     "popdist": words(
         "__init__.py context.py process_group/registration.py progress.py metrics/reported_numbers.py startup"
-        " testing"
+        " launching"
     ),
     "poptorch": words("environment.py"),
     "popsize": words(""),

@@ -54,7 +54,7 @@ class Answer:
 
 
 class ForkedWorlds:
-    """Calls functions as ``run_world`` does, in worlds of :mod:`tests.contract.forked_worlds`."""
+    """Calls functions as ``popdist.launch`` does, in worlds of :mod:`tests.contract.forked_worlds`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process

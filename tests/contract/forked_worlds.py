@@ -1,9 +1,9 @@
 """Worlds whose instances are forked from one process, which has imported torch once for all of them.
 
 The process behind `tests.contract.forked_calls`: it reads calls from its standard input and answers on its
-standard output. An instance is what `run_world` makes, but for three things: the hashes of all instances have one
+standard output. An instance is as in `popdist.launch`, but for three things: the hashes of all instances have one
 seed, nobody but this process watches over them, and an error of which another instance has the cause does not wait
-for that one to report first. So a law that runs here at some sizes runs in a world of `run_world` at another.
+for that one to report first. So a law that runs here at some sizes runs in a job of `popdist.launch` at another.
 """
 
 import gc

@@ -48,7 +48,7 @@ NUM_STEPS = 3
 """The first one ends as all did before; the next may go early."""
 
 
-def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
+def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how popdist.launch passes it
     """Every law of this file; how many there were. Afterwards no thread is left."""
     popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
     if on_gpus:

@@ -49,7 +49,7 @@ OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
-def run_all(folder: Path, apart: bool) -> int:  # noqa: FBT001 - how run_world passes it
+def run_all(folder: Path, apart: bool) -> int:  # noqa: FBT001 - how popdist.launch passes it
     """Every law of this file, perhaps as if no two instances shared memory; how many there were."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     backend: Any = context.current_group().backend

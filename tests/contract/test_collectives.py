@@ -11,7 +11,6 @@ import pytest
 
 import popdist
 from popdist.context import current_group
-from popdist.testing import run_world
 from tests.contract import collective_laws, horovod_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
@@ -55,5 +54,5 @@ def meet_late(signal: Path) -> list[list[int]]:
 
 def test_a_late_instance_is_named_and_can_still_come(tmp_path: Path) -> None:
     """A wait that was too short says for whom it waited, and can be taken up again."""
-    received = run_world(meet_late, tmp_path / "signal", num_instances=2, timeout_seconds=DEADLINE_SECONDS)
+    received = popdist.launch(meet_late, (tmp_path / "signal",), num_instances=2, timeout=DEADLINE_SECONDS)
     assert received == [[[7], [8]], [[7], [8]]]

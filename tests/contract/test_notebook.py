@@ -62,3 +62,10 @@ def test_cells_may_be_interrupted_and_run_again() -> None:
     assert len(others) == 4
     assert notebook.err.count("KeyboardInterrupt") == 2
     assert "MicroBatchError" not in notebook.err
+
+
+def test_cells_may_launch_functions() -> None:
+    """Live, interrupted and with errors of their own; afterwards the kernel is as it was. More cells by hand."""
+    cells = [*range(7), -1]
+
+    run([sys.executable, "-m", "tests.contract.notebook_cells", *map(str, cells)]).succeeded()

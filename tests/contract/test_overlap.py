@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from popdist.testing import run_world
+import popdist
 from tests.contract import loop_laws, overlap_laws, overlap_losses, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.training_laws import laws_of
@@ -36,7 +36,7 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int,
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_laws_on_gpus() -> None:
     """The same laws over NCCL, with a GPU for each instance."""
-    counts = run_world(overlap_laws.run_all, True, num_instances=2, timeout_seconds=DEADLINE_SECONDS)  # noqa: FBT003 - whether on GPUs
+    counts = popdist.launch(overlap_laws.run_all, (True,), num_instances=2, timeout=DEADLINE_SECONDS)
     assert counts == [len(laws_of(overlap_laws))] * 2
 
 

@@ -1,7 +1,7 @@
 """The laws of a job hold, too, where each instance is a process with an import of torch and hashes of its own.
 
-The files of each subject run them in forked worlds, of all sizes; here they run in a world of `run_world`, which
-watches over its instances, and waits for the one that has the cause of an error to report first.
+The files of each subject run them in forked worlds, of all sizes; here they run in a job of `popdist.launch`,
+which watches over its instances, and waits for the one that has the cause of an error to report first.
 """
 
 from functools import partial
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import popdist
 from popdist import groups
-from popdist.testing import run_world
 from tests.contract import (
     checkpoint_laws,
     collective_laws,
@@ -45,7 +44,7 @@ def test_laws(tmp_path: Path) -> None:
     """Every law, on every instance."""
     for name in ("data", "checkpoint", "sharding", "preemption"):
         (tmp_path / name).mkdir()
-    told = run_world(run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS)
+    told = popdist.launch(run_all, (tmp_path,), num_instances=2, num_replicas=4, timeout=DEADLINE_SECONDS)
     files = (collective_laws, data_laws, checkpoint_laws, sharding_laws, preemption_laws)
     lists = (*map(laws_of, files), loop_laws.all_laws(), process_group_laws.all_laws())
     expected = [len(laws) for laws in lists]

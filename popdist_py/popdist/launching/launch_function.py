@@ -1,0 +1,140 @@
+"""A function as a job: the call of `popdist.launch`, and what becomes of poprun's end."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from popdist.environments import Launcher, detect
+from popdist.errors import LaunchError
+from popdist.launching.poprun_process import run_poprun
+from popdist.launching.sent_values import Call, Outcome, load_outcome, name_of
+
+R = TypeVar("R")
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - it is the cause of an error, and none itself
+    """The traceback of an exception on the instance that raised it."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def launch(
+    fn: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    num_instances: int | str,
+    num_replicas: int | None = None,
+    **options: object,
+) -> list[R]:
+    """Call ``fn(*args, **kwargs)`` on every instance of a job that poprun starts, and wait for its end.
+
+    From a notebook, a REPL, a script or a test. Each instance is a new process of this Python, with this working
+    directory, environment and ``sys.path``. The function is called as a program would be: it calls
+    ``popdist.init()`` itself. What it prints appears here as it comes.
+
+    Args:
+        fn: Any function that cloudpickle can send: one of a module, a script or a notebook, a closure, a lambda.
+        args: Its arguments.
+        kwargs: Its arguments by name; None for none.
+        num_instances: Processes in the job, at least 1; ``"auto"`` means one for each free GPU.
+        num_replicas: Replicas in the job; None means one for each instance.
+        **options: Options of poprun: ``timeout=60`` is ``--timeout=60``, True and False switch one on and off, a
+            list repeats it, and None leaves it out.
+
+    Returns:
+        What ``fn`` returned, in instance order. Tensors come back on the device they had.
+
+    Raises:
+        Exception: What ``fn`` raised on the instance at fault, as poprun judges; its cause is the traceback there.
+        LaunchError: If cloudpickle is missing, ``fn``, an argument or a value cannot be sent, this process is an
+            instance of a job itself, poprun refuses the options, an instance died, or the time was up.
+    """
+    _check_call(fn, args, kwargs)
+    call = Call.of(fn, args, kwargs or {})
+    with tempfile.TemporaryDirectory(prefix="popdist-launch-") as name:
+        folder = Path(name)
+        call.save(folder)
+        report = folder / "report.json"
+        asked = {"num_instances": num_instances, "num_replicas": num_replicas, **options, "report": report}
+        program = [sys.executable, "-P", "-m", "popdist.launching", name]
+        code = run_poprun([*_words(asked), "--", *program])
+        if "report" in options and report.exists():
+            shutil.copyfile(report, str(options["report"]))
+        return _values(folder, _read_attempt(report, code), code, name_of(fn))
+
+
+def _check_call(fn: object, args: object, kwargs: object) -> None:
+    """Refuse what is no call, and a call by an instance, of which each would start a job."""
+    if not callable(fn):
+        raise LaunchError(f"fn={fn!r} must be a function")
+    if not isinstance(args, list | tuple):
+        raise LaunchError(
+            f"args={args!r} must be a tuple of the arguments of {name_of(fn)}: write args=({args!r},)"
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise LaunchError(f"kwargs={kwargs!r} must map names to the arguments of {name_of(fn)}")
+    here = detect(os.environ)
+    if here.launcher is Launcher.POPRUN or here.contract.num_instances > 1:
+        raise LaunchError(
+            f"popdist.launch was called by instance {here.contract.instance_index} of "
+            f"{here.contract.num_instances} of a job that {here.launcher} started: call {name_of(fn)} itself, or "
+            "launch it from outside of a job"
+        )
+
+
+def _words(options: Mapping[str, object]) -> Iterator[str]:
+    """The options as words of poprun's command line."""
+    for name, value in options.items():
+        word = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None:
+                yield word if each is True else f"{word}={'no' if each is False else each}"
+
+
+def _read_attempt(report: Path, code: int) -> dict[str, Any]:
+    """The last attempt in poprun's report; a LaunchError where it has made none."""
+    job = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    if not job.get("attempts"):
+        why = job.get("error") or "its own words stand above"
+        raise LaunchError(f"poprun started nothing and ended with code {code}: {why}")
+    attempt: dict[str, Any] = job["attempts"][-1]
+    return attempt
+
+
+def _values(folder: Path, attempt: Mapping[str, Any], code: int, name: str) -> list[Any]:
+    """What the function called ``name`` returned on each instance; else the error of the instance at fault."""
+    outcomes = [load_outcome(folder, instance["index"]) for instance in attempt["instances"]]
+    if code == 0 and None not in outcomes:
+        found = [_load(it, f"what {name} returned on instance {index}") for index, it in enumerate(outcomes) if it]
+        return [value for (value,) in found]
+    culprits = (attempt["verdict"] or {}).get("culprits", ())
+    index = outcomes.index(None) if code == 0 else next(iter(culprits), attempt["first_failure"])
+    if index is None or attempt["instances"][index]["was_stopped"]:
+        raise LaunchError(f"poprun ended the job with code {code}: {attempt['stop_reason'] or 'it was asked to'}")
+    where, outcome = f"instance {index} of {len(outcomes)}", outcomes[index]
+    if outcome is None:
+        raise LaunchError(_describe_end(attempt["instances"][index], where, name))
+    error = _load(outcome, f"the exception of {where}")
+    raise error from RemoteTraceback(f"{where}:\n{outcome.traceback}")
+
+
+def _load(outcome: Outcome, what: str) -> Any:  # noqa: ANN401 - whatever the function returned or raised
+    try:
+        return outcome.load()
+    except Exception as why:  # noqa: BLE001 - whatever the code of the value's class raises
+        error = LaunchError(f"{what} cannot be read here: {why}")
+        raise error from (RemoteTraceback(outcome.traceback) if outcome.traceback else why)
+
+
+def _describe_end(instance: Mapping[str, Any], where: str, name: str) -> str:
+    """How an instance ended that has neither returned nor raised."""
+    how = instance["problem"] or f"it ended with {instance['signal'] or instance['exit_code']}"
+    hint = f": {instance['hint']}" if instance["hint"] else ""
+    return "\n  ".join([f"{name} did not return on {where}: {how}{hint}", *instance["excerpt"]])

@@ -1,0 +1,197 @@
+"""What goes to the instances and comes back: cloudpickle's bytes, in a folder that only its user may open.
+
+cloudpickle sends functions and classes of a script or a notebook themselves, those of a module by name. A module
+that other processes do not find, as pytest loads test files, is sent as a script is.
+"""
+
+import inspect
+import linecache
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import CellType, FunctionType, ModuleType
+from typing import Any, Final, Self
+
+from popdist.errors import LaunchError
+
+_CALL_FILE: Final = "call.pickle"
+
+
+def name_of(fn: Callable[..., object]) -> str:
+    """What messages call ``fn``."""
+    return getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # a partial has none of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A function and its arguments, for other processes."""
+
+    name: str  # of the function, for messages
+    pickled: bytes
+    search_path: tuple[str, ...]  # the ``sys.path`` with which it can be read
+    sources: Mapping[str, Sequence[str]]  # the lines of files that are not on a disk, as a notebook's cells
+
+    @classmethod
+    def of(cls, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Self:
+        """The call ``fn(*args, **kwargs)``; a LaunchError names the variable that cannot be sent."""
+        module = sys.modules.get(getattr(fn, "__module__", None) or "")
+        by_value = _cloudpickle().list_registry_pickle_by_value()
+        is_lost = module is not None and module.__name__ not in by_value and not _is_found(module)
+        if is_lost:
+            _cloudpickle().register_pickle_by_value(module)
+        try:
+            pickled = pickle_values((name_of(fn), fn), ("args", tuple(args)), ("kwargs", dict(kwargs)))
+        finally:
+            if is_lost:
+                _cloudpickle().unregister_pickle_by_value(module)
+        file = getattr(getattr(fn, "__code__", None), "co_filename", __file__)
+        sources = {} if Path(file).exists() else {file: linecache.getlines(file)}
+        return cls(
+            name=name_of(fn), pickled=pickled, search_path=tuple(map(os.path.abspath, sys.path)), sources=sources
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the call for the instances."""
+        (folder / _CALL_FILE).write_bytes(pickle.dumps(self))
+
+
+def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+    """The function and its arguments, in a process that is made ready for them."""
+    call: Call = pickle.loads((folder / _CALL_FILE).read_bytes())  # noqa: S301 - only this user can have written it
+    sys.path[:] = call.search_path
+    for file, lines in call.sources.items():
+        linecache.cache[file] = (sum(map(len, lines)), None, list(lines), file)
+    try:
+        fn, args, kwargs = pickle.loads(call.pickled)  # noqa: S301 - as above
+    except Exception as why:  # noqa: BLE001 - whatever their code raises
+        users = why.__traceback__ and why.__traceback__.tb_next
+        told = LaunchError(f"{call.name} and its arguments cannot be read on an instance: {why}")
+        raise told from why.with_traceback(users)
+    if inspect.isfunction(fn):
+        _name_globals(fn)
+    return fn, args, kwargs
+
+
+def _name_globals(fn: FunctionType) -> None:
+    """Let pickle, too, find the functions and classes that came with ``fn``, in the module that defines them."""
+    module = sys.modules.setdefault(fn.__module__, ModuleType(fn.__module__))
+    for name, value in fn.__globals__.items():
+        if getattr(value, "__module__", None) == fn.__module__:
+            setattr(module, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the call ended on one instance."""
+
+    pickled: bytes  # of what the function returned, else of its exception
+    traceback: str = ""  # of the exception
+
+    @classmethod
+    def of_error(cls, error: Exception, traceback: str) -> Self:
+        """The outcome of a call that raised; an exception that cannot be sent becomes a LaunchError."""
+        try:
+            return cls(pickled=_cloudpickle().dumps(error), traceback=traceback)
+        except Exception as why:  # noqa: BLE001 - whatever its own code raises
+            told = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
+            return cls(pickled=pickle.dumps(told), traceback=traceback)
+
+    def load(self) -> Any:  # noqa: ANN401 - whatever the function returned or raised
+        """The value, or the exception."""
+        return pickle.loads(self.pickled)  # noqa: S301 - as above
+
+    def save(self, folder: Path, instance: int) -> None:
+        """Write the outcome of ``instance``, whole or not at all."""
+        path = outcome_path(folder, instance)
+        path.with_suffix(".part").write_bytes(pickle.dumps(self))
+        path.with_suffix(".part").replace(path)
+
+
+def load_outcome(folder: Path, instance: int) -> Outcome | None:
+    """How the call ended on ``instance``; None where it did not, as in a process that was killed."""
+    path = outcome_path(folder, instance)
+    outcome: Outcome | None = pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301 - as above
+    return outcome
+
+
+def outcome_path(folder: Path, instance: int) -> Path:
+    """The file of an instance's outcome."""
+    return folder / f"outcome-{instance}.pickle"
+
+
+def pickle_values(*named: tuple[str, object]) -> bytes:
+    """The tuple of these values for another process; a LaunchError says which part of which cannot be sent."""
+    try:
+        pickled: bytes = _cloudpickle().dumps(tuple(value for _, value in named))
+    except Exception:
+        found = next(filter(None, (_innermost(value, name, set()) for name, value in named)), None)
+        if found is None:
+            raise
+        path, part, why = found
+        raise LaunchError(
+            f"{path} cannot be sent to another process, because it is a {type(part).__name__}: {why}\n"
+            "make it in the function, or send what it is made from"
+        ) from None
+    return pickled
+
+
+def _innermost(value: object, path: str, seen: set[int]) -> tuple[str, object, Exception] | None:
+    """The smallest part of ``value`` that cannot be sent, with its path and the reason; None if all can."""
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    try:
+        _cloudpickle().dumps(value)
+    except Exception as error:  # noqa: BLE001 - as above
+        inside = (_innermost(part, f"{path}{name}", seen) for name, part in _parts(value))
+        return next(filter(None, inside), (path, value, error))
+    return None
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """What a value is made of: a function's variables, a container's items, an object's attributes."""
+    if inspect.isfunction(value):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        named = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # which is empty
+        named |= {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
+        yield from ((f" → {name}", part) for name, part in named.items())
+    elif inspect.ismethod(value):
+        yield ".__self__", value.__self__
+    elif isinstance(value, partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    else:
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def _is_found(module: ModuleType) -> bool:
+    """Whether another process with the same search path imports this very module by its name."""
+    if module.__name__ == "__main__":  # cloudpickle knows
+        return True
+    places: Sequence[str] | None = None
+    origin = None
+    words = module.__name__.split(".")
+    for number in range(1, len(words) + 1):
+        name = ".".join(words[:number])
+        spec = next(filter(None, (finder.find_spec(name, places) for finder in sys.meta_path)), None)
+        if spec is None:
+            return False
+        places, origin = spec.submodule_search_locations, spec.origin
+    return module.__spec__ is not None and origin == module.__spec__.origin
+
+
+def _cloudpickle() -> ModuleType:
+    try:
+        return import_module("cloudpickle")
+    except ModuleNotFoundError:
+        raise LaunchError(
+            "popdist.launch sends functions with cloudpickle, which is not installed: pip install 'poprun[launch]'"
+        ) from None
