@@ -90,6 +90,13 @@ def test_a_device_with_a_process_is_busy() -> None:
     assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, "GPU-aab,2")] == [False, True]
 
 
+def test_a_caller_s_device_is_free() -> None:
+    """A notebook that has used a GPU may start jobs there; any other process keeps them away."""
+    processes = f"GPU-aabb-2, {os.getppid()}\nGPU-cccc-3, {os.getpid()}\n"
+
+    assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, None)] == [True, True, False]
+
+
 def test_a_driver_that_says_nothing_has_no_devices() -> None:
     """Neither an empty answer nor an error message is a device."""
     assert read_gpus("", "", None) == ()

@@ -224,14 +224,18 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
 
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
-    """The processes that hold memory on each device; one without a number, as in a container, has the number 0."""
-    from poprun.process.process_tree import user_of  # noqa: PLC0415 - few machines have GPUs
+    """The processes that hold memory on each device, but for those that have called poprun, such as a notebook.
 
+    One without a number, as in a container, has the number 0.
+    """
+    from poprun.process.process_tree import ancestors, user_of  # noqa: PLC0415 - few machines have GPUs
+
+    callers = {*ancestors(os.getpid())}
     found: dict[str, tuple[Occupant, ...]] = {}
     for line in processes.splitlines():
         uuid, _, number = map(str.strip, line.partition(","))
         pid = int(number) if number.isdecimal() else 0
-        if uuid:
+        if uuid and pid not in callers:
             found[uuid] = (*found.get(uuid, ()), Occupant(pid=pid, user=user_of(pid)))
     return found
 
