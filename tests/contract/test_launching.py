@@ -19,6 +19,7 @@ import cloudpickle
 import pytest
 
 import popdist
+from popdist.launching.instance_call import call_function
 from tests.running import DEADLINE_SECONDS, run
 
 SCRIPT = """
@@ -125,11 +126,17 @@ def wait() -> None:
         os.read(os.pipe()[0], 1)
 
 
+def raise_lock() -> None:
+    """Raise an exception that nobody can pickle."""
+    raise OSError(threading.Lock())
+
+
 @pytest.mark.parametrize(
     ("fn", "told"),
     [
         (lambda: os._exit(0), "<lambda> did not return on instance 0 of 1: it ended with 0"),
         (partial(popdist.launch, place, num_instances=1), "by instance 0 of 1 .* poprun started: call place"),
+        (partial(raise_lock), r"OSError: <unlocked .*\n\(which cannot be sent itself: cannot pickle"),
         (lambda: {"made": [threading.Lock()]}, r"what <lambda> returned\['made'\]\[0\] cannot .* is a lock: "),
     ],
 )
@@ -137,6 +144,14 @@ def test_a_call_without_a_value_is_told(launch: Callable[..., Any], fn: Callable
     """Whether the instance left, or has what cannot come back."""
     with pytest.raises(popdist.LaunchError, match=told):
         launch(fn)
+
+
+def test_a_host_without_the_function_is_told(tmp_path: Path) -> None:
+    """The function comes through a folder, which the other hosts of a job may not have."""
+    with pytest.raises(
+        SystemExit, match=r"this host has no folder .* set TMPDIR to a folder that all hosts share"
+    ):
+        call_function(tmp_path / "popdist-launch-1")
 
 
 def test_a_job_whose_time_is_up_is_stopped(launch: Callable[..., Any]) -> None:

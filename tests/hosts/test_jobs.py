@@ -55,6 +55,18 @@ def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun, tm
     assert all(abs(it["offset_seconds"]) <= it["uncertainty_seconds"] < 1 for it in clocks.values())
 
 
+def test_a_function_runs_on_every_host(network: Network, tmp_path: Path) -> None:
+    """It comes there, and its values come back, through a folder that the hosts share."""
+    call = "print(popdist.launch(socket.gethostname, num_instances=2, host=['n2', 'n3']))"
+    settings = (
+        f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}",
+        f"POPRUN_SSH_CONFIG={network.ssh_config}",
+    )
+    words = ["env", f"TMPDIR={tmp_path}", *settings, sys.executable, "-c", f"import popdist, socket; {call}"]
+
+    assert run(network.hosts["n1"].enter(words)).succeeded().out == "['n2', 'n3']\n"
+
+
 def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: HostPoprun) -> None:
     """All of it and its end, on whichever host; the others read nothing, and nobody has to read."""
     words = ("--host", "n2,n1", "-n", "2", sys.executable, "-c")
