@@ -115,7 +115,8 @@ def test_what_a_program_reported_and_printed(launcher: Poprun, tmp_path: Path) -
 
 def test_a_killed_poprun_leaves_the_report_of_a_job_that_runs(poprun: Poprun, tmp_path: Path) -> None:
     """It is written while the job runs."""
-    words = ("--launcher", "local", "-n", "2", "--report", "report.json", sys.executable, "-c", REPORTS, "never")
+    reports = ("--report", "report.html", "--report", "report.json")  # written in this order
+    words = ("--launcher", "local", "-n", "2", *reports, sys.executable, "-c", REPORTS, "never")
     report = tmp_path / "report.json"
     run(["git", "init", "-q"], cwd=tmp_path).succeeded()
     who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
@@ -131,7 +132,8 @@ def test_a_killed_poprun_leaves_the_report_of_a_job_that_runs(poprun: Poprun, tm
     assert (job["is_over"], job["exit_code"], job["attempts"][0]["is_over"]) == (False, None, False)
     assert job["provenance"]["python"] == platform.python_version()
     assert re.fullmatch("[0-9a-f]{12}", job["provenance"]["revision"])
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".git", "report.json"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".git", "report.html", "report.json"]
+    assert '<p class="state runs">running</p>' in (tmp_path / "report.html").read_text()
 
 
 STAGE_KILLED = """

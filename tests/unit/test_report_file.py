@@ -17,6 +17,7 @@ from poprun.job.performance.slowness import Slowness
 from poprun.job.record import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
+from poprun.job.report.printed_report import render_end
 from poprun.job.report.report_file import job_to_dict, render_job
 from poprun.job.stacks import StackFrame, Standing
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
@@ -77,6 +78,7 @@ CLOCK = ClockFit(at_ns=0, offset_seconds=1.5, drift=1e-4, drift_uncertainty=1e-5
 END = JobEnd(
     statuses=[GOOD, KILLED],
     started_at_epoch_seconds=1_700_000_000.5,
+    began_at_seconds=7.0,
     seconds=3.0,
     launcher_code=0,
     stop_reason="instance 1 failed",
@@ -108,6 +110,7 @@ JOB = {
             "launcher_exit_code": 0,
             "launcher_excerpt": [],
             "survivors": [],
+            "printed": render_end(END, PLAN),
             "verdict": {
                 "cause": "exception",
                 "culprits": [1],
@@ -152,6 +155,7 @@ JOB = {
                     "problem": "",
                     "hint": "",
                     "excerpt": [],
+                    "began_seconds": 3.0,
                     "duration_seconds": 2.25,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
@@ -192,6 +196,7 @@ JOB = {
                     "problem": "",
                     "hint": "sent by somebody other than poprun, such as a batch system",
                     "excerpt": ["ValueError: x"],
+                    "began_seconds": 3.0,
                     "duration_seconds": 1.0,
                     "peak_memory_bytes": 3000,
                     "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],

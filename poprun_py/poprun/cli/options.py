@@ -357,7 +357,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Option("hang-timeout", "ending.hang_timeout_seconds", SECONDS_OR_OFF,
                "End the job after so long without progress. [default: off]"),
         Option("report", "ending.report_files", FILES,
-               "Write how the job goes as JSON, NAME.json; may be repeated."),
+               "Write how the job goes: a page, NAME.html, or data, NAME.json; may be repeated."),
     ),
     *_group(
         "Output",

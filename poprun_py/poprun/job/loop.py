@@ -409,6 +409,7 @@ class Attempt:
             is_timed_out=record.is_timed_out,
             is_hung=record.is_hung,
             started_at_epoch_seconds=self._began_at_epoch_seconds,
+            began_at_seconds=record.began_at_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
             has_started=record.has_started,

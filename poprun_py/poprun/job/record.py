@@ -425,6 +425,7 @@ class JobEnd:
     is_timed_out: bool = False  # whether the job was stopped because it took too long
     is_hung: bool = False  # whether it was stopped because no instance made progress
     started_at_epoch_seconds: float = 0.0  # when it began, in seconds since 1970
+    began_at_seconds: float = 0.0  # the same as monotonic time
     seconds: float = 0.0  # how long it took
     launcher_code: int | None = None  # exit code of the launcher, negative for a signal; None while it runs
     has_started: bool = True  # whether the programs were ever told to start

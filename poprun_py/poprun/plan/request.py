@@ -67,8 +67,8 @@ class EndingSettings:
         restarts_anyway: Whether that is done also where the failure seems to be one that comes again.
         hang_report_seconds: How long a wait without any progress is before poprun reports it; None never does.
         hang_timeout_seconds: How long such a wait is before poprun ends the job; None never does.
-        report_files: Files for the job's report, absolute or below the job's working directory: their
-            names end in ``.json``.
+        report_files: Files for the job's report, absolute or below the job's working directory: pages, whose
+            names end in ``.html``, and data, in ``.json``.
     """
 
     stop_timeout_seconds: float = 5.0
@@ -251,8 +251,8 @@ def check_ending(ending: EndingSettings) -> None:
     check_count("--max-restarts", ending.max_restarts, minimum=0)
     for file in ending.report_files:
         check_path("--report", file)
-        if not file.endswith(".json"):
-            raise PlanError(f"--report {file} is not possible: its name has to end in .json")
+        if not file.endswith((".html", ".json")):
+            raise PlanError(f"--report {file} is not possible: its name has to end in .html, or in .json for data")
 
 
 def check_remote(remote: RemoteSettings) -> None:

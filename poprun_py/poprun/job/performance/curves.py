@@ -133,6 +133,10 @@ class JobCurves:
             curves.add_total("cpu", "cores", at_seconds, event["cpu_seconds"])
         if num_steps := count_steps(status):
             curves.add_total("steps_per_second", "1/s", at_seconds, num_steps)
+        if status.counters is not None and status.counters.num_samples:
+            curves.add_total("samples_per_second", "1/s", at_seconds, status.counters.num_samples)
+        if status.machine is not None:
+            curves.add_total("run_delay", "s/s", at_seconds, status.machine.run_delay_seconds)
         if isinstance(lines := event.get("numbers"), str):
             # the clocks of hosts differ; the message took no time
             curves.add_lines(lines, at_seconds - event["read_at_seconds"], at_seconds)

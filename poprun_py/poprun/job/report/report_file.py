@@ -14,6 +14,7 @@ from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_step
 from poprun.job.performance.phase_times import split_time
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
+from poprun.job.report.printed_report import render_end
 from poprun.job.stacks import Standing
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.job.verdict import Verdict
@@ -76,6 +77,7 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "launcher_exit_code": None if end.launcher_code is None else shell_code(end.launcher_code),
         "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
         "survivors": list(end.survivors),
+        "printed": render_end(end, plan) if end.is_over else [],
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
         "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(end.clocks.items())},
         "slowdowns": [{**asdict(it), "reasons": list(it.reasons)} for it in end.slowdowns],
@@ -149,6 +151,7 @@ def _instance_to_dict(
     findings = end.findings or Findings()
     words = findings.words_of(status.index)
     began, ended = status.started_at_seconds, status.exited_at_seconds
+    delay_seconds = None if began is None else round(max(0.0, began - end.began_at_seconds), _DIGITS)
     return {
         "index": status.index,
         "host": instance.host,
@@ -162,6 +165,7 @@ def _instance_to_dict(
         "problem": status.problem,
         "hint": findings.reason_of(status) if status.has_failed else "",
         "excerpt": list(words.lines),
+        "began_seconds": delay_seconds,
         "duration_seconds": None if began is None or ended is None else round(ended - began, _DIGITS),
         "peak_memory_bytes": status.memory.peak_bytes or None,
         "memory": [

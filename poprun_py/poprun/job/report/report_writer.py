@@ -1,4 +1,4 @@
-"""Writes the report of a job to its files, while the job runs and at its end."""
+"""Writes the report of a job to its files, pages and JSON, while the job runs and at its end."""
 
 import os
 import time
@@ -10,7 +10,8 @@ from poprun.job.report.report_file import render_job
 from poprun.text import screen
 from poprun.text.atomic_file import check_target, write_whole
 
-ENDINGS: Final = (".json",)
+PAGE: Final = ".html"
+DATA: Final = ".json"
 
 _FIRST_SECONDS: Final = 1.0
 _GAP_SECONDS: Final = 30.0
@@ -21,7 +22,7 @@ class ReportWriter:
     """The files of a report; those that cannot be written in the middle of a job are told of once."""
 
     def __init__(self, files: Sequence[str], folder: str) -> None:
-        self._paths = {file: os.path.join(folder, file) for file in files if file.endswith(ENDINGS)}
+        self._paths = {file: os.path.join(folder, file) for file in files if file.endswith((PAGE, DATA))}
         self._told: set[str] = set()
         self._next_seconds = time.monotonic() + _FIRST_SECONDS
 
@@ -42,10 +43,18 @@ class ReportWriter:
         began_seconds = time.monotonic()
         for file, path in self._paths.items():
             try:
-                write_whole(path, render_job(job))
+                write_whole(path, _render(file, job))
             except OSError as error:
                 if file not in self._told:
                     screen.log(f"warning: --report {path} cannot be written: {error.strerror}; the job goes on")
                 self._told.add(file)
         now_seconds = time.monotonic()
         self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
+
+
+def _render(file: str, job: Mapping[str, Any]) -> str:
+    if file.endswith(DATA):
+        return render_job(job)
+    from poprun.page import render_page  # noqa: PLC0415 - not every report is a page
+
+    return render_page(job)

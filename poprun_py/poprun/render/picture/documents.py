@@ -56,6 +56,20 @@ def render_svg(plan: LaunchPlan) -> str:
     return f"{document}\n"
 
 
+def render_fragment(plan: LaunchPlan) -> str:
+    """``plan`` as an SVG element for a page whose style sheet has that of pictures."""
+    drawing = draw(make_scene(plan), _with_title)
+    return element(
+        "svg",
+        *drawing.children,
+        role="img",
+        aria_label=size_of(plan),
+        viewBox=f"-1 -1 {drawing.width + 2} {drawing.height + 2}",
+        width=drawing.width + 2,
+        height=drawing.height + 2,
+    )
+
+
 def render_html(plan: LaunchPlan) -> str:
     """``plan`` as an HTML document."""
     title = f"poprun: {size_of(plan)}"

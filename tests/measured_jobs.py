@@ -1,0 +1,61 @@
+"""Reports of jobs that never ran, with curves and phases as real ones have them."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+from popdist.progress import Progress
+from poprun.job.performance.curves import JobCurves
+from poprun.job.record import JobEnd
+from poprun.job.report.report_file import job_to_dict
+from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
+from poprun.text.ranges import parse_hosts
+from tests.planning import CLUSTER_NODE, planned
+
+PHASES = {"start": 0.02, "data": 0.1, "forward": 0.2, "backward": 0.4, "checkpoint": 0.03, "communication": 0.1}
+"""Shares of an instance's time; the rest is spent outside."""
+
+
+def measured_end(num_instances: int, seconds: float, began_seconds: float = 0.0, *, names: int = 2) -> JobEnd:
+    """An attempt whose instances report, all alike, a loss that falls to 0.25, and more numbers, 880 times."""
+    curves = JobCurves(num_instances, 0.0)
+    first = InstanceStatus(
+        index=0,
+        state=InstanceState.ENDED,
+        exit_code=0,
+        started_at_seconds=0.01 * seconds,
+        exited_at_seconds=0.99 * seconds,
+    )
+    for look in range(10, 890):
+        at = look * seconds / 900
+        first = replace(first, progress=Progress(num_steps=40 * look))
+        numbers = {"loss": 0.25 + math.exp(-at / seconds * 9), **{f"number {it}": it for it in range(1, names)}}
+        event = {"memory_bytes": 2**31 + look, "cpu_seconds": at * 3.5, "read_at_seconds": at}
+        curves.add_look(first, {**event, "numbers": json.dumps([at, numbers])}, at)
+    curves.instances = curves.instances[:1] * num_instances
+    return JobEnd(
+        statuses=[
+            replace(first, index=index, memory=MemoryCurve(peak_bytes=2**31 + index))
+            for index in range(num_instances)
+        ],
+        started_at_epoch_seconds=1_795_000_000 + began_seconds,
+        seconds=seconds,
+        curves=curves,
+    )
+
+
+def measured_job(num_instances: int, seconds: float, **last_lines: str) -> dict[str, Any]:
+    """The report of a job of one attempt, one of whose instances is slow in data."""
+    end = replace(
+        measured_end(num_instances, seconds),
+        last_lines={index: [*last_lines.values()] for index in range(num_instances)},
+    )
+    hosts = parse_hosts("localhost" if num_instances < 16 else f"node[0-{num_instances // 8 - 1}]")
+    plan = planned(CLUSTER_NODE, num_instances=num_instances, hosts=hosts)
+    job: dict[str, Any] = job_to_dict(replace(plan, program=("/usr/bin/python", "train.py")), "a job", [end])
+    for instance in job["attempts"][0]["instances"]:
+        ran = instance["duration_seconds"]
+        waiting = 0.0 if instance["index"] == 2 else 0.08
+        instance["phase_seconds"] = {**{name: it * ran for name, it in PHASES.items()}, "waiting": waiting * ran}
+    return job

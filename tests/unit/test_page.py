@@ -1,0 +1,159 @@
+"""The page of a job: what it says of any report, and that nothing a program printed is more than text.
+
+Holds poprun.page.sections, poprun.page.charts and poprun.page.time_shares.
+"""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poprun.job.report.report_file import job_to_dict
+from poprun.job.state import InstanceStatus
+from poprun.page import render_page
+from poprun.page.charts import Chart, Line, charts_of, describe_duration, render_charts
+from poprun.page.time_shares import find_job_time
+from tests.measured_jobs import measured_end, measured_job
+from tests.planning import planned
+
+FOUR = measured_job(4, 600.0, first="epoch 1", second="epoch 2")
+
+
+class Elements(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """An element begins."""
+        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        """Its text."""
+        self.words.append(data)
+
+
+def text_of(job: dict[str, Any]) -> str:
+    """What a reader of a job's page reads."""
+    return "\n".join(Elements(render_page(job)).words)
+
+
+def test_the_page_says_what_ran_and_how_fast() -> None:
+    """The figures and the parts of the time, the curves, the instances and their last lines."""
+    text = text_of(FOUR)
+
+    for words in (
+        *("ended well", "python train.py", "10 min", "goodput", "59%", "most memory of an instance", "2.0 GiB"),
+        *(
+            "waiting for the slowest",
+            "loss",
+            "number 1",
+            "steps a second",
+            "processors in use",
+            "last lines of instance 3",
+        ),
+        *("epoch 1\nepoch 2", "localhost", "35,560"),
+    ):
+        assert words in text, words
+    assert "not measured" not in text
+
+
+def test_the_parts_of_the_time_add_up() -> None:
+    """Of every instance, over a restart too; what nobody measured is said to be so."""
+    whole = find_job_time(FOUR)
+    assert whole.goodput == pytest.approx(0.6 * 0.98)
+    assert sum(whole.mean_seconds.values()) == pytest.approx(600)
+
+    plan = planned(num_instances=2)
+    lost = InstanceStatus(index=1)
+    first = replace(measured_end(2, 100.0), statuses=[measured_end(1, 100.0).statuses[0], lost])
+    job: Any = job_to_dict(plan, "j", [first, measured_end(2, 300.0, 102.0)])
+    time = find_job_time(job)
+
+    assert time.elapsed_seconds == pytest.approx(402)
+    assert [sum(it.seconds.values()) for it in time.instances] == pytest.approx([402, 402])
+    assert time.instances[0].seconds["restart"] == pytest.approx(2 + 3)
+    assert time.instances[1].seconds["start"] == pytest.approx(100)
+    assert time.goodput is None
+    assert "Phases of the programs were not measured" in text_of(job)
+
+
+def test_a_job_that_runs_or_never_ran_has_a_page() -> None:
+    """From the first moment on; an error of poprun itself is there, too."""
+    running = replace(measured_end(2, 50.0), is_over=False)
+    starting = replace(running, statuses=[InstanceStatus(index=0)], curves=None, seconds=0.0)
+    plan = planned(num_instances=2)
+
+    assert "running" in text_of(job_to_dict(plan, "j", [running]))
+    assert "never ran" in text_of(job_to_dict(planned(), "j", [starting]))
+    text = text_of(job_to_dict(None, "j", [], error="no such host"))
+    assert "job j" in text
+    assert "no such host" in text
+
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\0\ud800&lt;"
+
+
+def test_hostile_text_stays_text() -> None:
+    """In what is printed, in names of numbers, in the program and in a reason."""
+    job = measured_job(4, 60.0, line=HOSTILE)
+    job["plan"] = {**job["plan"], "program": ["python", HOSTILE]}
+    job["error"] = job["job_id"] = job["provenance"] = HOSTILE
+    job["provenance"] = {"torch": HOSTILE, "revision": HOSTILE}
+    attempt = job["attempts"][0]
+    attempt["printed"] = [HOSTILE]
+    slow = {"instance": 1, "phase": HOSTILE, "delay_seconds": 1, "share": 0.5, "since_seconds": 1}
+    attempt["slowdowns"] = [{**slow, "until_seconds": None, "reasons": [HOSTILE]}]
+    for instance in attempt["instances"]:
+        instance["problem"] = instance["host"] = HOSTILE
+        instance["curves"][f"numbers/{HOSTILE}"] = instance["curves"].pop("numbers/loss")
+    page = render_page(job)
+    elements = Elements(page)
+
+    assert elements.tags.count("script") == 1
+    assert not {"img", "a", "iframe", "link"} & {*elements.tags}
+    assert page.encode()
+    assert not {"\x1b", "\0"} & {*page}
+
+
+def test_the_page_of_a_large_job_is_small() -> None:
+    """Of an hour of 64 instances that report 20 numbers and print long lines; beyond 16 they are folded."""
+    end = replace(measured_end(64, 3600.0, names=20), last_lines={it: ["<" * 2000] * 20 for it in range(64)})
+    job = job_to_dict(planned(num_instances=64), "j", [end])
+    page = render_page(job)
+
+    assert len(page.encode()) < 2_000_000
+    assert page.count('class="curve middle"') == len(charts_of(job["attempts"], [0.0]))  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e30, 1e30)), max_size=9), max_size=3),
+    st.sampled_from(["", "1/s", "bytes"]),
+    st.floats(0, 1e7),
+)
+def test_any_curve_has_a_chart(parts: list[list[tuple[float, float]]], unit: str, seconds: float) -> None:
+    """All its points lie on the grid."""
+    chart = Chart(title="x", unit=unit, lines=[Line(name="a", parts=parts, style="h0")])
+    drawn = render_charts([chart], seconds, [])
+    path = drawn.partition('class="curve h0"')[2].partition('d="')[2].partition('"')[0]
+
+    places = [point.split() for point in path.replace("h0", "").replace("M", "L").split("L")[1:]]
+    assert len(places) == sum(map(len, parts))
+    assert all(0 <= int(number) <= 1000 for place in places for number in place)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.5, "0.5 s"), (59, "59 s"), (80, "1 min 20 s"), (7200, "2 h"), (90061, "1 d 1 h")]
+)
+def test_durations_have_two_units(seconds: float, words: str) -> None:
+    """The two largest ones."""
+    assert describe_duration(seconds) == words
