@@ -273,10 +273,7 @@ class LayerRunner(Protocol):
         """Within it the weights of ``unit`` are in memory."""
 
     def begin_call(self, unit: Unit, inputs: Sequence[Tensor]) -> object:
-        """Note a forward pass that keeps ``inputs`` for a backward pass; gives what :meth:`check_call` takes."""
-
-    def check_call(self, unit: Unit, step: object) -> None:
-        """Check that the backward pass of ``unit`` comes in the micro batch of its forward pass."""
+        """Note a forward pass that keeps ``inputs`` for a backward pass; gives the micro batch."""
 
     def end_call(self, unit: Unit) -> None:
         """Take the gradients that a backward pass of ``unit`` has left in ``.grad``."""
@@ -350,7 +347,7 @@ class _Call:
         self._state = LayerState(owner.unit.module)
         device = owner.runner.device
         self._devices = [device] if device.type == "cuda" else []
-        self._step: object = None
+        self._micro_batch: object = None
         self._torch_state = torch.get_rng_state()
         self._cuda_states = [torch.cuda.get_rng_state(it) for it in self._devices]
         kinds = {"cpu", device.type}
@@ -360,7 +357,7 @@ class _Call:
 
     def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of the forward pass."""
-        self._step = self.runner.begin_call(self.unit, tensors)
+        self._micro_batch = self.runner.begin_call(self.unit, tensors)
         with self.runner.running(self.unit, backward=False), self._state.watched(), self._casting():
             result = self._compute(tensors)
         outputs: list[Tensor] = []
@@ -369,7 +366,7 @@ class _Call:
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs; those of the weights are added to their ``.grad``."""
-        self.runner.check_call(self.unit, self._step)
+        self.runner.calls.check(self.unit, self._micro_batch)
         found: dict[int, Tensor] = {}
         with self.runner.running(self.unit, backward=True):
             with self._as_first(), torch.enable_grad(), self._casting():

@@ -91,7 +91,6 @@ class PhasedRun:
         self.budget = PhaseBudget(self.memory, self.owned, is_first=group.backend.instance_index == 0)
         self.optimizer: weakref.ref[PhasedOptimizer] | None = None
         self.step: StepPlan | None = None
-        self.num_steps = 0
         self.is_unfinished = False  # whether a loop has ended, and the optimizer's step has not
         self._group = group
         self._layout = layout
@@ -103,6 +102,7 @@ class PhasedRun:
         self._num_final = 0
         self._trained: list[PhasePiece] = []
         self._gradients: dict[int, PieceGradient] = {}
+        self._used: list[Parameter] = []
         self._sums = InstanceSums(group, layout)
         self._state: StoredPieces | None = None
         self._kept: StoredPieces | None = None  # beside sums of gradients
@@ -128,10 +128,6 @@ class PhasedRun:
         """Count a forward pass that a backward pass will follow."""
         self.budget.note_inputs(unit, inputs)
         return self.calls.begin(unit)
-
-    def check_call(self, unit: Unit, micro_batch: object) -> None:
-        """Check that a backward pass belongs to the micro batch that runs."""
-        self.calls.check(unit, micro_batch)
 
     def end_call(self, unit: Unit) -> None:
         """Take the gradients that are complete now."""
@@ -168,6 +164,7 @@ class PhasedRun:
     def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: gradients of the weights that are trained now."""
         self.step, self._num_final, self._complete, self._final_order = plan, 0, set(), []
+        self._used = []
         self._trained = [piece for piece in self.layers.pieces if piece.is_trained]
         self._gradients = {piece.index: PieceGradient(piece.named) for piece in self._trained}
         merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, plan.accumulation)
@@ -228,6 +225,7 @@ class PhasedRun:
         else:
             self.memory.wait()
             self.store.wait_for_host()
+        self._show_gradients()
         self.step, self.is_unfinished = None, True
 
     def abandon(self) -> bool:
@@ -317,8 +315,7 @@ class PhasedRun:
         step.over = total / scale if step.reduction == "mean" else 1.0
         if optimizer.step_in_backward:
             optimizer.begin_update()
-            self.num_steps += 1
-            self.store.begin_step(self.num_steps)
+            self.store.begin_step(self.store.step + 1)
 
     def _sum_over_job(self, piece: PhasePiece, step: StepPlan) -> None:
         """Set every ``.grad`` of ``piece`` to that of all replicas."""
@@ -336,18 +333,28 @@ class PhasedRun:
     def _use(self, piece: PhasePiece) -> None:
         """Update the weights of ``piece`` by their gradients, or keep these in the store."""
         optimizer = self._optimizer_now()
-        for parameter in piece.parameters:
-            if parameter.grad is not None and not optimizer.forms_of(parameter):
-                parameter.grad = None
+        gradients = {it: it.grad for it in piece.parameters if it.grad is not None and optimizer.forms_of(it)}
         if optimizer.step_in_backward:
-            used = [it for it in piece.parameters if it.grad is not None]
-            self._update(piece, {it: it.grad for it in used if it.grad is not None}, optimizer.update)
-            for parameter in used:
-                parameter.grad = updated_gradient(self.names[id(parameter)], parameter)
-                if parameter.grad is not None:
-                    mark_reduced(parameter.grad)
+            self._update(piece, gradients, optimizer.update)
         else:
-            self._keep(piece)
+            self._keep(piece, gradients)
+        self._used += gradients
+        for parameter in piece.parameters:
+            parameter.grad = None
+
+    def _show_gradients(self) -> None:
+        """Let each ``.grad`` stand for the one that was used: only now, as small tensors would scatter memory."""
+        is_updated = self._optimizer_now().step_in_backward
+        for parameter in self._used:
+            name = self.names[id(parameter)]
+            if is_updated:
+                parameter.grad = updated_gradient(name, parameter)
+            else:
+                stored = stored_gradient(name, part_itself(parameter), partial(self._stored_gradient, name))
+                parameter.grad = placed_as(parameter, stored)
+            if parameter.grad is not None:
+                mark_reduced(parameter.grad)
+        self._used = []
 
     @torch.no_grad()
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor], update: Update) -> None:
@@ -373,20 +380,15 @@ class PhasedRun:
         state.write_behind(piece.index)
 
     @torch.no_grad()
-    def _keep(self, piece: PhasePiece) -> None:
-        """Write the gradients of ``piece`` behind, and let ``.grad`` read them from the store."""
-        gradients = {name: local_part(it.grad) for name, it in piece.named if it.grad is not None}
+    def _keep(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
+        """Write the gradients of ``piece`` behind."""
+        parts = {self.names[id(it)]: local_part(gradient) for it, gradient in gradients.items()}
         if len(self._step_now().weights) > 1:  # what was added may lie in the memory in which it is to wait
-            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+            parts = {name: part.clone() for name, part in parts.items()}
         room = self._kept_now().room(piece.index)
-        for name in room.keys() & gradients.keys():
-            room[name].copy_(gradients[name])
+        for name in room.keys() & parts.keys():
+            room[name].copy_(parts[name])
         self._kept_now().write_behind(piece.index)
-        for name, parameter in piece.named:
-            if name in gradients:
-                part = stored_gradient(name, part_itself(parameter), partial(self._stored_gradient, name))
-                parameter.grad = placed_as(parameter, part)
-                mark_reduced(parameter.grad)
 
     def _kept_now(self) -> StoredPieces:
         if self._kept is None:
@@ -404,8 +406,7 @@ class PhasedRun:
     @torch.no_grad()
     def _update_phases(self, update: Update) -> None:
         """Update all weights whose gradients are in the store, phase by phase."""
-        self.num_steps += 1
-        self.store.begin_step(self.num_steps)
+        self.store.begin_step(self.store.step + 1)
         for piece in self._final_order:
             own = {name: it for name, it in piece.named if name in self.owned and it.grad is not None}
             if own:
@@ -427,7 +428,7 @@ class PhasedRun:
             self._update_phases(update)
         self.is_unfinished = False
         self.memory.begin_writing()
-        self.store.end_step(self.num_steps, [cast("Transfer", self.memory)])
+        self.store.end_step(self.store.step, [cast("Transfer", self.memory)])
         if self.store.host_size > 1:
             others = [piece for piece in self._trained if any(name not in self.owned for name in piece.names)]
             self.memory.forget(Content("weights", piece.index) for piece in others)

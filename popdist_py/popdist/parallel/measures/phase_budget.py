@@ -5,11 +5,13 @@ phases, torch included, is what it will have with larger ones, too.
 """
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Final
@@ -26,7 +28,7 @@ from popsize.hardware import bytes_of
 from popsize.phases import Loop, PhasePlan, StoreSpeed, TooLarge, UnitCost, memory_with, plan_phases, plan_with
 
 _NUM_MEASURED: Final = 2
-"""Steps that are measured: the first one for the memory only, as much is made anew in it."""
+"""Steps that are measured: the first one for memory, as much is made anew in it, and the second one for time."""
 
 _NUM_SHOWN: Final = 3
 """So many steps of those that follow are shown beside the prediction."""
@@ -34,9 +36,8 @@ _NUM_SHOWN: Final = 3
 _SPARE: Final = 0.02
 """The share of a limit that is left for what differs from step to step."""
 
-_MMAP_THRESHOLD: Final = -3
-_MAPPED_BYTES: Final = 1 << 20
 _STATUS: Final = Path("/proc/self/status")
+_STATM: Final = Path("/proc/self/statm")
 
 
 def limit_of(memory: str | int) -> int:
@@ -48,11 +49,9 @@ def limit_of(memory: str | int) -> int:
 
 
 def give_back_memory() -> None:
-    """Have malloc give back to the system what is free now, and large tensors from now on when they are freed."""
+    """Have malloc give back to the system what is free now; it may be as much as a layer takes several times."""
     with suppress(AttributeError):  # another library than glibc
-        library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
-        library.malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,7 +81,8 @@ class PhaseBudget:
         self._times: dict[int, _Times] = {}
         self._kept: set[int] = set()  # addresses of tensors that are kept for the backward pass
         self._inside = 0.0  # seconds of updates within a backward pass
-        self._peak_bytes = 0
+        self._beside = 0.0  # bytes that the process has in use beside phases and activations
+        self._needed: dict[int, float] = {}  # bytes of a unit's passes, once they are known
         self._predicted = 0.0
         self._later: list[float] = []
 
@@ -95,6 +95,7 @@ class PhaseBudget:
         if self._is_measuring:
             self._times = {unit.index: _Times() for unit in self._memory.layers.units}
         if not self._num_steps:
+            give_back_memory()
             self._check_room()
             _reset_peak(self._memory.device)
         self._began = perf_counter()
@@ -107,6 +108,7 @@ class PhaseBudget:
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
         """Within it ``unit`` computes; its weights are there."""
+        self._make_room(unit)
         if not self._is_measuring:
             yield
             return
@@ -144,6 +146,8 @@ class PhaseBudget:
         seconds = perf_counter() - self._began
         self._num_steps += 1
         self._is_measuring = False
+        if self._num_steps == 1:
+            self._note_memory()
         if self._num_steps == _NUM_MEASURED:
             rest = (unit.index for unit in self._memory.layers.units if unit.index not in order)
             self._plan([*order, *rest])
@@ -151,6 +155,21 @@ class PhaseBudget:
             self._later.append(seconds)
             if len(self._later) == _NUM_SHOWN:
                 self._report()
+
+    def _make_room(self, unit: Unit) -> None:
+        """Have malloc give back memory, if the passes of ``unit`` might need more than the limit allows."""
+        device = self._memory.device
+        if self.limit_bytes is None or device.type != "cpu":
+            return
+        most = self.limit_bytes * (1 - _SPARE) - self._needed.get(unit.index, inf)
+        if _resident_bytes(device) > most:
+            give_back_memory()
+
+    def _note_memory(self) -> None:
+        """Note what the first step has shown of memory."""
+        costs = [self._cost(unit) for unit in self._memory.layers.units]
+        self._needed = {index: cost.gradient_bytes + cost.running_bytes for index, cost in enumerate(costs)}
+        self._beside = _peak_bytes(self._memory.device) - memory_with(costs, range(len(costs)), self._loop).total
 
     def _check_room(self) -> None:
         """Refuse a limit that does not allow two phases of one layer each."""
@@ -218,13 +237,12 @@ class PhaseBudget:
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
         """The phases that the limit allows, as far as the measured steps have shown what else is in memory."""
         limit = self.limit_bytes or 0
-        beside = _peak_bytes(self._memory.device) - memory_with(units, range(len(units)), self._loop).total
-        plan = plan_phases(units, limit * (1 - _SPARE) - beside, speed, self._loop)
+        plan = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
         if isinstance(plan, TooLarge):
-            needed = (plan.needed_bytes + beside) / (1 - _SPARE)
+            needed = (plan.needed_bytes + self._beside) / (1 - _SPARE)
             raise WeightsError(
-                f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it {_words(beside)} are in "
-                f"use beside phases and activations; {plan.sentence(names)}"
+                f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it {_words(self._beside)} are "
+                f"in use beside phases and activations; {plan.sentence(names)}"
             )
         return plan
 
@@ -255,18 +273,17 @@ def _reset_peak(device: torch.device) -> None:
 
 def _peak_bytes(device: torch.device) -> int:
     """The most memory that the process has had, on ``device``."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    rows = dict(row.split(":", 1) for row in _STATUS.read_text(encoding="ascii").splitlines() if ":" in row)
+    return int(rows["VmHWM"].split()[0]) * 1024
 
 
 def _resident_bytes(device: torch.device) -> int:
     """The memory that the process has on ``device``."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else _status_bytes("VmRSS")
-
-
-def _status_bytes(key: str) -> int:
-    """A row of this process's status that is in kB."""
-    rows = dict(row.split(":", 1) for row in _STATUS.read_text(encoding="ascii").splitlines() if ":" in row)
-    return int(rows[key].split()[0]) * 1024
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
 def _words(size: float) -> str:
