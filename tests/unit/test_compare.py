@@ -160,7 +160,7 @@ def test_what_has_no_steps_is_not_judged() -> None:
     assert speed(folded, job([5.0] * 9)).change is Change.SLOWER
     assert speed(job([9.0] * 9, name="samples_per_second"), JOB).figure == "the whole run"
     samples = [job([rate] * 9, name="samples_per_second") for rate in (9.0, 5.0)]
-    assert (speed(*samples).figure, speed(*samples).change) == ("samples a second", Change.SLOWER)
+    assert (speed(*samples).figure, speed(*samples).change) == ("a sample", Change.SLOWER)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_command(tmp_path: Path) -> None:
         return result.exit_code, result.output or str(result.exception)
 
     code, text = run("usual", "slow")
-    assert (code, text.splitlines()[0]) == (0, "steps a second: 25.0% slower")
+    assert (code, text.splitlines()[0]) == (0, "a step: 25.0% slower")
     assert run("usual", "slow", "--fail-on-worse")[0] == 1
     assert run("usual", "usual", "--fail-on-worse") == run("usual", "usual")
     assert run("usual", "usual")[1].startswith("no difference\n")

@@ -26,7 +26,7 @@ LEAST_MEMORY_CHANGE: Final = 0.05
 LEAST_MEMORY_BYTES: Final = 32 * 2**20
 
 _LEAST_PART: Final = 0.25  # of a difference, for an instance and phase to be named
-_RATES: Final = {"steps_per_second": "steps a second", "samples_per_second": "samples a second"}
+_RATES: Final = {"steps_per_second": "a step", "samples_per_second": "a sample"}
 _RUN_DELAY: Final = "run_delay"  # the share of its time in which an instance waited for a core
 _COMMUNICATION: Final = "communication"
 _NOT_OWN: Final = ("start", "waiting", _COMMUNICATION)  # phases in which an instance does no work of a step's
@@ -51,7 +51,7 @@ class Difference:
     before: str  # with its unit
     after: str
     change: Change
-    share: float = 0.0  # by how much a step takes longer, or the figure is larger: 0.1 for a tenth
+    share: float = 0.0  # by how much the second figure is larger: 0.1 for a tenth
     noise: float = 0.0  # what two runs of one program may differ by
     notes: tuple[str, ...] = ()  # where it comes from, or why it is none
 
@@ -121,7 +121,7 @@ class _Speed:
 
 
 def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference:
-    """The difference of the steps a second."""
+    """The difference of the time of a step."""
     first, second = _speed_of(before), _speed_of(after)
     if first is None or second is None:
         return Difference(
@@ -139,16 +139,20 @@ def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference
     notes = () if is_none else tuple(_places(before, after, longer))
     if is_none and abs(longer) / first.seconds > noise:
         than = "longer" if waited > 0 else "less long"
-        notes = (f"all instances together waited {abs(waited) * 1000:.3g} ms a step {than} for a core",)
+        notes = (f"all instances together waited {_in_milliseconds(abs(waited))} a step {than} for a core",)
     return Difference(
         figure=first.figure,
-        before=f"{1 / first.seconds:.4g}",
-        after=f"{1 / second.seconds:.4g}",
+        before=_in_milliseconds(first.seconds),
+        after=_in_milliseconds(second.seconds),
         change=Change.NONE if is_none else Change.SLOWER if own > 0 else Change.FASTER,
         share=longer / first.seconds,
         noise=noise,
         notes=notes,
     )
+
+
+def _in_milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.4g} ms"
 
 
 def _speed_of(attempt: AttemptReport) -> _Speed | None:
