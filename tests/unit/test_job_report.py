@@ -22,6 +22,7 @@ SLOW = {
     "delay_seconds": 0.048,
     "share": 0.39,
     "since_seconds": 12.0,
+    "since_step": 120,
     "until_seconds": None,
     "reasons": ["its loader worker stands in train.py:7"],
 }
@@ -54,10 +55,10 @@ def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
     assert "verdict exception: instance 1, at train.py:3\nsince 2023-11-14T22:13:21.000Z\na" in text
     assert "only because of that: instance 0" in text
     assert "last words | ValueError: \\x1b[2J\\x00" in text
-    assert "slow instance 1 in data from 12 s to the end: +48 ms a step (39%): its loader worker" in text
+    assert "slow instance 1 is slow in data since step 120: +48 ms a step (39%): its loader worker" in text
     assert "0 localhost 0-1 exit code 0 2.2 120 2.9 KiB" in text
-    assert "instance data waiting" in text
-    assert "0 25 75" in text
+    assert "phase 0\n" in text
+    assert "data 25%\nwaiting 75%" in text
 
 
 def test_a_large_job_shows_those_that_failed(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from rich.console import Console
 from popdist.layout import Parallelism
 from popdist.progress import Progress
 from poprun.job.monitors import job_view
+from poprun.job.performance.slowness import Slowness
+from poprun.job.performance.watch import PerformanceWatch
 from poprun.job.record import Record
 from poprun.job.state import InstanceState, InstanceStatus, JobIdentity, Usage
 from poprun.messages import ProtocolError
@@ -105,6 +107,29 @@ running for 1:02:03 · attempt 1 · 3 instances · 6 replicas · 9.0 GiB
         2   node0   signal 11                    1200             0.1235          3.0 GiB
 """
     )
+
+
+def test_who_is_slow_stands_below_the_title() -> None:
+    """In one line, with the reason, as far as there is room; on a low screen an instance makes way."""
+    slow = Slowness(
+        instance=1,
+        phase="data",
+        delay_seconds=0.048,
+        share=0.39,
+        since_seconds=5.0,
+        since_step=120,
+        reasons=("at \x1b[1mtrain.py:7",),
+    )
+    record = Record(planned(num_instances=2), JobIdentity(job_id="5f", restart_count=0, began_at_seconds=0.0), 0.0)
+    record.performance = PerformanceWatch(0.0)
+    balanced = job_view(record, str, 9.0)
+    record.performance.slowdowns = [replace(slow, until_seconds=7.0), slow]
+    view = job_view(record, str, 9.0)
+    lines = drawn(view, [Rate()] * 2, height=10).splitlines()
+
+    assert balanced.slow == ""
+    assert lines[2] == "instance 1 is slow in data since step 120: +48 ms a step (39%): at \\x1b[1mtrain.py:7"
+    assert len(drawn(replace(JOB, slow="x"), [Rate()] * 3, height=10).splitlines()) <= 10
 
 
 def test_what_programs_write_moves_no_cursor() -> None:

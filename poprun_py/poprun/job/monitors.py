@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from poprun.job.performance.curves import count_steps
+from poprun.job.performance.slowness import describe_slowness
 from poprun.job.record import Record
 from poprun.job.state import InstanceStatus
 from poprun.messages.control import Link, encode
@@ -41,7 +43,14 @@ def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float
         num_replicas=plan.num_replicas,
         parallelism=plan.parallelism,
         instances=tuple(_instance_view(status, plan, last_line(status.index)) for status in record.statuses),
+        slow=_slow(record),
     )
+
+
+def _slow(record: Record) -> str:
+    """Who keeps the others waiting now, in words; empty while nobody does."""
+    slowness = None if record.performance is None else record.performance.lasting
+    return "" if slowness is None else describe_slowness(slowness)
 
 
 def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> InstanceView:
@@ -52,7 +61,7 @@ def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> 
         state=status.state,
         exit_code=status.exit_code,
         looked_at_seconds=None if usage is None else usage.at_seconds,
-        num_steps=0 if progress is None else progress.num_steps,
+        num_steps=count_steps(status),
         step=None if progress is None else progress.step,
         loss=None if progress is None else progress.loss,
         waits_in=progress.collective if progress is not None and status.is_waiting else "",

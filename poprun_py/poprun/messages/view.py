@@ -24,7 +24,7 @@ class InstanceView:
     state: str  # how far its process has come, in a word
     exit_code: int | None = None  # negative for a signal; None while it runs
     looked_at_seconds: float | None = None  # monotonic time of its agent's last look
-    num_steps: int = 0  # optimizer steps that popdist saw; 0 without popdist
+    num_steps: int = 0  # optimizer steps that were counted; 0 where nobody counts them
     step: int | None = None  # the step and the loss that the program reported last
     loss: float | None = None
     waits_in: str = ""  # the collective that it waits in
@@ -46,6 +46,7 @@ class JobView:
     num_replicas: int
     parallelism: Parallelism
     instances: tuple[InstanceView, ...]
+    slow: str = ""  # who keeps the others waiting now, and why; empty while nobody does
     said: str = ""  # what poprun has said since the last view of where the programs stand
 
     def to_message(self) -> Message:

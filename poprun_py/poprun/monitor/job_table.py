@@ -68,7 +68,8 @@ def _steps(view: InstanceView) -> int:
 
 def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
     """The job in at most ``height`` lines of ``width``: a title, and a row for each instance that fits."""
-    shown = _most_telling(job, max(1, height - _LINES_AROUND))
+    slow = [Text(fit(visible(job.slow), width), style="yellow")] if job.slow else []
+    shown = _most_telling(job, max(1, height - _LINES_AROUND - len(slow)))
     places = [job.parallelism.place_of(index) for index in shown]
     rows = [_cells(job.instances[index], speeds[index], place) for index, place in zip(shown, places, strict=True)]
     kept = [heading for heading in _HEADINGS if heading in _ALWAYS or any(row[heading].plain for row in rows)]
@@ -84,7 +85,7 @@ def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Gro
         table.add_row(*(row[heading] for heading in kept))
     num_hidden = len(job.instances) - len(shown)
     more = fit(f"and {num_hidden} more instances, further on than these", width)
-    return Group(*_title(job, width), table, *([Text(more, style="dim")] if num_hidden else []))
+    return Group(*_title(job, width), *slow, table, *([Text(more, style="dim")] if num_hidden else []))
 
 
 def fit(text: str, width: int) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 from popdist.layout import Parallelism
 from poprun.errors import PlanError, UsageError
+from poprun.job.performance.slowness import Slowness
 from poprun.job.report.report_file import VERSION
 from poprun.job.verdict import Cause, Verdict
 from poprun.text.fields import between, read_record
@@ -59,19 +60,6 @@ class InstanceReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlownessReport:
-    """An instance that held the others up for a while."""
-
-    instance: Index
-    phase: Text
-    delay_seconds: Seconds  # of each step
-    share: float  # of a step
-    since_seconds: Seconds  # since the attempt began, as the end; None if it lasted until the end
-    until_seconds: Seconds | None = None
-    reasons: tuple[Text, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictReport:
     """Who is at fault for the end of an attempt."""
 
@@ -110,7 +98,7 @@ class AttemptReport:
     first_failure: Index | None = None
     verdict: VerdictReport | None = None
     instances: tuple[InstanceReport, ...]
-    slowdowns: tuple[SlownessReport, ...] = ()
+    slowdowns: tuple[Slowness, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:

@@ -10,15 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.errors import name_instances
+from poprun.job.performance.slowness import describe_slowness
 from poprun.job.verdict import describe_verdict
 from poprun.render.table import terminal_text
 from poprun.reports.compare import Comparison, Difference
-from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport, SlownessReport
+from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport
 from poprun.text.ranges import counted, describe_bytes, fold_hosts
+from poprun.text.screen import visible
 
 _MOST_ROWS: Final = 16
 _LABEL_WIDTH: Final = 11
-_TEXTS: Final = ("host", "replicas", "end", "figure", "change")  # columns that stand to the left
+_TEXTS: Final = ("host", "replicas", "end", "phase", "figure", "change")  # columns that stand to the left
 _MOST_SLOWDOWNS: Final = 8
 
 
@@ -73,17 +75,16 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
     yield from _lines("verdict", list(_verdict(job, attempt)))
     failed = [it for it in attempt.instances if it.index == attempt.first_failure]
     yield from _lines("last words", [f"| {line}" for it in failed for line in it.excerpt])
-    yield from _lines("slow", [describe_slowness(it) for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
+    yield from _lines("slow", [visible(describe_slowness(it)) for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
     if not attempt.instances:
         return
     shown = _shown_instances(attempt)
     yield ""
     yield _table([_cells(it) for it in shown])
-    phases = [it for it in shown if it.phase_seconds]
-    if phases:
+    if timed := [it for it in shown if it.phase_seconds]:
         yield ""
-        yield Text("where the time went, in % of an instance's time")
-        yield _table([_shares(it) for it in phases])
+        yield "where the time of each instance went"
+        yield _table(_shares(timed))
     if num_left := len(attempt.instances) - len(shown):
         yield f"and {counted(num_left, 'more instance')}, which neither failed nor were slow"
 
@@ -124,16 +125,6 @@ def _verdict(job: JobReport, attempt: AttemptReport) -> Iterator[str]:
         yield f"ended by poprun: {name_instances(verdict.torn_down)}"
 
 
-def describe_slowness(slow: SlownessReport) -> str:
-    """A slowdown in a line."""
-    until = "the end" if slow.until_seconds is None else f"{slow.until_seconds:.0f} s"
-    why = f": {', '.join(slow.reasons)}" if slow.reasons else ""
-    return (
-        f"instance {slow.instance} in {slow.phase} from {slow.since_seconds:.0f} s to {until}: "
-        f"+{slow.delay_seconds * 1000:.0f} ms a step ({slow.share:.0%}){why}"
-    )
-
-
 def _shown_instances(attempt: AttemptReport) -> list[InstanceReport]:
     """The instances that are shown: all if they are few, else those that failed or were slow first."""
     verdict = attempt.verdict
@@ -157,16 +148,20 @@ def _cells(instance: InstanceReport) -> Mapping[str, str]:
     }
 
 
-def _shares(instance: InstanceReport) -> Mapping[str, str]:
-    """The row of an instance: the share of each phase in its time."""
-    whole = sum(instance.phase_seconds.values()) or 1.0
-    shares = {phase: f"{seconds / whole:.0%}".rstrip("%") for phase, seconds in instance.phase_seconds.items()}
-    return {"instance": str(instance.index), **shares}
+def _shares(instances: Sequence[InstanceReport]) -> list[Mapping[str, str]]:
+    """The rows of the phases that took time: each one's share in the time of each instance."""
+    phases = dict.fromkeys(phase for it in instances for phase, seconds in it.phase_seconds.items() if seconds)
+    wholes = {it.index: sum(it.phase_seconds.values()) or 1.0 for it in instances}
+    return [
+        {"phase": phase}
+        | {str(it.index): f"{it.phase_seconds.get(phase, 0.0) / wholes[it.index]:.0%}" for it in instances}
+        for phase in phases
+    ]
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Table:
     """Rows under their headings, without columns that are empty; those of ``texts`` stand to the left."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
     for heading in headings:
         table.add_column(Text(heading), justify="left" if heading in _TEXTS else "right", overflow="fold")

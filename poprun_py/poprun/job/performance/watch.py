@@ -40,6 +40,11 @@ class PerformanceWatch:
         self._windows: list[Window] = []
         self._newest_moment = 0.0
 
+    @property
+    def lasting(self) -> Slowness | None:
+        """The slowness that lasts now; None where nobody keeps the others waiting."""
+        return self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
+
     def is_due(self, now_seconds: float) -> bool:
         """Whether it is time to ask again."""
         return not self._asked and now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
@@ -86,8 +91,7 @@ class PerformanceWatch:
             self.pauses.setdefault((pause.instance, pause.phase), []).append(pause.seconds)
             return []
         self._windows = [*self._windows[1 - NUM_WINDOWS :], window]
-        found = find_slowness(self._windows)
-        lasting = self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
+        found, lasting = find_slowness(self._windows), self.lasting
         if found is not None and lasting is not None and found.instance == lasting.instance:
             self.slowdowns[-1] = replace(lasting, delay_seconds=found.delay_seconds, share=found.share)
             return []
