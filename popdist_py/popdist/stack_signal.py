@@ -21,7 +21,7 @@ _SIGNAL_AT, _SIGNAL_BYTES = 16, 4
 _TRAINED_ALONE_AT = 23
 """Where it says that the process has trained without others."""
 
-RECORDER_AT, _RECORDER_BYTES = 264, 4
+RECORDER_AT, RECORDER_BYTES = 264, 4
 """Where it names the descriptor through which the recorder of torch's collectives can be asked."""
 
 _FIRST, _LAST = 40, 63
@@ -60,7 +60,7 @@ def announce_lone_training(descriptor: int) -> None:
 
 def announce_recorder(descriptor: int, recorder: int) -> None:
     """Say on the page through which descriptor of this process torch's recorder can be asked."""
-    os.pwrite(descriptor, recorder.to_bytes(_RECORDER_BYTES, sys.byteorder), RECORDER_AT)
+    os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
 
 
 def register(descriptor: int) -> int:

@@ -168,6 +168,7 @@ def run_job(
         while identity is not None:
             on_look = outcome.write_now_and_then if outcome.writer else None
             ends.append(_run_attempt(plan, environ, identity, signals, verbosity, on_look))
+            _collect_trace(plan, identity, ends[-1])
             identity = _next_attempt(plan, identity, ends, signals, leased)
         _log_summary(ends, plan)
         return exit_code(ends[-1])
@@ -184,12 +185,27 @@ def _run_attempt(
     """Run one attempt; where it starts no program, no agent removes the key that the hosts hold."""
     has_started = False
     try:
+        if plan.trace.folder is not None:
+            from poprun.trace.collection import prepare_folder  # noqa: PLC0415 - most jobs are not traced
+
+            prepare_folder(plan, identity.job_id, identity.restart_count)
         end = Attempt(plan, environ, identity, signals, verbosity, on_look).run()
         has_started = end.has_started
         return end
     finally:
         if not has_started:
             forget_key(plan, identity.network)
+
+
+def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd) -> None:
+    """Merge what the programs of an attempt have recorded, and say where it is."""
+    if plan.trace.folder is None:
+        return
+    from poprun.trace.collection import collect_trace  # noqa: PLC0415 - as above
+
+    rounds = end.clock_rounds if end.has_started else None
+    for line in collect_trace(plan, identity.job_id, identity.restart_count, rounds):
+        screen.log(line)
 
 
 def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:

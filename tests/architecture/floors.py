@@ -10,7 +10,7 @@ from tests.architecture.source_tree import words
 _LOWEST_FIRST: Final = {
     "popsize": "errors phases < hardware model < constants stages < catalogue < mapping < footprint < duration"
     " < search < cases tables < picture",
-    "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < devices page"
+    "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < trace < devices page"
     " < job monitor emit doctor < cli vipu reports < start size < command < __main__",
     "popdist": "errors layout local_tensors tree stack_signal startup < contract torch_private extension"
     " < environments progress < host_memory < transport < groups < process_group < context < collectives"

@@ -7,7 +7,14 @@ import pytest
 
 from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.cli.options import OPTIONS, Option
-from poprun.plan.request import EndingSettings, LaunchRequest, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.request import (
+    EndingSettings,
+    LaunchRequest,
+    OutputSettings,
+    RemoteSettings,
+    TraceSettings,
+    VipuSettings,
+)
 
 SECTIONS: Final = {
     "line": CommandLine,
@@ -16,6 +23,7 @@ SECTIONS: Final = {
     "ending": EndingSettings,
     "vipu": VipuSettings,
     "remote": RemoteSettings,
+    "trace": TraceSettings,
 }
 
 POPRUN_OPTIONS: Final = (

@@ -22,7 +22,7 @@ from poprun.job.report.report_file import job_to_dict, render_job
 from poprun.job.stacks import StackFrame, Standing
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.job.verdict import Cause, Verdict
-from poprun.messages.clock import ClockFit
+from poprun.messages.clock import Exchange
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.request import AskedMapping
 from poprun.text.atomic_file import check_target, write_whole
@@ -74,7 +74,7 @@ VERDICT = Verdict(
     details=("a",),
     since_epoch_seconds=THEN,
 )
-CLOCK = ClockFit(at_ns=0, offset_seconds=1.5, drift=1e-4, drift_uncertainty=1e-5, uncertainty_seconds=1e-3)
+ROUNDS = {"n2": [Exchange(0, 1_500_000_000, 0), Exchange(10**9, 2_500_000_000, 10**9)], "n3": []}
 END = JobEnd(
     statuses=[GOOD, KILLED],
     started_at_epoch_seconds=1_700_000_000.5,
@@ -83,8 +83,8 @@ END = JobEnd(
     launcher_code=0,
     stop_reason="instance 1 failed",
     evidence={0: EVIDENCE},
-    clocks={"n2": CLOCK},
     slowdowns=[SLOWDOWN],
+    clock_rounds=ROUNDS,
     findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}, verdict=VERDICT),
 )
 LEASE = HeldLease(host="n1", names=("GPU 0", "GPU 1"), pool="/pool", partition="p")
@@ -124,9 +124,9 @@ JOB = {
             "clocks": {
                 "n2": {
                     "offset_seconds": 1.5,
-                    "uncertainty_seconds": 0.001,
-                    "drift": 0.0001,
-                    "drift_uncertainty": 0.00001,
+                    "uncertainty_seconds": 0.0,
+                    "drift": 0.0,
+                    "drift_uncertainty": 0.0,
                 }
             },
             "curves": {},

@@ -22,6 +22,9 @@ PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 WORLD_SIZE = "WORLD_SIZE"
 """Where the contract has the number of instances: a single one has nobody to wait for."""
 
+TRACE = "POPDIST_TRACE"
+"""Where the contract has what is to be recorded of the program, if anything is."""
+
 MPI_PREFIXES = ("PMI_", "PMIX_")
 """How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
 
@@ -53,6 +56,8 @@ def begin() -> None:
     finder.call("torch", lambda _torch: load_module("startup", "phase_sampler").start(page))
     if os.environ.get(WORLD_SIZE, "1") != "1":
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
+    if TRACE in os.environ:
+        load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals))
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
 
@@ -79,6 +84,13 @@ def serve_recorder(page: int, signals: ModuleType) -> None:
     if descriptor:
         signals.announce_recorder(page, descriptor)
         atexit.register(write_record, os.getpid(), page, signals, lambda: server.read_recorder(descriptor))
+
+
+def read_recorder(page: int, signals: ModuleType) -> bytes:
+    """What torch's recorder holds; an OSError where there is none."""
+    descriptor = int.from_bytes(os.pread(page, signals.RECORDER_BYTES, signals.RECORDER_AT), sys.byteorder)
+    record: bytes = load_module("startup", "recorder_server").read_recorder(descriptor)
+    return record
 
 
 def write_record(pid: int, page: int, signals: ModuleType, read: Callable[[], bytes]) -> None:

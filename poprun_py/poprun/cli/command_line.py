@@ -35,6 +35,7 @@ from poprun.plan.request import (
     LaunchRequest,
     OutputSettings,
     RemoteSettings,
+    TraceSettings,
     VipuSettings,
 )
 from poprun.text.ranges import read_host_file
@@ -123,6 +124,7 @@ class CommandLine:
             output=OutputSettings(**self.values.get("output", {})),
             ending=EndingSettings(**self.values.get("ending", {})),
             remote=RemoteSettings(**self.values.get("remote", {})),
+            trace=TraceSettings(**self.values.get("trace", {})),
             vipu=VipuSettings(**self.values.get("vipu", {})),
             **asked,
         )

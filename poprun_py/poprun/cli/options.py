@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final
 
 from poprun.errors import PoprunError, UsageError
-from poprun.plan.request import LauncherChoice, LaunchRequest
+from poprun.plan.request import TRACED_STEPS, LauncherChoice, LaunchRequest
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.ranges import parse_hosts, parse_numbers
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat, visible
@@ -120,6 +120,13 @@ def _subnet(text: str) -> str:
         raise ValueError("give a subnet, such as 10.1.0.0/16") from None
 
 
+def _steps(text: str) -> range:
+    first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal()):
+        raise ValueError("give the first step and the one before which to end, such as 20:25")
+    return range(int(first), int(stop))
+
+
 NUMBER: Final = Kind(metavar="N", read=_number(int, "give a whole number"))
 NUMBER_OR_AUTO: Final = Kind(
     metavar="N|auto", read=_number(int, "give a whole number, or auto for one per free GPU", none="auto")
@@ -133,6 +140,7 @@ SWITCH: Final = Kind(metavar="", read=_boolean, is_switch=True)
 FLAG: Final = Kind(metavar="", read=lambda text: text != "0", is_counted=True)
 COUNTED: Final = Kind(metavar="", read=NUMBER.read, is_counted=True)
 NAME: Final = Kind(metavar="NAME", read=_name)
+STEPS: Final = Kind(metavar="FIRST:STOP", read=_steps)
 TEXT: Final = Kind(metavar="TEXT", read=str)
 FILE: Final = Kind(metavar="FILE", read=str)
 FILES: Final = Kind(metavar="FILE", read=str, read_all=tuple)
@@ -369,6 +377,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "The tag, with {instance}, {host}, {stream} and the like."),
         Option("fold-output", "output.is_folded", SWITCH, "Show lines that several instances print alike once."),
         Option("log-dir", "output.log_dir", FOLDER, "Keep each instance's output in a file."),
+        Option("trace", "trace.folder", FOLDER,
+               "Record some steps of all instances, on one clock, for Perfetto; see poprun-report trace."),
+        Option("trace-steps", "trace.steps", STEPS,
+               f"Which steps, counted from 0. [default: {TRACED_STEPS.start}:{TRACED_STEPS.stop}]"),
+        Option("trace-seconds", "trace.seconds", SECONDS,
+               "Record so long in place of steps, from the first call of a torch module on."),
         Option("monitor", "output.has_monitor", SWITCH, "Show the instances live, not their output."),
         Option("print-topology", "line.prints_topology", SWITCH,
                "Print the plan, then start it.", goes_with_plan=True),

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import (
+    CLOCK_DESCRIPTOR,
     HYDRA_DESCRIPTOR,
     NUMBERS_DESCRIPTOR,
     PROGRESS_DESCRIPTOR,
@@ -271,7 +272,8 @@ def start_order(
         "lease_address": route.lease_address if route else "",
         "cores": binding.cores if binding else (),
         "memory_nodes": binding.memory_nodes if binding else (),
-        "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR],
+        "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR, CLOCK_DESCRIPTOR],
+        "clock_variable": CLOCK_DESCRIPTOR if plan.trace.folder is not None else "",
         "store_variable": STORE_DESCRIPTOR,
         "progress_variable": PROGRESS_DESCRIPTOR,
         "numbers_variable": NUMBERS_DESCRIPTOR if plan.has_curves else "",

@@ -202,13 +202,14 @@ class Attempt:
         network = self._identity.network
         if network is None:
             return None
-        from poprun.messages.clock import HostClocks  # noqa: PLC0415 - jobs of one host have one clock
+        from poprun.messages.clock import ROUND_SECONDS, HostClocks  # noqa: PLC0415 - jobs of one host have one clock
 
         hosts = (
             (index, network.hosts[self._plan.instance(index).host_index])
             for index in range(self._plan.num_instances)
         )
-        return HostClocks({index: host.name for index, host in hosts if host.address != network.control_host})
+        names = {index: host.name for index, host in hosts if host.address != network.control_host}
+        return HostClocks(names, 1.0 if self._plan.trace.folder is not None else ROUND_SECONDS)
 
     def _ask_clocks(self, now_seconds: float) -> None:
         """Ask the agents of other hosts for their clocks, when it is time."""
@@ -419,12 +420,12 @@ class Attempt:
             interrupted=self._streams.interrupted,
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
-            clocks=self._clocks.fits() if self._clocks is not None else {},
             slowdowns=record.performance.slowdowns if record.performance else (),
             waiting_seconds=record.performance.waiting_seconds if record.performance else {},
             is_over=is_over,
             curves=record.curves,
             last_lines=self._streams.last_lines(),
+            clock_rounds=self._clocks.rounds if self._clocks is not None else {},
         )
 
     def _report(self) -> JobEnd:

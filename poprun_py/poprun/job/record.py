@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from poprun.job.signals import ReceivedSignals
     from poprun.job.verdict import Verdict
     from poprun.launch.launchers import StartWatch
-    from poprun.messages.clock import ClockFit
+    from poprun.messages.clock import Exchange
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
 
@@ -438,9 +438,9 @@ class JobEnd:
     curves: "JobCurves | None" = None  # what was measured, where somebody asked for it
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # what instances printed last, as above
     verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job stopped for that
-    clocks: Mapping[str, "ClockFit"] = field(default_factory=dict)  # of the hosts other than poprun's own, by name
     slowdowns: Sequence["Slowness"] = ()  # who has kept the others waiting, by time
     waiting_seconds: Mapping[int, float] = field(default_factory=dict)  # for the slowest, by instance
+    clock_rounds: Mapping[str, Sequence["Exchange"]] = field(default_factory=dict)  # with other hosts, by name
     # what there is to say of a job that did not end well; None for one that did
     findings: "Findings | None" = None
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Collection, Mapping
     from typing import Any, NamedTuple
+
+    from poprun.launch.clock_answers import ClockAnswers
 else:
     import _signal as signal  # signal and socket themselves load enum and more
     import _socket as socket
@@ -219,6 +221,8 @@ class Agent:
         self._watch = ProgramWatch()
         self._question: ProgramQuestion | None = None
         self._calls: CallsQuestion | None = None
+        self._poll = select.poll()
+        self._clock: ClockAnswers | None = None
         self._lease_address = ""
         self._numbers: int | None = None
         self._surroundings: tuple[dict[str, str], str] = ({}, "/")
@@ -231,7 +235,7 @@ class Agent:
         self._report_ready()
         become_subreaper()
         die_with_parent(signal.SIGCONT)  # if somebody has stopped this agent, it wakes up to end what it started
-        poll = select.poll()
+        poll = self._poll
         ends = set(self._parentage.ends)
         for descriptor in (self._control.fileno(), wakeup, *ends):
             poll.register(descriptor, select.POLLIN)
@@ -242,10 +246,8 @@ class Agent:
                     os.read(wakeup, RECEIVE_BYTES)
                 elif descriptor in self._parentage.ends:
                     self._lose_shim(poll, ends)
-                elif not self._receive():
-                    self._is_orphan = True
+                elif not self._listen_to(descriptor):
                     poll.unregister(descriptor)
-                    self._ending.stop(self._program)
             if self._was_terminated and not self._ending.was_stopped:
                 self._ending.stop(self._program)
             self._reap()
@@ -334,6 +336,16 @@ class Agent:
         except OSError:  # poprun is gone; its end of the socket says so to the loop
             return
 
+    def _listen_to(self, descriptor: int) -> bool:
+        """Answer the program or obey poprun; False when the other end is gone. Without poprun the program ends."""
+        if self._clock is not None and descriptor == self._clock.fileno():
+            return self._clock.answer()
+        if self._receive():
+            return True
+        self._is_orphan = True
+        self._ending.stop(self._program)
+        return False
+
     def _receive(self) -> bool:
         """Read what poprun sent and obey; False when poprun is gone or sends what is no message."""
         received = self._control.receive()
@@ -377,6 +389,8 @@ class Agent:
         if order["numbers_variable"]:
             self._numbers = self._watch.open_numbers()
             environment[order["numbers_variable"]] = f"{self._numbers}:{os.fstat(self._numbers).st_ino}"
+        if order["clock_variable"]:
+            environment[order["clock_variable"]] = str(self._open_clock())
         self._lease_address = order["lease_address"]
         try:
             self._streams += self._fetch_lease()
@@ -390,6 +404,14 @@ class Agent:
         else:
             self._run(order, environment, to_tell)
         self._let_go()
+
+    def _open_clock(self) -> int:
+        """Begin to answer a traced program; the descriptor that it inherits."""
+        from poprun.launch.clock_answers import ClockAnswers  # noqa: PLC0415 - most jobs are not traced
+
+        self._clock = ClockAnswers()
+        self._poll.register(self._clock.fileno(), select.POLLIN)
+        return self._clock.for_program.fileno()
 
     def _fetch_lease(self) -> list[int]:
         """The descriptors of the job's lease, when a process of this host keeps it."""
@@ -442,6 +464,8 @@ class Agent:
             listener.close()
         if self._numbers is not None:
             os.close(self._numbers)
+        if self._clock is not None:
+            self._clock.for_program.close()
 
     def _pass_signal(self, signum: int) -> None:
         """Pass a signal on to the processes that handle it, and tell if there are none."""

@@ -95,10 +95,11 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
 class HostClocks:
     """Which agent of each other host is to be asked for its clock, and what they have answered."""
 
-    def __init__(self, host_of: Mapping[int, str]) -> None:
+    def __init__(self, host_of: Mapping[int, str], round_seconds: float = ROUND_SECONDS) -> None:
         self._host_of = host_of  # of the instances on other hosts
         # for each host the best exchange of each round; of long jobs only some of the earlier ones
         self.rounds: dict[str, list[Exchange]] = {host: [] for host in host_of.values()}
+        self._round_seconds = round_seconds
         self._num_open: dict[str, int] = {}
         self._due_seconds: dict[str, float] = {}
 
@@ -107,7 +108,7 @@ class HostClocks:
         asked = []
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
-                self._due_seconds[host] = now_seconds + ROUND_SECONDS
+                self._due_seconds[host] = now_seconds + self._round_seconds
                 self._num_open[host] = _QUESTIONS_OF_ROUND
                 asked.append(index)
         return asked
@@ -129,4 +130,9 @@ class HostClocks:
 
     def fits(self) -> dict[str, ClockFit]:
         """The clock of each host that has answered, by its last rounds: about a minute."""
-        return {host: fit_clock(rounds[-_RECENT_ROUNDS:]) for host, rounds in self.rounds.items() if rounds}
+        return recent_fits(self.rounds)
+
+
+def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
+    """The clock of each host that has answered, by its last rounds."""
+    return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}

@@ -14,7 +14,14 @@ from typing import Final
 from popdist.contract import Contract, Endpoint
 from popdist.layout import Parallelism, ReplicaLayout, ReplicaPart
 from poprun.plan.mpi_options import Variables
-from poprun.plan.request import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.request import (
+    NO_TRACE,
+    EndingSettings,
+    OutputSettings,
+    RemoteSettings,
+    TraceSettings,
+    VipuSettings,
+)
 from poprun.plan.topology import Binding, MpiRuntime, ProcessPlacement
 from poprun.text import IF_USED
 from poprun.text.ranges import Hosts
@@ -127,6 +134,7 @@ class LaunchPlan:
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
         remote: How the hosts are reached.
+        trace: What is recorded for a trace, if anything is.
     """
 
     program: tuple[str, ...]
@@ -154,6 +162,12 @@ class LaunchPlan:
     output: OutputSettings
     ending: EndingSettings
     remote: RemoteSettings
+    trace: TraceSettings = field(default=NO_TRACE, metadata=IF_USED)
+
+    def trace_parts(self, job_id: str, restart_count: int) -> str:
+        """The folder in which the programs of an attempt leave what they have recorded."""
+        folder = os.path.join(self.working_directory, self.trace.folder or "")
+        return os.path.join(folder, f".parts-{job_id}-{restart_count}")
 
     @property
     def layout(self) -> ReplicaLayout:

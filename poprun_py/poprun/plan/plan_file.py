@@ -34,6 +34,9 @@ _KEYS: Final = {
     "only_output_from_instance": "output.shown_instances",
     "parallelism": "mapping_path",
     "report": "ending.report_files",
+    "trace": "trace.folder",
+    "trace_seconds": "trace.seconds",
+    "trace_steps": "trace.steps",
 }
 """What an option of the command line, which messages name, is called in a plan."""
 

@@ -29,6 +29,7 @@ from poprun.plan.request import (
     check_output,
     check_path,
     check_remote,
+    check_trace,
     check_vipu,
     legal_instances,
 )
@@ -121,6 +122,7 @@ def _decide(
         output=_choose_output(request, words),
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
+        trace=request.trace,
     )
     differences: tuple[str, ...] = ()
     if request.mapping is not None:
@@ -278,6 +280,7 @@ def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parall
     check_vipu(asked.vipu, num_instances)
     check_path("--executable-cache-path", asked.executable_cache_path)
     check_remote(asked.remote)
+    check_trace(asked.trace)
 
 
 def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:

@@ -10,12 +10,14 @@ from typing import Final
 from popdist import contract
 from popdist.contract import JOB_ID, NUM_REPLICAS
 from poprun.plan.plan import LaunchPlan, StartFacts
+from poprun.plan.request import TRACED_STEPS
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 UNBUFFERED = "PYTHONUNBUFFERED"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 PYTHON_PATH = "PYTHONPATH"
+PROFILER_LOG = "KINETO_LOG_LEVEL"
 HASH_SEED = "PYTHONHASHSEED"
 
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
@@ -120,4 +122,21 @@ def program_environment(
         env[RECORDER_LENGTHS[0]] = str(RECORDED_CALLS)
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"
-    return env | hash_seed(user)
+    return env | hash_seed(user) | _trace_environment(plan, index, user, start)
+
+
+def _trace_environment(
+    plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None
+) -> dict[str, str]:
+    """The variables that say what is to be recorded for a trace; none where nothing is."""
+    trace = plan.trace
+    if trace.folder is None or start is None:
+        return {}
+    import json  # noqa: PLC0415 - most jobs are not traced
+
+    steps = trace.steps or (None if trace.seconds else TRACED_STEPS)
+    file = os.path.join(plan.trace_parts(start.job_id, start.restart_count), f"instance-{index}")
+    asked = {"file": file, "steps": steps and [steps.start, steps.stop], "seconds": trace.seconds}
+    # torch's profiler writes a line to standard error when it starts or stops
+    quiet = {} if PROFILER_LOG in user else {PROFILER_LOG: "99"}
+    return {contract.TRACE: json.dumps(asked), **quiet}

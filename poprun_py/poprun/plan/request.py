@@ -150,6 +150,28 @@ class LauncherChoice(StrEnum):
     SRUN = "srun"
 
 
+TRACED_STEPS: Final = range(5, 10)
+"""The steps that are recorded where nobody says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSettings:
+    """What is asked of a trace.
+
+    Attributes:
+        folder: Directory for it, absolute or below the job's working directory; None for no trace.
+        steps: The optimizer's steps to record, counted from 0; None is ``TRACED_STEPS``, or none with seconds.
+        seconds: How long to record from the first call of a torch module on, in place of steps.
+    """
+
+    folder: str | None = None
+    steps: range | None = None
+    seconds: float | None = None
+
+
+NO_TRACE: Final = TraceSettings()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMapping:
     """What ``--parallelism`` asks for, in words or in a file that `poprun-size` saved.
@@ -197,6 +219,7 @@ class LaunchRequest:
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
         remote: How the hosts are reached.
+        trace: What is recorded for a trace, if anything is.
     """
 
     program: tuple[str, ...] = ()
@@ -220,6 +243,7 @@ class LaunchRequest:
     output: OutputSettings = field(default_factory=OutputSettings)
     ending: EndingSettings = field(default_factory=EndingSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
+    trace: TraceSettings = NO_TRACE
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
@@ -271,6 +295,21 @@ def check_remote(remote: RemoteSettings) -> None:
             raise PlanError(
                 f"--host-subnet {remote.subnet} is no subnet: {error}; write it like 10.0.0.0/16 or fd00::/64"
             ) from None
+
+
+def check_trace(trace: TraceSettings) -> None:
+    """Check that the values of ``trace`` are possible."""
+    check_path("--trace", trace.folder)
+    if trace.folder is None and (trace.steps is not None or trace.seconds is not None):
+        raise PlanError("--trace-steps and --trace-seconds say how much to record: give --trace DIR, too")
+    if trace.steps is not None and trace.seconds is not None:
+        raise PlanError("--trace-steps and --trace-seconds cannot go together: leave one out")
+    if trace.steps is not None and not (trace.steps and trace.steps.start >= 0):
+        raise PlanError(
+            f"--trace-steps {trace.steps.start}:{trace.steps.stop} has no step: 20:25 are those from 20 to 24"
+        )
+    if trace.seconds is not None:
+        _check_seconds("--trace-seconds", trace.seconds, may_be_zero=False)
 
 
 def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:

@@ -1,5 +1,6 @@
 """The `poprun-report` program: what reports of jobs say, in words."""
 
+import os
 import sys
 
 import click
@@ -10,6 +11,7 @@ from poprun.reports.job_report import MOST_BYTES, JobReport, read_report
 from poprun.reports.show import render_comparison, render_report
 from poprun.text.input_files import read_text
 from poprun.text.screen import has_color, log, print_out, run_click, width
+from poprun.trace.time_table import TABLE_FILE, read_table, render_table
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 
@@ -50,6 +52,17 @@ def compare(before: str, after: str, *, fail_on_worse: bool) -> None:
     print_out(render_comparison(found, width=width(), has_color=has_color()))
     if fail_on_worse and found.is_worse:
         click.get_current_context().exit(1)
+
+
+@report.command()
+@click.argument("folder", metavar="DIR")
+def trace(folder: str) -> None:
+    """Show where the time of a trace went, by instance, and who was last.
+
+    DIR is the folder that was given to `poprun --trace DIR`.
+    """
+    table = read_table(read_text(os.path.join(folder, TABLE_FILE), "the trace's table", MOST_BYTES), folder)
+    print_out(render_table(table, width=width(), has_color=has_color()))
 
 
 def _read(file: str) -> JobReport:

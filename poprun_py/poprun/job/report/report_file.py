@@ -18,7 +18,7 @@ from poprun.job.report.printed_report import render_end
 from poprun.job.stacks import Standing
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.job.verdict import Verdict
-from poprun.messages.clock import ClockFit
+from poprun.messages.clock import ClockFit, recent_fits
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
@@ -79,8 +79,8 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "survivors": list(end.survivors),
         "printed": render_end(end, plan) if end.is_over else [],
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
-        "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(end.clocks.items())},
         "slowdowns": [{**asdict(it), "reasons": list(it.reasons)} for it in end.slowdowns],
+        "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(recent_fits(end.clock_rounds).items())},
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],

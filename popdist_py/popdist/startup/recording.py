@@ -1,0 +1,344 @@
+"""Records some steps of this program: torch's profiler, its collectives, its loaders' workers, and its clock.
+
+The start-up hook (``startup/sitecustomize.py``) calls it when poprun wants a trace, in whatever Python the program
+runs, so this is written for Python 3.8. `poprun.trace` reads what it writes. Nothing here stops the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+
+TYPE_CHECKING = False  # importing typing takes longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+SETTINGS = "POPDIST_TRACE"
+"""What to record, as JSON: ``file`` (how names of files begin), ``steps`` (two numbers) and ``seconds``."""
+
+CLOCK_DESCRIPTOR = "POPDIST_CLOCK_DESCRIPTOR"
+"""A socket at whose other end the agent tells its time."""
+
+NUM_QUESTIONS = 8
+ANSWER_SECONDS = 0.05
+SAMPLE_SECONDS, IDLE_SECONDS = 0.004, 0.05
+FETCHES, LOADS = "torch/utils/data/_utils/fetch.py", "torch/utils/data/dataloader.py"
+PROFILES_ITSELF = "the program profiles itself, and a second profiler would take its events away"
+
+
+def begin(after_import: Callable[[str, Callable[[Any], None]], None], read_recorder: Callable[[], bytes]) -> None:
+    """Record what the environment asks for, once torch has been imported."""
+    recording = Recording(json.loads(os.environ[SETTINGS]), read_recorder)
+    after_import("torch", recording.prepare)
+    atexit.register(recording.end_program)
+    os.register_at_fork(after_in_child=recording.go_on_in_child)
+
+
+def ask_clock() -> list[int]:
+    """Our time before and after the agent's answer, and its time between; the closest of several answers."""
+    import socket  # noqa: PLC0415 - only programs that are traced pay for it
+
+    answers = []
+    descriptor = os.environ.get(CLOCK_DESCRIPTOR, "")
+    if not descriptor.isdecimal():
+        return []
+    with socket.socket(fileno=os.dup(int(descriptor))) as link:
+        link.settimeout(ANSWER_SECONDS)
+        for _ in range(NUM_QUESTIONS):
+            sent_ns = time.time_ns()
+            try:
+                link.send(b"%d" % sent_ns)
+                asked_ns, answered_ns = map(int, link.recv(64).split())
+            except (OSError, ValueError):
+                continue
+            heard_ns = time.time_ns()
+            if asked_ns == sent_ns:
+                answers.append([sent_ns, answered_ns, heard_ns])
+    return min(answers, key=lambda it: it[2] - it[0], default=[])
+
+
+class Recording:
+    """What is recorded of this program, from the first step of the window to the last."""
+
+    def __init__(self, settings: dict[str, Any], read_recorder: Callable[[], bytes]) -> None:
+        self._file: str = settings["file"]
+        self._seconds: float = settings["seconds"] or 0.0
+        self._first: int = (settings["steps"] or (0, 0))[0]
+        self._stop: int = (settings["steps"] or (0, 0))[1]
+        self._read_recorder = read_recorder
+        self._problem = ""
+        self._num_steps = 0
+        self._optimizer: Callable[[], object] = lambda: None
+        self._profile: Any = None
+        self._others = ProgramsProfilers(self._give_way)
+        self._undo: list[Callable[[], object]] = []
+        self._waits = Waits()
+        self._about: dict[str, Any] = {}
+        self._deadline_seconds = 0.0
+        self._is_over = False
+        import mmap  # noqa: PLC0415 - as above
+
+        self._shared = mmap.mmap(-1, 1)  # what forked workers see: whether the window is open
+
+    def prepare(self, _torch: object) -> None:
+        """Count the optimizer's steps; a window that begins with the program begins when it calls a module."""
+        from torch.nn.modules.module import register_module_forward_pre_hook  # noqa: PLC0415 - torch has loaded them
+        from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - as above
+
+        self._others.watch()
+        self._undo = [self._others.end_watch]
+        register_optimizer_step_post_hook(
+            self._after_step
+        )  # for ever: torch does not let it go while it is called
+        if self._first == 0:
+            self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
+
+    def _after_step(self, optimizer: object, *_: object) -> None:
+        import weakref  # noqa: PLC0415 - as above
+
+        counted = self._optimizer()
+        if self._is_over:
+            return
+        if counted is None:
+            self._optimizer = weakref.ref(optimizer)
+        elif counted is not optimizer:
+            return
+        self._num_steps += 1
+        if self._profile is None and self._num_steps == self._first:
+            self._open()
+        elif self._num_steps == self._stop or self._is_late():
+            self._close()
+
+    def _before_forward(self, *_: object) -> None:
+        if self._profile is None:
+            self._open()
+        elif self._is_late():
+            self._close()
+
+    def _is_late(self) -> bool:
+        return self._profile is not None and self._seconds > 0.0 and time.monotonic() >= self._deadline_seconds
+
+    def _open(self) -> None:
+        """Begin the window, unless the program profiles itself."""
+        import threading  # noqa: PLC0415 - as above
+
+        import torch.profiler as profilers  # noqa: PLC0415 - as above
+
+        if self._is_over:
+            return
+        if self._others.are_active:
+            self._give_up(PROFILES_ITSELF)
+            return
+        try:
+            self._about = {"thread": threading.get_native_id(), "exchanges": [ask_clock()]}
+            activities = [profilers.ProfilerActivity.CPU]
+            if sys.modules["torch"].cuda.is_initialized():
+                activities.append(profilers.ProfilerActivity.CUDA)
+            self._profile = self._others.own = profilers.profile(activities=activities)
+            self._profile.start()
+            self._waits.begin()
+        except Exception as error:  # noqa: BLE001 - the program goes on as without it
+            self._give_up(f"torch's profiler cannot start: {error}")
+            return
+        self._about["begun_ns"] = time.time_ns()
+        self._about["first_step"] = self._num_steps
+        self._deadline_seconds = time.monotonic() + self._seconds
+        self._shared[0] = 1
+
+    def _close(self, problem: str = "") -> None:
+        """End the window, and write what was recorded."""
+        profile, self._is_over = self._profile, True
+        if profile is None:
+            return
+        self._profile, self._shared[0] = None, 0
+        self._about["ended_ns"] = time.time_ns()
+        self._about["waits"] = self._waits.end()
+        try:
+            profile.stop()
+            self._about["exchanges"].append(ask_clock())
+            self._about["calls"] = self._calls()
+            profile.export_chrome_trace(f"{self._file}.tmp")
+            os.replace(f"{self._file}.tmp", f"{self._file}.json")
+        except Exception as error:  # noqa: BLE001 - as above
+            problem = f"its trace cannot be written: {error}"
+        self._give_up(problem)
+
+    def _calls(self) -> list[list[Any]]:
+        """Group, number, name and time of the collectives that torch's recorder has seen in the window."""
+        try:
+            entries = json.loads(self._read_recorder())["entries"]
+        except (OSError, ValueError, KeyError):
+            return []
+        return [
+            [
+                entry["process_group"][0],
+                entry["collective_seq_id"],
+                entry["profiling_name"],
+                entry["time_created_ns"],
+            ]
+            for entry in entries
+            if entry["time_created_ns"] >= self._about["begun_ns"] and not entry["is_p2p"]
+        ]
+
+    def _give_way(self) -> None:
+        """End the window because the program starts a profiler of its own."""
+        if self._profile is not None:
+            self._close(PROFILES_ITSELF)
+
+    def _give_up(self, problem: str) -> None:
+        """Record no more, and write the rest of what poprun is to know."""
+        self._is_over, self._problem = True, problem
+        while self._undo:
+            self._undo.pop()()
+        about = {**self._about, "pid": os.getpid(), "num_steps": self._num_steps, "problem": problem}
+        try:
+            with open(f"{self._file}.about", "w", encoding="utf-8") as file:
+                json.dump(about, file)
+        except OSError:
+            return
+
+    def end_program(self) -> None:
+        """Write what there is when the program ends before the window does."""
+        if self._is_over:
+            return
+        if self._profile is not None:
+            self._close()
+        else:
+            self._give_up(f"it ended after {self._num_steps} optimizer steps")
+
+    def go_on_in_child(self) -> None:
+        """Record nothing in a forked child; in a worker of a DataLoader, what it loads."""
+        import threading  # noqa: PLC0415 - as above
+        from traceback import walk_stack  # noqa: PLC0415 - as above
+
+        was_over, self._is_over, self._profile = self._is_over, True, None
+        if not was_over and any(frame.f_code.co_filename.endswith(LOADS) for frame, _ in walk_stack(None)):
+            threading.Thread(target=self._follow_worker, args=(threading.get_ident(),), daemon=True).start()
+
+    def _follow_worker(self, thread: int) -> None:
+        """Look every few milliseconds, while the window is open, what this worker loads, and write it down."""
+        begun_ns, text = 0, ""
+        while True:
+            now = _loaded(sys._current_frames().get(thread)) if self._shared[0] else ""  # noqa: SLF001 - documented
+            if now != text:
+                if text:
+                    self._append([os.getpid(), text, begun_ns, time.time_ns()])
+                text, begun_ns = now, time.time_ns()
+            time.sleep(SAMPLE_SECONDS if self._shared[0] else IDLE_SECONDS)
+
+    def _append(self, line: list[Any]) -> None:
+        try:
+            with open(f"{self._file}.workers", "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError:
+            return
+
+
+def _loaded(frame: FrameType | None) -> str:
+    """Which function of the program's a worker's fetcher has called; empty when it waits for work."""
+    from traceback import walk_stack  # noqa: PLC0415 - as above
+
+    above = ""
+    for one, _ in walk_stack(frame):
+        file = one.f_code.co_filename
+        if file.endswith(FETCHES):
+            return above or "fetch"
+        above = f"{one.f_code.co_name} ({os.path.basename(file)})"
+    return ""
+
+
+class ProgramsProfilers:
+    """Knows whether the program runs a profiler of torch's itself, and tells before it starts one."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.own: object = None  # the profiler that is not the program's
+        self._tell = tell
+        self._active: set[int] = set()
+        self._replaced: list[tuple[type, str, Any]] = []
+
+    @property
+    def are_active(self) -> bool:
+        """Whether one runs."""
+        return bool(self._active)
+
+    def watch(self) -> None:
+        """Be called when a profiler begins or ends."""
+        from torch.autograd.profiler import profile as inner  # noqa: PLC0415 - torch has loaded it
+        from torch.profiler import profile  # noqa: PLC0415 - as above
+
+        for kind, name, note in (
+            (profile, "prepare_trace", self._begin),
+            (profile, "stop_trace", self._end),
+            (inner, "__enter__", self._begin),
+            (inner, "__exit__", self._end),
+        ):
+            self._replaced.append((kind, name, vars(kind).get(name)))
+            setattr(kind, name, _with_note(getattr(kind, name), note))
+
+    def end_watch(self) -> None:
+        """Restore the methods."""
+        for kind, name, method in self._replaced:
+            if method is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, method)
+        self._replaced = []
+
+    def _begin(self, profiler: object) -> None:
+        if profiler is not self.own:
+            self._tell()
+            self._active.add(id(profiler))
+
+    def _end(self, profiler: object) -> None:
+        self._active.discard(id(profiler))
+
+
+def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Callable[..., Any]:
+    """A method that calls ``note`` with its object first."""
+    from functools import wraps  # noqa: PLC0415 - as above
+
+    @wraps(method)
+    def call(this: object, *args: object, **kwargs: object) -> object:
+        note(this)
+        return method(this, *args, **kwargs)
+
+    return call
+
+
+class Waits:
+    """Records when popdist waits for other instances: its page of progress is told before and after."""
+
+    def __init__(self) -> None:
+        self._page: Any = None
+        self._waits: list[list[Any]] = []  # number, text, begin and end
+
+    def begin(self) -> None:
+        """Record from now on, if the program uses popdist."""
+        progress = sys.modules.get("popdist.progress")
+        if progress is None:
+            return
+        page = self._page = progress.progress_page
+        wait, end_wait = page.wait, page.end_wait
+
+        def begin_recorded(text: str, members: Any = ()) -> None:  # noqa: ANN401 - a sequence, as there
+            wait(text, members)
+            self._waits.append([page.read().num_waits, text, time.time_ns(), 0])
+
+        def end_recorded() -> None:
+            end_wait()
+            if self._waits and not self._waits[-1][-1]:
+                self._waits[-1][-1] = time.time_ns()
+
+        page.wait, page.end_wait = begin_recorded, end_recorded
+
+    def end(self) -> list[list[Any]]:
+        """Record no more; the waits that have ended."""
+        if self._page is not None:
+            del self._page.wait, self._page.end_wait
+            self._page = None
+        return [wait for wait in self._waits if wait[-1]]

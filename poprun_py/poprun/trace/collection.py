@@ -1,0 +1,247 @@
+"""What the programs of an attempt have recorded, merged into one trace when the attempt is over.
+
+Left out is a program that was killed, whose recording is damaged, or whose clock was never compared.
+"""
+
+import gzip
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+from popdist.errors import name_instances
+from poprun.errors import UsageError
+from poprun.messages.clock import Exchange, fit_clock
+from poprun.plan.plan import LaunchPlan
+from poprun.text.atomic_file import write_whole
+from poprun.text.fields import write_record
+from poprun.trace.document import instance_events, joint_events, lanes_of, write_document
+from poprun.trace.joint_calls import find_joint_calls, with_ends
+from poprun.trace.recorded import About, CollectiveCall, Recorded, on_clock, read_about, read_events, read_workers
+from poprun.trace.time_table import (
+    TABLE_FILE,
+    VERSION,
+    InstanceTimes,
+    TraceTable,
+    dearest,
+    mean_delay_seconds,
+    own_times,
+    where_time_went,
+)
+
+TRACE_FILE: Final = "trace.json.gz"
+_METHOD: Final = "the closest of several answers of the agent, before and after; between hosts every second"
+_COMPRESSION: Final = 5
+_MOST_WARNINGS: Final = 4
+_SECOND: Final = 1_000_000_000
+_NUM_BEFORE: Final = 3
+_UNKNOWN_DRIFT: Final = 1e-4  # more than the clocks of computers differ in speed
+
+Rounds = Mapping[str, Sequence[Exchange]]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceClock:
+    """How an instance's own times become poprun's."""
+
+    to_ours: Callable[[int], int]
+    offset_seconds: float  # of the program's clock, when its window began
+    drift: float
+    uncertainty_seconds: float
+
+
+def prepare_folder(plan: LaunchPlan, job_id: str, restart_count: int) -> None:
+    """Make the folder in which the programs of an attempt leave what they record; a UsageError if it cannot be."""
+    try:
+        os.makedirs(plan.trace_parts(job_id, restart_count), exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--trace {plan.trace.folder} cannot be written: {error.strerror}") from None
+
+
+def collect_trace(plan: LaunchPlan, job_id: str, restart_count: int, rounds: Rounds | None) -> Iterator[str]:
+    """Merge what an attempt has recorded; yields what the user is to know of it, in lines.
+
+    ``rounds`` are the exchanges with the clocks of other hosts; None for an attempt that started no program.
+    """
+    parts = plan.trace_parts(job_id, restart_count)
+    folder = os.path.dirname(parts)
+    if rounds is None:
+        shutil.rmtree(parts, ignore_errors=True)
+        return
+    merging = Merging(plan, parts, rounds)
+    try:
+        table = merging.write(folder)
+    except OSError as error:
+        yield f"warning: the trace cannot be written to {folder}: {error.strerror}"
+        return
+    if not merging.is_damaged:
+        shutil.rmtree(parts, ignore_errors=True)
+    for problem, instances in [*merging.problems.items()][:_MOST_WARNINGS]:
+        yield f"warning: trace of {name_instances(instances)}: {problem}"
+    if table is not None:
+        who = name_instances([it.index for it in table.instances])
+        yield f"trace of {who}: {os.path.join(folder, TRACE_FILE)}"
+        yield f"  open it at ui.perfetto.dev; in short: poprun-report trace {folder}"
+
+
+def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock | None:
+    """The clock of a program, by its own exchanges and those of its host, if that is another; None if unknown."""
+    if not about.exchanges or (rounds is not None and not rounds):
+        return None
+    own = fit_clock(about.exchanges)
+    if rounds is None:
+        uncertainty = own.uncertainty_seconds
+        return InstanceClock(own.to_theirs, -own.offset_at(about.begun_ns), -own.drift, uncertainty)
+    window = own.to_theirs(about.begun_ns), own.to_theirs(about.ended_ns)
+    after = next((number for number, it in enumerate(rounds) if it.answered_ns > window[1]), len(rounds))
+    before = next((number for number, it in enumerate(rounds) if it.answered_ns >= window[0]), len(rounds))
+    near = rounds[max(0, before - _NUM_BEFORE) : after + 1]
+    host = fit_clock(near)
+    outside_ns = max(0, near[0].answered_ns - window[0], window[1] - near[-1].answered_ns)
+    drift_outside = outside_ns / _SECOND * (host.drift_uncertainty or _UNKNOWN_DRIFT)
+    return InstanceClock(
+        lambda at_ns: host.to_ours(own.to_theirs(at_ns)),
+        (about.begun_ns - host.to_ours(window[0])) / _SECOND,
+        host.drift - own.drift,
+        own.uncertainty_seconds + host.uncertainty_seconds + drift_outside,
+    )
+
+
+class Merging:
+    """The recordings of an attempt on their way into one file."""
+
+    def __init__(self, plan: LaunchPlan, parts: str, rounds: Rounds) -> None:
+        self._plan = plan
+        self._parts = parts
+        self.problems: dict[str, list[int]] = defaultdict(list)  # instances by what is wrong with their recordings
+        self.is_damaged = False  # whether one of them cannot be read
+        self._abouts: dict[int, About] = {}
+        self._clocks: dict[int, InstanceClock] = {}
+        self._times: dict[int, InstanceTimes] = {}
+        self._operations: list[dict[str, tuple[int, float]]] = []
+        for index in range(plan.num_instances):
+            about = self._read_about(index)
+            if about is not None and about.begun_ns:
+                clock = clock_of(about, rounds.get(plan.instance(index).host))
+                if clock is None:
+                    self.problems["its clock could not be compared with poprun's"].append(index)
+                else:
+                    self._abouts[index], self._clocks[index] = about, clock
+        self._joint = find_joint_calls({index: self._calls(index) for index in self._abouts})
+
+    def _read_about(self, index: int) -> About | None:
+        try:
+            about = read_about(self._read(index, "about"))
+        except OSError:
+            is_far = len(self._plan.hosts) > 1
+            why = ", or its host does not share the folder" if is_far else ""
+            self.problems[f"there is none: its program was killed, or was no Python{why}"].append(index)
+            return None
+        except ValueError as error:
+            self._note_damage(index, error)
+            return None
+        if about.problem:
+            self.problems[about.problem].append(index)
+        return about
+
+    def _read(self, index: int, ending: str) -> str:
+        with open(os.path.join(self._parts, f"instance-{index}.{ending}"), encoding="utf-8") as file:
+            return file.read()
+
+    def _note_damage(self, index: int, error: ValueError) -> None:
+        self.is_damaged = True
+        self.problems[f"it cannot be read: {error}; it stays in {self._parts}"].append(index)
+
+    def _calls(self, index: int) -> list[CollectiveCall]:
+        """The collectives of an instance, by poprun's clock."""
+        to_ours = self._clocks[index].to_ours
+        return [
+            it._replace(begin_ns=to_ours(it.begin_ns), end_ns=it.end_ns and to_ours(it.end_ns))
+            for it in self._abouts[index].calls
+        ]
+
+    def write(self, folder: str) -> TraceTable | None:
+        """Write the trace and its table; None if there is nothing to merge."""
+        if not self._abouts:
+            return None
+        file = os.path.join(self._parts, TRACE_FILE)
+        with gzip.open(file, "wt", _COMPRESSION, encoding="utf-8") as stream:
+            stream.writelines(write_document(self._describe(), self._events()))
+        if not self._times:
+            return None
+        os.replace(file, os.path.join(folder, TRACE_FILE))
+        table = self._table()
+        write_whole(os.path.join(folder, TABLE_FILE), json.dumps(write_record(table, version=VERSION)))
+        return table
+
+    def _describe(self) -> dict[str, object]:
+        """What the file says of itself: how the clocks were aligned, and how well."""
+        clocks = {
+            index: {
+                "host": self._plan.instance(index).host,
+                "offset_seconds": clock.offset_seconds,
+                "drift": clock.drift,
+                "uncertainty_seconds": clock.uncertainty_seconds,
+            }
+            for index, clock in self._clocks.items()
+        }
+        return {"version": VERSION, "clock": _METHOD, "zero_epoch_ns": self._origin_ns, "instances": clocks}
+
+    @property
+    def _origin_ns(self) -> int:
+        return min(clock.to_ours(self._abouts[index].begun_ns) for index, clock in self._clocks.items())
+
+    def _events(self) -> Iterator[Mapping[str, object]]:
+        """The events of all instances, one after the other: all together may be more than the memory holds."""
+        origin_ns = self._origin_ns
+        lanes = {}
+        for index, about in self._abouts.items():
+            try:
+                recorded = self._read_recorded(index, about)
+            except (OSError, ValueError) as error:
+                self._note_damage(index, ValueError(str(error)))
+                continue
+            calls, thread = with_ends(self._calls(index), recorded.slices), str(about.thread)
+            self._add_times(index, recorded, calls)
+            lanes[index] = {call.key: lane for lane, call in lanes_of(calls)}
+            text = f"instance {index} ({self._plan.instance(index).host}, process {about.pid})"
+            yield from instance_events(index, text, recorded, thread, calls, origin_ns)
+        yield from joint_events(self._joint, lanes, origin_ns)
+
+    def _read_recorded(self, index: int, about: About) -> Recorded:
+        """The events of an instance and of its loaders' workers, by poprun's clock."""
+        own = read_events(self._read(index, "json"), about.thread)
+        workers = read_workers("")
+        with suppress(OSError):
+            workers = read_workers(self._read(index, "workers"))
+        names = {**own.row_names, **workers.row_names}
+        both = replace(own, slices=(*own.slices, *workers.slices), row_names=names)
+        return on_clock(both, self._clocks[index].to_ours)
+
+    def _add_times(self, index: int, recorded: Recorded, calls: Sequence[CollectiveCall]) -> None:
+        about, to_ours = self._abouts[index], self._clocks[index].to_ours
+        window = to_ours(about.begun_ns), to_ours(about.ended_ns)
+        thread = str(about.thread)
+        self._times[index] = where_time_went(index, window, thread, recorded.slices, calls, self._joint)
+        self._operations.append(own_times(recorded.slices))
+
+    def _table(self) -> TraceTable:
+        joint_calls = tuple(self._joint.values())
+        return TraceTable(
+            num_steps=max(about.num_steps - about.first_step for about in self._abouts.values()),
+            num_collectives=len(joint_calls),
+            instances=tuple(
+                replace(
+                    times,
+                    uncertainty_seconds=self._clocks[index].uncertainty_seconds,
+                    num_last=sum(it.last == index for it in joint_calls),
+                    delay_seconds=mean_delay_seconds(joint_calls, index),
+                )
+                for index, times in self._times.items()
+            ),
+            operations=dearest(self._operations),
+        )

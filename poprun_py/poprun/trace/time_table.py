@@ -1,0 +1,251 @@
+"""Where the time of traced steps went on each instance, who was last, and what an ideal job would gain. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from poprun.errors import PlanError
+from poprun.render.table import terminal_text
+from poprun.text.fields import read_record
+from poprun.text.input_files import parse_json
+from poprun.text.ranges import counted
+from poprun.trace.joint_calls import JointCall
+from poprun.trace.recorded import COLLECTIVE_NAME, DATA_NAME, CollectiveCall, Slice
+
+TABLE_FILE: Final = "table.json"
+VERSION: Final = 1
+_MOST_OPERATIONS: Final = 10
+_MOST_ROWS: Final = 32
+_MANY: Final = 2  # more than spans without overlap can cover a place
+_NANOSECONDS: Final = 1e9
+_COLLECTIVE_KERNEL: Final = "nccl"
+
+Spans = list[tuple[int, int]]  # from a begin to an end, by time, without overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceTimes:
+    """Where the time of one instance went; the parts from compute to idle add up to the length of its window."""
+
+    index: int
+    compute_seconds: float  # operations of torch ran
+    communication_seconds: float  # nothing but collectives to which all had come
+    waiting_for_others_seconds: float  # nothing but collectives to which somebody had not come
+    waiting_for_data_seconds: float
+    idle_seconds: float  # nothing of all this: Python itself, files, or sleep
+    num_last: int = 0  # collectives to which it came last
+    delay_seconds: float = 0.0  # how much later than the median of the others, at the mean of those
+    uncertainty_seconds: float = 0.0  # of its clock, compared with poprun's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation of torch on all instances, or of a GPU where there is one."""
+
+    name: str
+    num_calls: int
+    seconds: float  # without the operations that it calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTable:
+    """Where the time of a trace went."""
+
+    num_steps: int
+    num_collectives: int
+    instances: tuple[InstanceTimes, ...]
+    operations: tuple[Operation, ...]  # the dearest ones
+
+
+def read_table(text: str, source: str) -> TraceTable:
+    """The table in ``text``, which poprun wrote into the folder ``source``; a PlanError if it is none."""
+    try:
+        return read_record(TraceTable, parse_json(text), source, noun="a trace's table", version=VERSION)
+    except ValueError as error:
+        raise PlanError(f"{source}: its {TABLE_FILE} is damaged: {error}") from None
+
+
+def where_time_went(
+    index: int,
+    window: tuple[int, int],
+    thread: str,
+    slices: Sequence[Slice],
+    calls: Sequence[CollectiveCall],
+    joint_calls: Mapping[tuple[str, int, str], JointCall],
+) -> InstanceTimes:
+    """The parts of a window: what the main ``thread`` of an instance does, or its GPUs where they do anything."""
+    kernels = [it for it in slices if it.category == "kernel"]
+    if kernels:
+        busy = _spans(it for it in kernels if _COLLECTIVE_KERNEL not in it.name.lower())
+        talking = _spans(it for it in kernels if _COLLECTIVE_KERNEL in it.name.lower())
+    else:
+        own = [it for it in slices if it.row == thread and it.category == "cpu_op"]
+        busy = _spans(it for it in own if not it.name.startswith(COLLECTIVE_NAME))
+        talking = _spans(it for it in own if it.name.startswith(COLLECTIVE_NAME))
+    known = [(call, joint_calls.get(call.key)) for call in calls]
+    pending = union(chain(talking, ((call.begin_ns, call.end_ns) for call, _ in known)))
+    early = union(
+        (call.begin_ns, min(call.end_ns, joint.arrivals_ns[joint.last])) for call, joint in known if joint
+    )
+    data = _spans(it for it in slices if it.row == thread and it.name.startswith(DATA_NAME))
+    parts, left = [], [window]
+    for spans in (data, busy, early, pending):
+        rest = minus(left, spans)
+        parts.append(_seconds(left) - _seconds(rest))
+        left = rest
+    return InstanceTimes(
+        index=index,
+        waiting_for_data_seconds=parts[0],
+        compute_seconds=parts[1],
+        waiting_for_others_seconds=parts[2],
+        communication_seconds=parts[3],
+        idle_seconds=_seconds(left),
+    )
+
+
+def mean_delay_seconds(joint_calls: Iterable[JointCall], instance: int) -> float:
+    """How much later an instance came than the others, at the mean of the times when it was last."""
+    delays = [it.delay_ns for it in joint_calls if it.last == instance]
+    return sum(delays) / len(delays) / _NANOSECONDS if delays else 0.0
+
+
+def own_times(slices: Sequence[Slice]) -> dict[str, tuple[int, float]]:
+    """The number of calls of each operation, and its seconds without those that it calls; of nested slices."""
+    category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
+    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    around: list[Slice] = []
+    for one in slices:
+        if one.category != category:
+            continue
+        while around and (around[-1].row != one.row or around[-1].end_ns <= one.begin_ns):
+            around.pop()
+        seconds = (one.end_ns - one.begin_ns) / _NANOSECONDS
+        if around:
+            num_calls, before = found[around[-1].name]
+            found[around[-1].name] = num_calls, before - seconds
+        num_calls, before = found[one.name]
+        found[one.name] = num_calls + 1, before + seconds
+        around.append(one)
+    return dict(found)
+
+
+def dearest(times: Iterable[Mapping[str, tuple[int, float]]]) -> tuple[Operation, ...]:
+    """The operations that took most time on all instances."""
+    total: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for own in times:
+        for name, (num_calls, seconds) in own.items():
+            total[name] = total[name][0] + num_calls, total[name][1] + seconds
+    ranked = sorted(total.items(), key=lambda it: -it[1][1])[:_MOST_OPERATIONS]
+    return tuple(Operation(name=name, num_calls=count, seconds=seconds) for name, (count, seconds) in ranked)
+
+
+def _spans(slices: Iterable[Slice]) -> Spans:
+    return union((it.begin_ns, it.end_ns) for it in slices)
+
+
+def union(spans: Iterable[tuple[int, int]]) -> Spans:
+    """All that at least one of ``spans`` covers."""
+    made: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if made and begin <= made[-1][1]:
+            made[-1] = made[-1][0], max(made[-1][1], end)
+        elif end > begin:
+            made.append((begin, end))
+    return made
+
+
+def minus(spans: Spans, others: Spans) -> Spans:
+    """What ``spans`` cover and ``others`` do not."""
+    changes = sorted(
+        [
+            *((at, kind) for span in spans for at, kind in zip(span, (1, -1), strict=True)),
+            *((at, kind) for span in others for at, kind in zip(span, (-_MANY, _MANY), strict=True)),
+        ]
+    )
+    made, depth = [], 0
+    for (at, change), (following, _) in pairwise([*changes, (0, 0)]):
+        depth += change
+        if depth > 0 and following > at:
+            made.append((at, following))
+    return made
+
+
+def _seconds(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans) / _NANOSECONDS
+
+
+def render_table(table: TraceTable, *, width: int, has_color: bool) -> str:
+    """The table in words: the time of a step by instance, who was last, what is dear, what could be gained."""
+    return terminal_text(*_parts(table), width=width, has_color=has_color)
+
+
+def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
+    num_steps = max(1, table.num_steps)
+    what = "of a step" if table.num_steps else "in all"
+    yield Text(
+        f"{counted(len(table.instances), 'instance')}, {counted(table.num_steps, 'step')}: milliseconds {what}"
+    )
+    rows = [
+        (
+            str(it.index),
+            *(f"{getattr(it, name) * 1000 / num_steps:.1f}" for name in _PARTS),
+            f"{it.num_last} of {table.num_collectives}" if table.num_collectives else "",
+            f"{it.delay_seconds * 1000:.1f}" if it.num_last else "",
+        )
+        for it in table.instances[:_MOST_ROWS]
+    ]
+    yield _table(("instance", *_PARTS.values(), "came last", "by ms"), rows)
+    if num_left := len(table.instances) - len(rows):
+        yield f"and {counted(num_left, 'more instance')}"
+    whole = sum(it.seconds for it in table.operations) and sum(it.compute_seconds for it in table.instances)
+    if table.operations:
+        yield ""
+        yield Text("the dearest operations, on all instances together")
+        operations = [
+            (it.name, str(it.num_calls), f"{it.seconds * 1000:.1f}", f"{it.seconds / whole:.0%}" if whole else "")
+            for it in table.operations
+        ]
+        yield _table(("operation", "calls", "ms", "of compute"), operations)
+    yield ""
+    yield Text("an ideal job would need less time")
+    for reason, share in gains(table).items():
+        yield f"  {share:4.0%} less {reason}"
+
+
+_PARTS: Final = {
+    "compute_seconds": "compute",
+    "communication_seconds": "communication",
+    "waiting_for_others_seconds": "waiting for others",
+    "waiting_for_data_seconds": "waiting for data",
+    "idle_seconds": "idle",
+}
+"""The parts of an instance's time, and their headings."""
+
+
+def gains(table: TraceTable) -> dict[str, float]:
+    """By how much the time would shrink, as a share, without waits: at the mean of all instances."""
+    whole = sum(getattr(it, name) for it in table.instances for name in _PARTS) or 1.0
+
+    def share(name: str) -> float:
+        return float(sum(getattr(it, name) for it in table.instances) / whole)
+
+    return {
+        "if the instances shared the work evenly": share("waiting_for_others_seconds"),
+        "if data were always there": share("waiting_for_data_seconds"),
+        "if communication were hidden behind compute": share("communication_seconds"),
+    }
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
