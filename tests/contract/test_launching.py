@@ -114,8 +114,8 @@ def test_an_attempt_is_not_taken_for_another(launch: Callable[..., Any], tmp_pat
     with pytest.raises(
         popdist.LaunchError, match="fail_twice did not return on instance 0 of 1: it ended with SIGKILL"
     ):
-        launch(fail_twice, max_restarts=1, report=tmp_path / "report")
-    assert len(json.loads((tmp_path / "report").read_text())["attempts"]) == 2
+        launch(fail_twice, max_restarts=1, report=[tmp_path / "run.html", tmp_path / "run.json"])
+    assert len(json.loads((tmp_path / "run.json").read_text())["attempts"]) == 2
 
 
 def wait() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,11 +61,9 @@ def launch(
         folder = Path(name)
         call.save(folder)
         report = folder / "report.json"
-        asked = {"num_instances": num_instances, "num_replicas": num_replicas, **options, "report": report}
+        words = _words({"num_instances": num_instances, "num_replicas": num_replicas, **options})
         program = [sys.executable, "-P", "-m", "popdist.launching", name]
-        code = run_poprun([*_words(asked), "--", *program])
-        if "report" in options and report.exists():
-            shutil.copyfile(report, str(options["report"]))
+        code = run_poprun([*words, f"--report={report}", "--", *program])
         return _values(folder, _read_attempt(report, code), code, name_of(fn))
 
 
