@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 
 import popdist
@@ -126,6 +127,14 @@ def wait() -> None:
         os.read(os.pipe()[0], 1)
 
 
+def kill_poprun() -> None:
+    """Kill the poprun that has started this instance, and wait for the end that comes of it."""
+    next(
+        it for it in psutil.Process().parents() if any(word.startswith("--report=") for word in it.cmdline())
+    ).kill()
+    wait()
+
+
 def raise_lock() -> None:
     """Raise an exception that nobody can pickle."""
     raise OSError(threading.Lock())
@@ -136,12 +145,13 @@ def raise_lock() -> None:
     [
         (lambda: os._exit(0), "<lambda> did not return on instance 0 of 1: it ended with 0"),
         (partial(popdist.launch, place, num_instances=1), "by instance 0 of 1 .* poprun started: call place"),
+        (kill_poprun, "poprun was killed by SIGKILL, and its job has ended with it"),
         (partial(raise_lock), r"OSError: <unlocked .*\n\(which cannot be sent itself: cannot pickle"),
         (lambda: {"made": [threading.Lock()]}, r"what <lambda> returned\['made'\]\[0\] cannot .* is a lock: "),
     ],
 )
 def test_a_call_without_a_value_is_told(launch: Callable[..., Any], fn: Callable[[], object], told: str) -> None:
-    """Whether the instance left, or has what cannot come back."""
+    """Whether the instance left, has what cannot come back, or poprun is lost."""
     with pytest.raises(popdist.LaunchError, match=told):
         launch(fn)
 

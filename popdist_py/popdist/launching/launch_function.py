@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import Any, TypeVar
 
 from popdist.environments import Launcher, detect
@@ -96,7 +97,9 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _read_attempt(report: Path, code: int) -> dict[str, Any]:
-    """The last attempt in poprun's report; a LaunchError where it has made none."""
+    """The last attempt in poprun's report; a LaunchError where it has made none, or died."""
+    if code < 0:
+        raise LaunchError(f"poprun was killed by {Signals(-code).name}, and its job has ended with it")
     job = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if not job.get("attempts"):
         why = job.get("error") or "its own words stand above"
