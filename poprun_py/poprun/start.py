@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import HostsError, PlanError, error_of_system
+from poprun.errors import HostsError, PlanError, UsageError, error_of_system
 from poprun.job.loop import Attempt
 from poprun.job.record import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
@@ -26,6 +26,7 @@ from poprun.text.ranges import fold_hosts
 if TYPE_CHECKING:
     from poprun.devices.lease.claims import LeasedPlan
     from poprun.hosts.routes import JobNetwork
+    from poprun.job.performance.metrics_server import MetricsServer
     from poprun.job.report.report_writer import ReportWriter
 
 _MAX_SHOWN_ROUTES: Final = 4
@@ -82,12 +83,17 @@ class JobOutcome:
     ends: list[JobEnd] = field(default_factory=list)
     provenance: Mapping[str, str] = field(default_factory=dict)
     writer: "ReportWriter | None" = None  # None before the plan, and where no report is to be written
+    metrics: "MetricsServer | None" = None  # None where nobody asked for it
 
     def begin(self, plan: LaunchPlan) -> None:
-        """Keep the plan of the job, and check that its report can be written, if there is to be one."""
+        """Keep the plan of the job; check that its report can be written, and serve metrics, if asked to."""
         self.plan, self.files = plan, ()
-        if not plan.ending.report_files:
-            return
+        if plan.ending.report_files:
+            self._begin_report(plan)
+        if plan.ending.metrics_port is not None:
+            self.metrics = _serve_metrics(plan.ending.metrics_port)
+
+    def _begin_report(self, plan: LaunchPlan) -> None:
         from poprun.job.report.report_writer import ReportWriter  # noqa: PLC0415 - most jobs have no report
         from poprun.probe.provenance import provenance  # noqa: PLC0415 - as above
 
@@ -96,13 +102,21 @@ class JobOutcome:
         self.writer = writer
         self.provenance = provenance(plan.program, plan.working_directory)
 
-    def write_now_and_then(self, attempt: Attempt) -> None:
-        """Write now and then how a running attempt stands."""
-        if self.writer is not None and self.writer.is_due(time.monotonic()):
-            self.writer.write(self._to_dict([*self.ends, attempt.end(is_over=False)], ""))
+    def note_progress(self, attempt: Attempt) -> None:
+        """Write now and then how a running attempt stands, and let metrics tell it."""
+        is_due = self.writer is not None and self.writer.is_due(time.monotonic())
+        if self.plan is None or not (self.metrics or is_due):
+            return
+        end = attempt.end(is_over=False)
+        if self.metrics is not None:
+            self.metrics.update(self.plan, end, len(self.ends))
+        if self.writer is not None and is_due:
+            self.writer.write(self._to_dict([*self.ends, end], ""))
 
     def write(self, error: str) -> None:
-        """Write the report of a job that is over; ``error`` says why poprun gave up."""
+        """Write the report of a job that is over, and end all else; ``error`` says why poprun gave up."""
+        if self.metrics is not None:
+            self.metrics.close()
         if self.files:  # there is no plan
             from poprun.job.report.report_writer import ReportWriter  # noqa: PLC0415 - most jobs have no report
 
@@ -117,6 +131,19 @@ class JobOutcome:
         leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
         job = job_to_dict(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
         return {**job, "provenance": self.provenance}
+
+
+def _serve_metrics(port: int) -> "MetricsServer":
+    try:
+        from poprun.job.performance.metrics_server import MetricsServer  # noqa: PLC0415 - most jobs have none
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--metrics-port needs the package prometheus_client, which is not there: install it, or poprun's "
+            "extra metrics"
+        ) from None
+    server = MetricsServer(port)
+    screen.log(f"metrics are at {server.address}")
+    return server
 
 
 @contextmanager
@@ -166,7 +193,7 @@ def run_job(
     ends = outcome.ends
     with ReceivedSignals() as signals, reported(outcome):
         while identity is not None:
-            on_look = outcome.write_now_and_then if outcome.writer else None
+            on_look = outcome.note_progress if plan.has_curves else None
             ends.append(_run_attempt(plan, environ, identity, signals, verbosity, on_look))
             _collect_trace(plan, identity, ends[-1])
             identity = _next_attempt(plan, identity, ends, signals, leased)

@@ -178,6 +178,9 @@ def test_mpi_asked_for_and_absent() -> None:
         ({"ending": EndingSettings(hang_timeout_seconds=-1.0)}, "--hang-timeout -1"),
         ({"ending": EndingSettings(max_restarts=-1)}, "--max-restarts -1 is not possible: it must be at least 0"),
         ({"ending": EndingSettings(report_files=("",))}, "--report '' is not possible"),
+        ({"ending": EndingSettings(report_files=("a.json", "b"))}, "--report b is not possible"),
+        ({"ending": EndingSettings(metrics_port=-1)}, "--metrics-port -1 is not possible"),
+        ({"ending": EndingSettings(metrics_port=65536)}, "--metrics-port 65536 is not possible"),
         ({"output": OutputSettings(tag_format="{rank}: ")}, "there is no {rank}; there are {instance}, {local_"),
         (
             {"output": OutputSettings(is_tagged=False, tag_format="> ")},

@@ -366,6 +366,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "End the job after so long without progress. [default: off]"),
         Option("report", "ending.report_files", FILES,
                "Write how the job goes: a page, NAME.html, or data, NAME.json; may be repeated."),
+        Option("metrics-port", "ending.metrics_port", NUMBER,
+               "Answer Prometheus at this port of 127.0.0.1; 0: at a free one. [default: none]"),
     ),
     *_group(
         "Output",

@@ -236,7 +236,7 @@ class LaunchPlan:
     @property
     def has_curves(self) -> bool:
         """Whether somebody asked for what is measured in the course of the job."""
-        return bool(self.ending.report_files)
+        return bool(self.ending.report_files) or self.ending.metrics_port is not None
 
     @property
     def is_tagged(self) -> bool:

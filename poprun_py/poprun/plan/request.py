@@ -69,6 +69,7 @@ class EndingSettings:
         hang_timeout_seconds: How long such a wait is before poprun ends the job; None never does.
         report_files: Files for the job's report, absolute or below the job's working directory: pages, whose
             names end in ``.html``, and data, in ``.json``.
+        metrics_port: The port of 127.0.0.1 at which Prometheus is answered, 0 for a free one, or None.
     """
 
     stop_timeout_seconds: float = 5.0
@@ -79,6 +80,7 @@ class EndingSettings:
     hang_report_seconds: float | None = 120.0
     hang_timeout_seconds: float | None = None
     report_files: tuple[str, ...] = ()
+    metrics_port: int | None = field(default=None, metadata=IF_USED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +279,10 @@ def check_ending(ending: EndingSettings) -> None:
         check_path("--report", file)
         if not file.endswith((".html", ".json")):
             raise PlanError(f"--report {file} is not possible: its name has to end in .html, or in .json for data")
+    if ending.metrics_port is not None and not 0 <= ending.metrics_port <= _MAX_PORT:
+        raise PlanError(
+            f"--metrics-port {ending.metrics_port} is not possible: give 1 to {_MAX_PORT}, or 0 for a free one"
+        )
 
 
 def check_remote(remote: RemoteSettings) -> None:
