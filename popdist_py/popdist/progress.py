@@ -34,7 +34,8 @@ COUNTED_BYTES: Final = _SAMPLES_AT + _SAMPLES.size
 """So much of it an agent passes on each second; the whole page when it is asked for calls."""
 
 _STAMP: Final = struct.Struct("=IId")
-_STAMPS_AT: Final = phase_sampler.PLACES_AT + len(phase_sampler.PHASES) * phase_sampler.PLACE_BYTES
+_ENDS: Final = struct.Struct(phase_sampler.ENDS_FORMAT)
+_STAMPS_AT: Final = phase_sampler.ENDS_AT + _ENDS.size
 _NUM_STAMPS: Final = (PAGE_BYTES - _STAMPS_AT) // _STAMP.size
 
 MAX_NAME_BYTES: Final = 96
@@ -123,6 +124,7 @@ class PhaseCounters:
     seconds: Mapping[str, float]  # by phase: `popdist.startup.phase_sampler.PHASES`
     idle_backward_seconds: float  # of the backward pass, in which the main thread used no processor
     disk_seconds: float  # in which the main thread waited for a disk
+    worker_seconds: float  # for the workers of a loader
     long_forward_seconds: float  # in forward passes that took seconds without a step of an optimizer
     gc_seconds: float  # collecting Python's garbage
     began_at_seconds: float  # monotonic time, by the program's host, at which the sampler began
@@ -134,7 +136,7 @@ class PhaseCounters:
         """What ``page`` says; None where no sampler has written."""
         if len(page) < COUNTED_BYTES:
             return None
-        num_steps, *seconds, idle, disk, long_forward, gc, began = _COUNTERS.unpack_from(
+        num_steps, *seconds, idle, disk, workers, long_forward, gc, began = _COUNTERS.unpack_from(
             page, phase_sampler.COUNTERS_AT
         )
         return (
@@ -142,6 +144,7 @@ class PhaseCounters:
                 seconds=dict(zip(phase_sampler.PHASES, seconds, strict=True)),
                 idle_backward_seconds=idle,
                 disk_seconds=disk,
+                worker_seconds=workers,
                 long_forward_seconds=long_forward,
                 gc_seconds=gc,
                 began_at_seconds=began,
@@ -156,9 +159,14 @@ class PhaseCounters:
 def read_places(page: bytes) -> dict[str, str]:
     """The line of the program's own code that was met most in each phase, as ``file:line``, where one was."""
     size = phase_sampler.PLACE_BYTES
-    fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, _STAMPS_AT, size)]
+    fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, phase_sampler.ENDS_AT, size)]
     texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)
     return {phase: text for phase, text in zip(phase_sampler.PHASES, texts, strict=True) if text}
+
+
+def read_step_ends(page: bytes) -> list[float]:
+    """When the last steps of the program's optimizers ended, ascending: seconds since 1970."""
+    return [at for at in _ENDS.unpack_from(page, phase_sampler.ENDS_AT) if at]
 
 
 def read_stamps(page: bytes) -> dict[str, dict[int, float]]:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from poprun.launch.machine_facts import measure_machine, throttled_seconds
+from poprun.launch.machine_facts import measure_machine, room_bytes, throttled_seconds
 
 
 def test_the_time_of_a_throttled_group_is_that_of_the_tightest_around_it(tmp_path: Path) -> None:
@@ -22,8 +22,28 @@ def test_the_time_of_a_throttled_group_is_that_of_the_tightest_around_it(tmp_pat
     assert throttled_seconds("0::/\n", str(tmp_path)) == 0.0
 
 
+def test_the_room_is_what_the_tightest_group_or_the_machine_has_left(tmp_path: Path) -> None:
+    """The cache of files that nobody reads makes room."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    8 kB\n")
+    files = {
+        "memory/job/memory.limit_in_bytes": "5000\n",
+        "memory/job/memory.usage_in_bytes": "3000\n",
+        "memory/job/memory.stat": "total_inactive_file 1000\n",
+        "two/memory.max": "max\n",
+        "two/memory.current": "7000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert room_bytes("4:memory:/job/one\n", str(tmp_path), str(meminfo)) == 3000
+    assert room_bytes("0::/two\n", str(tmp_path), str(meminfo)) == 8192
+    assert room_bytes("", str(tmp_path), str(tmp_path / "none")) == 0
+
+
 def test_a_process_that_is_gone_has_no_totals() -> None:
     """Nor has one that nobody announced."""
     assert measure_machine(0) == {}
-    assert measure_machine(os.getpid()).keys() == {"run_delay_seconds", "throttled_seconds"}
-    assert set(measure_machine(2**22 + 1).values()) == {0.0}
+    assert measure_machine(os.getpid()).keys() == {"run_delay_seconds", "throttled_seconds", "room_bytes"}
+    assert measure_machine(2**22 + 1)["run_delay_seconds"] == 0.0

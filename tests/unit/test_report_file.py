@@ -33,6 +33,7 @@ COUNTERS = PhaseCounters(
     seconds={**dict.fromkeys(PHASES, 0.0), "forward": 1.0},
     idle_backward_seconds=0.0,
     disk_seconds=0.0,
+    worker_seconds=0.0,
     long_forward_seconds=0.0,
     gc_seconds=0.0,
     began_at_seconds=10.5,
@@ -83,6 +84,7 @@ END = JobEnd(
     launcher_code=0,
     stop_reason="instance 1 failed",
     evidence={0: EVIDENCE},
+    warnings=["memory"],
     slowdowns=[SLOWDOWN],
     clock_rounds=ROUNDS,
     findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}, verdict=VERDICT),
@@ -130,6 +132,7 @@ JOB = {
                 }
             },
             "curves": {},
+            "warnings": ["memory"],
             "slowdowns": [
                 {
                     "instance": 1,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popdist.progress import PhaseCounters
-from popdist.startup.phase_sampler import LONG_SECONDS, PHASES
+from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
 from poprun.job.performance.arrivals import GroupCalls, Look, find_arrivals, measure_window
 from poprun.job.performance.phase_times import split_time
 from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness
@@ -36,6 +36,7 @@ class MadeUpJob:
     seconds: list[dict[str, float]] = field(default_factory=list)
     calls: list[dict[int, float]] = field(default_factory=list)
     long_forward_seconds: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     machine: dict[int, MachineTotals] = field(default_factory=dict)
     randomness: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 - no secrets
 
@@ -67,6 +68,7 @@ class MadeUpJob:
             self.seconds[index]["backward"] += max(ends) - end
         self.num_steps += 1
         self.now = max(ends)
+        self.ends.append(self.now)
 
     def look(self, index: int, clock_ahead: float = 0.0) -> Look:
         """What an instance tells now."""
@@ -75,6 +77,7 @@ class MadeUpJob:
             seconds=dict(self.seconds[index]),
             idle_backward_seconds=0.0,
             disk_seconds=0.0,
+            worker_seconds=0.0,
             long_forward_seconds=self.long_forward_seconds[index],
             gc_seconds=0.0,
             began_at_seconds=1.0,
@@ -86,6 +89,7 @@ class MadeUpJob:
         return Look(
             at_seconds=self.now,
             groups={"0": group},
+            step_ends=[at + clock_ahead for at in self.ends[-NUM_ENDS:]],
             counters=counters,
             machine=self.machine.get(index, MachineTotals()),
             places={"forward": "train.py:7"},

@@ -22,13 +22,16 @@ CHECKPOINT, COMMUNICATION, OUTSIDE = "checkpoint", "communication", "outside"
 PHASES = (START, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, COMMUNICATION, OUTSIDE)
 """Where time goes: "start" is what comes before the first of the next four, "outside" the program's own code."""
 
-COUNTERS_AT, COUNTERS_FORMAT = 272, f"=Q{len(PHASES)}d4dd"
+COUNTERS_AT, COUNTERS_FORMAT = 272, f"=Q{len(PHASES)}d5dd"
 """Where and how the page has the number of optimizer steps, the seconds of each phase, those of backward in which
-the main thread used no processor, those in which it waited for a disk, those of long forward passes, those of
-garbage collection, and when the sampler began (monotonic)."""
+the main thread used no processor, those in which it waited for a disk, those in which it waited for a loader's
+workers, those of long forward passes, those of garbage collection, and when the sampler began (monotonic)."""
 
 PLACES_AT, PLACE_BYTES = 512, 96
 """Where it has, for each phase, the line of the program's own code that was met most."""
+
+ENDS_AT, ENDS_FORMAT, NUM_ENDS = 1280, "=100d", 100
+"""Where it has the moments at which the last steps of optimizers ended, oldest first: seconds since 1970."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 0.07
 LONG_SECONDS = 1.0  # of forward without a step of an optimizer: a program that validates
@@ -62,6 +65,9 @@ _OWN_PARTS = {
 
 _AROUND = {FORWARD: (DATA, BACKWARD, CHECKPOINT, START), COMMUNICATION: (START,)}
 """Phases that count in place of one that they are around, such as backward around what is computed again."""
+
+_WORKERS = ("/selectors.py", "/multiprocessing/connection.py", "/threading.py", "/queue.py")
+"""Where a loader waits for the next batch of its workers."""
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", os.path.dirname(os.__file__) + os.sep, "<frozen")
@@ -115,9 +121,11 @@ class PhaseSampler:
         self._main = main
         self._clock = time.pthread_getcpuclockid(main)
         self._pack = struct.Struct(COUNTERS_FORMAT).pack
+        self._pack_ends = struct.Struct(ENDS_FORMAT).pack
+        self._ends = [0.0] * NUM_ENDS
         self._stacks = StackReader()
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._idle_seconds = self._disk_seconds = self._long_seconds = 0.0
+        self._idle_seconds = self._disk_seconds = self._worker_seconds = self._long_seconds = 0.0
         self._forward_seconds = 0.0  # since the last step of an optimizer
         self._step = 0
         self.process = os.open("/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC)  # the main thread's
@@ -132,6 +140,7 @@ class PhaseSampler:
     def count_step(self, *_: object) -> None:
         """Count a step of an optimizer: torch calls this after each."""
         self.num_steps += 1
+        self._ends.append(time.time())
 
     def note_collection(self, moment: str, _: object) -> None:
         """Add up how long Python collects garbage: `gc.callbacks` has this called."""
@@ -156,6 +165,7 @@ class PhaseSampler:
         """Add the time since the last call to the phase that the main thread is in."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for such diagnoses
         phase, place = self._stacks.read(frame)
+        waits_for_workers = frame is not None and frame.f_code.co_filename.endswith(_WORKERS)
         is_inside = frame is not None and not is_own(frame.f_code.co_filename)
         del frame
         now_seconds, used_seconds = time.monotonic(), time.clock_gettime(self._clock)
@@ -168,8 +178,14 @@ class PhaseSampler:
             self._idle_seconds += seconds
         if is_idle and b") D " in os.pread(self.process, 64, 0):
             self._disk_seconds += seconds
+        if phase == DATA and is_idle and waits_for_workers:
+            self._worker_seconds += seconds
+        if self._step != self.num_steps:
+            del self._ends[:-NUM_ENDS]
+            os.pwrite(self._page, self._pack_ends(*self._ends[-NUM_ENDS:]), ENDS_AT)
         self._watch_forward(phase, seconds)
-        numbers = (self._idle_seconds, self._disk_seconds, self._long_seconds, self.gc_seconds)
+        waits = (self._idle_seconds, self._disk_seconds, self._worker_seconds)
+        numbers = (*waits, self._long_seconds, self.gc_seconds)
         packed = self._pack(self.num_steps, *self._seconds.values(), *numbers, self._began_at_seconds)
         os.pwrite(self._page, packed, COUNTERS_AT)
         if place is not None:

@@ -29,6 +29,7 @@ from popdist.gradients.step_headers import (
 )
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, is_fully_sharded, local_gradient
+from popdist.progress import progress_page
 from popdist.torch_private import compile_scripts_at_once
 from popdist.training.micro_batches import (
     Nest,
@@ -238,6 +239,7 @@ class ModelSteps:
             accumulation, contents, counts = split_batch(
                 batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
             )
+            progress_page.count_samples(int(sum(counts)) if weights is None else 0)
             if self._norm_groups is not None:
                 self._norm_groups.check_batch(contents, counts)
         except BatchError:

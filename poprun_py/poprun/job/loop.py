@@ -41,6 +41,7 @@ _LAUNCHER_SECONDS: Final = 0.3
 _LEFTOVER_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
+_MEMORY_SECONDS: Final = 30.0
 
 
 class Attempt:
@@ -77,6 +78,8 @@ class Attempt:
         self._monitor: MonitorProcess | None = None
         self._stopped_children = StoppedChildren()
         self._survivors: list[ProcessKey] = []
+        self._memory_due_seconds = time.monotonic() + 2 * _MEMORY_SECONDS
+        self._memory_warnings: dict[str, str] = {}
 
     def run(self) -> JobEnd:
         """Start the job, see it to its end, and report a failure."""
@@ -137,6 +140,7 @@ class Attempt:
             self._handle_stacks(now)
             self._ask_clocks(now)
             self._watch_performance(now)
+            self._watch_memory(now)
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
@@ -289,9 +293,9 @@ class Attempt:
             return
         if len(statuses) == 1 or any(status.state is not InstanceState.RUNNING for status in statuses):
             return
-        if self._record.performance is None:
-            from poprun.job.performance.watch import PerformanceWatch  # noqa: PLC0415 - for programs of torch's only
+        from poprun.job.performance.watch import MOST_HELPERS, PerformanceWatch  # noqa: PLC0415 - torch's programs only
 
+        if self._record.performance is None:
             self._record.performance = PerformanceWatch(self._record.began_at_seconds)
         watch = self._record.performance
         for line in watch.update(len(statuses), now_seconds):
@@ -302,7 +306,22 @@ class Attempt:
             now_ns = time.time_ns()
             ahead = {index: fits[host].offset_at(now_ns) if host in fits else 0.0 for index, host in hosts.items()}
             watch.ask(ahead, now_seconds)
-            self._links.send_to_all({"order": "calls"})
+            for index in range(len(statuses)):
+                most_helpers = MOST_HELPERS if index == watch.suspect else 0
+                self._links.send_order(index, {"order": "calls", "most_helpers": most_helpers})
+
+    def _watch_memory(self, now_seconds: float) -> None:
+        """Warn once for each host whose memory will be full before long."""
+        if now_seconds < self._memory_due_seconds:
+            return
+        self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
+        from poprun.job.performance.memory_growth import find_growth  # noqa: PLC0415 - only jobs of a minute
+
+        hosts = {index: self._plan.instance(index).host for index in range(self._plan.num_instances)}
+        for host, warning in find_growth(self._record.statuses, hosts).items():
+            if host not in self._memory_warnings:
+                self._memory_warnings[host] = warning.removeprefix("warning: ")
+                log(warning)
 
     def _print_stacks(self, text: str) -> None:
         """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""
@@ -420,6 +439,7 @@ class Attempt:
             interrupted=self._streams.interrupted,
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
+            warnings=tuple(self._memory_warnings.values()),
             slowdowns=record.performance.slowdowns if record.performance else (),
             waiting_seconds=record.performance.waiting_seconds if record.performance else {},
             is_over=is_over,

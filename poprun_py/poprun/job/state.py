@@ -135,6 +135,7 @@ class MachineTotals:
     throttled_seconds: float = 0.0  # its control group was not allowed to compute
     num_major_faults: float = 0.0  # pages of its processes that had to come from a disk
     num_in_disk_wait: int = 0  # of its processes, at this moment
+    room_bytes: int = 0  # memory that its host, or its control group, has left; 0 where nobody tells
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Self:
@@ -144,6 +145,7 @@ class MachineTotals:
             throttled_seconds=event.get("throttled_seconds", 0.0),
             num_major_faults=event.get("major_faults", 0.0),
             num_in_disk_wait=event.get("num_in_disk_wait", 0),
+            room_bytes=event.get("room_bytes", 0),
         )
 
 

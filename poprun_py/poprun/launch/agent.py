@@ -369,7 +369,7 @@ class Agent:
         elif order["order"] == "clock":
             self._queue({"event": "clock", "sent_ns": order["sent_ns"], "answered_ns": time.time_ns()})
         elif order["order"] == "calls" and self._program is not None:
-            self._calls = self._watch.ask_for_calls()
+            self._calls = self._watch.ask_for_calls(order["most_helpers"])
         elif order["order"] == "stop":
             self._ending.grace_seconds = order["grace_seconds"]
             self._ending.stop(self._program)

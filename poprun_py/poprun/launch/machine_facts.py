@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 
 _NANOSECONDS: Final = 1e9
 _MICROSECONDS: Final = 1e6
+_KIBIBYTE: Final = 1024
+_MEMORY_FILES: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""A group's limit, what it uses, and the cache among that which makes room; of both versions."""
+
 _ROOT: Final = "/sys/fs/cgroup"
 
 
@@ -20,37 +27,55 @@ def measure_machine(pid: int) -> dict[str, float]:
     if not pid:
         return {}
     delay = _read(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
+    membership = _read(f"/proc/{pid}/cgroup")
     return {
         "run_delay_seconds": int(delay[0]) / _NANOSECONDS if delay else 0.0,
-        "throttled_seconds": throttled_seconds(_read(f"/proc/{pid}/cgroup")),
+        "throttled_seconds": throttled_seconds(membership),
+        "room_bytes": room_bytes(membership),
     }
 
 
 def throttled_seconds(membership: str, root: str = _ROOT) -> float:
     """How long a process's control group, or one around it, was not allowed to compute; cgroups(7)."""
-    return max((_read_throttled(file) for file in _stat_files(membership, root)), default=0.0)
+    texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
+    return max(
+        (
+            _number(text, "throttled_usec") / _MICROSECONDS or _number(text, "throttled_time") / _NANOSECONDS
+            for text in texts
+        ),
+        default=0.0,
+    )
 
 
-def _stat_files(membership: str, root: str) -> Iterator[str]:
+def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo") -> int:
+    """How much memory the machine has left for a process, or a control group that it is in; 0 if nobody tells."""
+    lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
+    rooms = [int(fields[1]) * _KIBIBYTE for fields in lines]
+    for folder in _folders("memory", membership, root):
+        for limit, used, cache in _MEMORY_FILES:
+            limit_text, used_text = _read(f"{folder}/{limit}").strip(), _read(f"{folder}/{used}").strip()
+            if limit_text.isdecimal() and used_text.isdecimal():
+                rooms.append(int(limit_text) - int(used_text) + _number(_read(f"{folder}/memory.stat"), cache))
+    return max(0, min(rooms, default=0))
+
+
+def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
+    """The folders of a process's control group of a controller, and of those around it."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         place = path.rstrip("/")
         while place:
-            # of version 1, distributions mount the controller under this name, if only as a link
-            yield f"{root}/cpu{place}/cpu.stat" if controllers else f"{root}{place}/cpu.stat"
+            # of version 1, distributions mount the controller under its name, if only as a link
+            yield f"{root}/{controller}{place}" if controllers else f"{root}{place}"
             place = place.rpartition("/")[0]
 
 
-def _read_throttled(file: str) -> float:
-    for line in _read(file).splitlines():
-        name, _, number = line.partition(" ")
-        if name == "throttled_usec":
-            return int(number) / _MICROSECONDS
-        if name == "throttled_time":
-            return int(number) / _NANOSECONDS
-    return 0.0
+def _number(text: str, wanted: str) -> int:
+    """The number behind a name in a list of both; 0 where there is none."""
+    pairs = (line.partition(" ") for line in text.splitlines())
+    return next((int(number) for name, _, number in pairs if name == wanted), 0)
 
 
 def _read(file: str) -> str:

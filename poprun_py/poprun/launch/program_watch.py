@@ -249,8 +249,10 @@ class ProgramQuestion:
 class CallsQuestion:
     """One question for the moments at which the program called its last collectives, and for its whole page."""
 
-    def __init__(self, page: int, pid: int, descriptor: int) -> None:
+    def __init__(self, page: int, pid: int, descriptor: int, stacks: StackQuestion | None = None) -> None:
         self._page = page
+        self._stacks = stacks
+        self._found: Message | None = None
         self._recorder: RecorderQuestion | None = None
         if descriptor and not is_stopped(pid):
             from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - some have no recorder
@@ -259,10 +261,16 @@ class CallsQuestion:
 
     def answer(self) -> Message | None:
         """The event with both; None as long as the recorder may still answer."""
+        if self._stacks is not None:
+            found = self._stacks.answer()
+            if found is None:
+                return None
+            self._found, self._stacks = found, None
         groups = {} if self._recorder is None else self._recorder.answer()
         if groups is None:
             return None
-        return {"event": "calls", "groups": groups, "page": os.pread(self._page, _TEXT_AT, 0).hex()}
+        page = os.pread(self._page, _TEXT_AT, 0).hex()
+        return {"event": "calls", "groups": groups, "page": page, "stacks": self._found}
 
 
 def _is_full(place: str) -> bool:
@@ -376,9 +384,11 @@ class ProgramWatch:
             StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers), pid, self._recorder()
         )
 
-    def ask_for_calls(self) -> CallsQuestion:
-        """Request the moments of the program's last collectives."""
-        return CallsQuestion(self._page, self._announced()[0], self._recorder())
+    def ask_for_calls(self, most_helpers: int) -> CallsQuestion:
+        """Request the moments of the program's last collectives, and the stacks of so many helpers."""
+        pid, signum = self._announced()
+        stacks = StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers) if most_helpers else None
+        return CallsQuestion(self._page, pid, self._recorder(), stacks)
 
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""

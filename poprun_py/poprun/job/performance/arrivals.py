@@ -1,12 +1,13 @@
 """Who came last to each collective, and by how much, from the moments at which instances called them. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
 
-from popdist.progress import PhaseCounters, read_places, read_stamps
+from popdist.progress import PhaseCounters, read_places, read_stamps, read_step_ends
 from poprun.job.state import InstanceStatus, MachineTotals
 
 _MICROSECONDS: Final = 1e6
@@ -27,6 +28,7 @@ class Look:
 
     at_seconds: float  # when poprun heard it; monotonic
     groups: Mapping[str, GroupCalls]
+    step_ends: Sequence[float]  # when its optimizer's last steps ended, ascending; by the same clock
     counters: PhaseCounters
     machine: MachineTotals
     places: Mapping[str, str]  # where in the program's own code each phase stands most, as ``file:line``
@@ -51,8 +53,14 @@ def read_look(
             groups[name] = GroupCalls(members=tuple(map(int, group["ranks"])), moments=moments)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    machine = status.machine or MachineTotals()
-    return Look(at_seconds=at_seconds, groups=groups, counters=counters, machine=machine, places=read_places(page))
+    return Look(
+        at_seconds=at_seconds,
+        groups=groups,
+        step_ends=[at - offset_seconds for at in read_step_ends(page)],
+        counters=counters,
+        machine=status.machine or MachineTotals(),
+        places=read_places(page),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,7 @@ class Window:
     first_step: int  # optimizer steps that were done when it began; 0 where the program has no optimizer
     num_steps: int  # in it; of a program without optimizers, its collectives
     step_seconds: float
+    steps: Sequence[Mapping[int, float]]  # the same as ``delays`` in each step that was seen whole
     delays: Mapping[int, float]  # by how much later than most others it came, at the worst place of a step
     waits: Mapping[int, float]  # how long it waited for the last one there
     usual: Mapping[int, float]  # its delay in most steps
@@ -100,13 +109,16 @@ def measure_window(
     if not arrivals or num_steps < 1 or seconds <= 0.0:
         return None
     step_seconds = seconds / num_steps if last else _mean_gap(arrivals)
-    steps = [_worst_delays(cycle) for cycle in _cycles(arrivals, step_seconds)]
+    steps = [_worst_delays(cycle) for cycle in _cycles(arrivals, now)]
+    if not steps:
+        return None
     return Window(
         began_seconds=fmean(look.at_seconds for look in before.values()) - began_at_seconds,
         ended_seconds=fmean(look.at_seconds for look in now.values()) - began_at_seconds,
         first_step=int(first),
         num_steps=num_steps,
         step_seconds=step_seconds,
+        steps=[delays for delays, _ in steps],
         delays={index: fmean(delays.get(index, 0.0) for delays, _ in steps) for index in now},
         waits={index: fmean(waits.get(index, 0.0) for _, waits in steps) for index in now},
         usual={index: median(delays.get(index, 0.0) for delays, _ in steps) for index in now},
@@ -122,20 +134,19 @@ def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
     return fmean(after - before for before, after in pairwise(ends)) if len(ends) > 1 else 0.0
 
 
-def _cycles(arrivals: Iterable[Arrivals], step_seconds: float) -> Iterator[list[Arrivals]]:
-    """The collectives in runs as long as a step; each run has, wherever it begins, all places of a step once."""
-    run: list[Arrivals] = []
-    began = 0.0
+def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
+    """The collectives of each whole step; of a program whose steps nobody counts, each for itself."""
+    if not any(look.step_ends for look in looks.values()):
+        return [[arrival] for arrival in arrivals]
+    cycles: dict[int, list[Arrivals]] = {}
     for arrival in arrivals:
-        at = max(arrival.values())
-        if run and at - began >= step_seconds:
-            yield run
-            run = []
-        if not run:
-            began = at
-        run.append(arrival)
-    if run:
-        yield run
+        member = min(arrival)
+        ends = looks[member].step_ends
+        number = bisect_left(ends, arrival[member])
+        if 0 < number < len(ends):
+            step = looks[member].counters.num_optimizer_steps - len(ends) + number
+            cycles.setdefault(step, []).append(arrival)
+    return list(cycles.values())
 
 
 def _worst_delays(cycle: Sequence[Arrivals]) -> tuple[dict[int, float], dict[int, float]]:
@@ -159,6 +170,7 @@ def _totals(before: Look, now: Look) -> dict[str, float]:
         "long_forward": (before.counters.long_forward_seconds, now.counters.long_forward_seconds),
         "gc": (before.counters.gc_seconds, now.counters.gc_seconds),
         "disk": (before.counters.disk_seconds, now.counters.disk_seconds),
+        "workers": (before.counters.worker_seconds, now.counters.worker_seconds),
         "samples": (before.counters.num_samples, now.counters.num_samples),
         "run_delay": (before.machine.run_delay_seconds, now.machine.run_delay_seconds),
         "throttled": (before.machine.throttled_seconds, now.machine.throttled_seconds),

@@ -4,7 +4,7 @@ Nobody is named unless one instance comes later than most others in several wind
 that matters, and by far more than anybody else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
@@ -53,18 +53,19 @@ def find_slowness(windows: Sequence[Window]) -> Slowness | None:
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
-    latest = max(last[0].delays, key=lambda index: sum(window.delays[index] for window in last))
-    if not all(_leads(window, latest) for window in last):
+    means = {index: fmean(window.delays[index] for window in last) for index in last[0].delays}
+    latest = max(means, key=lambda index: means[index])
+    step = fmean(window.step_seconds for window in last)
+    is_always_late = all(_leads(window.usual, latest, step) for window in last)
+    is_always_last = all(max(it.delays, key=lambda index: it.delays[index]) == latest for it in last)
+    if not is_always_late and not (is_always_last and _leads(means, latest, step)):
         return None
-    delay, step = (
-        fmean(values) for values in ([it.delays[latest] for it in last], [it.step_seconds for it in last])
-    )
     phase = find_phase(last, latest)
     return Slowness(
         instance=latest,
         phase=phase,
-        delay_seconds=delay,
-        share=min(1.0, delay / step),
+        delay_seconds=means[latest],
+        share=min(1.0, means[latest] / step),
         since_seconds=last[0].began_seconds,
         since_step=last[0].first_step,
         reasons=tuple(find_reasons(last, latest)),
@@ -77,11 +78,10 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
     return fmean(delays) < slowness.delay_seconds / 2
 
 
-def _leads(window: Window, instance: int) -> bool:
+def _leads(delays: Mapping[int, float], instance: int, step_seconds: float) -> bool:
     """Whether an instance is late by what matters, and nobody else is nearly as late."""
-    delay = window.delays[instance]
-    others = max((late for index, late in window.delays.items() if index != instance), default=0.0)
-    return delay >= max(_LEAST_SECONDS, _LEAST_SHARE * window.step_seconds, _LEAD * others)
+    others = max((late for index, late in delays.items() if index != instance), default=0.0)
+    return delays[instance] >= max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds, _LEAD * others)
 
 
 def find_pause(window: Window) -> Pause | None:
@@ -132,11 +132,19 @@ def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
         "run_delay": f"it wanted a core and had none for {more['run_delay']:.1f} of {seconds:.0f} s",
     }
     reasons = [text for name, text in texts.items() if more[name] >= _LEAST_CAUSE * lost][:1]
+    if waits_for_workers(windows, instance):
+        reasons.append("it waits for the workers of its loader")
     if more["faults"] >= _FAULTS_A_SECOND * lost:
         reasons.append(f"{more['faults']:.0f} pages came from a disk")
     if usual and samples[instance] >= _MORE_SAMPLES * usual:
         reasons.append(f"it had {samples[instance] / usual:.2f} times as many samples as most")
     return reasons
+
+
+def waits_for_workers(windows: Sequence[Window], instance: int) -> bool:
+    """Whether an instance loses its time because it waits for the workers of its loader."""
+    lost = sum(window.delays[instance] * window.num_steps for window in windows)
+    return lost > 0.0 and _more(windows, instance, "workers") >= _LEAST_CAUSE * lost
 
 
 def _more(windows: Sequence[Window], instance: int, name: str) -> float:

@@ -13,8 +13,12 @@ from poprun.job.performance.slowness import (
     find_pause,
     find_slowness,
     has_ended,
+    waits_for_workers,
 )
 from poprun.job.state import InstanceStatus
+
+MOST_HELPERS: Final = 8
+"""So many workers of a loader are asked where they stand."""
 
 PERIOD_SECONDS: Final = 4.0
 """How often all instances are asked for the moments of their last collectives."""
@@ -31,6 +35,8 @@ class PerformanceWatch:
         self.slowdowns: list[Slowness] = []  # by time; the last one may still last
         self.pauses: dict[tuple[int, str], list[float]] = {}  # seconds, by instance and phase
         self.waiting_seconds: dict[int, float] = {}  # for the slowest, by instance
+        self.suspect: int | None = None  # one that seems to wait for its loader's workers
+        self._stuck_workers: dict[int, str] = {}  # where workers stood when they were asked last, by instance
         self._began_at_seconds = began_at_seconds
         self._asked_at_seconds = 0.0
         self._asked: set[int] = set()
@@ -58,9 +64,20 @@ class PerformanceWatch:
         """Keep the answer of an instance."""
         if status.index in self._asked:
             self._asked.discard(status.index)
+            if event.get("stacks"):
+                self._note_workers(status.index, event["stacks"])
             look = read_look(event, status, now_seconds, self._ahead_seconds[status.index])
             if look is not None:
                 self._looks[status.index] = look
+
+    def _note_workers(self, instance: int, stacks: Mapping[str, Any]) -> None:
+        """Keep where a loader's worker stands, if one does in the program's own code."""
+        from poprun.job.evidence import read_evidence  # noqa: PLC0415 - few loaders are slow
+        from poprun.job.verdict import helper_frame  # noqa: PLC0415 - as above
+
+        for helper in read_evidence(stacks).helpers:
+            if (frame := helper_frame(helper)) is not None:
+                self._stuck_workers[instance] = f"worker {helper.pid} is at {frame.file}:{frame.line}"
 
     def update(self, num_instances: int, now_seconds: float) -> list[str]:
         """Look for who is slow once all have answered; the lines to be said now."""
@@ -92,6 +109,8 @@ class PerformanceWatch:
             return []
         self._windows = [*self._windows[1 - NUM_WINDOWS :], window]
         found, lasting = find_slowness(self._windows), self.lasting
+        latest = max(window.delays, key=lambda index: window.delays[index])
+        self.suspect = latest if not self.slowdowns and waits_for_workers([window], latest) else None
         if found is not None and lasting is not None and found.instance == lasting.instance:
             self.slowdowns[-1] = replace(lasting, delay_seconds=found.delay_seconds, share=found.share)
             return []
@@ -103,7 +122,10 @@ class PerformanceWatch:
             lines.append(f"{name_instances([lasting.instance])} is as fast as the others again")
         if found is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
             place = looks[found.instance].places.get(found.phase)
-            found = replace(found, reasons=(*found.reasons, *([f"at {place}"] if place else [])))
+            places = [f"at {place}"] if place else []
+            if (worker := self._stuck_workers.get(found.instance)) and found.phase == "data":
+                places = [worker]
+            found = replace(found, reasons=(*found.reasons, *places))
             self.slowdowns.append(found)
             lines.append(describe_slowness(found))
         return lines

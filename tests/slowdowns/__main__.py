@@ -1,0 +1,159 @@
+"""Slow one instance of a job down, and print whom poprun names, in which phase and why, as Markdown.
+
+The exit code is 1 when fewer than 95 % are right within 30 s, or anybody is named in a job that is balanced.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from popdist.errors import name_instances
+from tests.slowdowns.cases import CONTROLS, FAULTS, Case
+
+_PROGRAM: Final = Path(__file__).with_name("program.py")
+_MOST_SECONDS: Final = 30.0  # from the first step until it is said who is slow
+_CONTROL_SECONDS: Final = 45.0
+_START_SECONDS: Final = 120.0
+_GROUPS: Final = {"group": Path("/sys/fs/cgroup/cpu"), "disk": Path("/sys/fs/cgroup/blkio")}
+_SAID: Final = re.compile(r"instance \d+ is slow in ")
+_LEAST_SHARE: Final = 0.95
+
+
+def main() -> int:
+    """Run the cases that the command line names; the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/slowdowns", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in 'kind: what'")
+    parser.add_argument("--faults", action="store_true", help="no controls")
+    parser.add_argument("--controls", action="store_true", help="nothing but controls")
+    options = parser.parse_args()
+    chosen = [*([] if options.controls else FAULTS), *([] if options.faults else CONTROLS)]
+    cases = [it for it in chosen if options.only in f"{it.kind}: {it.what}" and _is_possible(it)]
+    heads = ("training", "instances", "in instance 1", "right", "after", "poprun")
+    sys.stdout.write(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
+    rights = []
+    for case in cases:
+        slowdowns, seconds = run_case(case)
+        rights.append(is_right(case, slowdowns))
+        after = "" if seconds is None else f"{seconds:.0f} s"
+        right = "yes" if rights[-1] else "**no**"
+        row = (case.kind, str(case.num_instances), case.what, right, after, describe(slowdowns))
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"\n{sum(rights)} of {len(rights)} are right.\n")
+    controls = [right for right, case in zip(rights, cases, strict=True) if case.is_control]
+    return int(sum(rights) < _LEAST_SHARE * len(rights) or not all(controls))
+
+
+def _is_possible(case: Case) -> bool:
+    folder = _GROUPS.get(case.fault)
+    return folder is None or os.access(folder, os.W_OK)
+
+
+def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
+    """The slowdowns in poprun's report of a case, and after how many seconds of training the first was said."""
+    limit = _CONTROL_SECONDS if case.is_control else _MOST_SECONDS
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slowdowns-")))
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        fault = case.fault
+        if fault in _GROUPS:
+            environ["SLOW_GROUP"] = str(stack.enter_context(_limited_group(fault)))
+        if fault == "core":
+            stack.enter_context(_neighbour(1))
+        if fault == "disk":
+            file = folder / "samples"
+            file.write_bytes(os.urandom(8 << 20))
+            fault = f"disk:{file}"
+        poprun = str(Path(sys.executable).with_name("poprun"))
+        report = folder / "report.json"
+        program = [sys.executable, str(_PROGRAM), case.kind, fault, str(limit)]
+        job = ["--launcher", "local", "-n", str(case.num_instances), "--report", str(report)]
+        seconds = _watch([poprun, *job, *program], environ, limit)
+        attempts = json.loads(report.read_text())["attempts"] if report.exists() else []
+    return (attempts[-1]["slowdowns"] if attempts else []), seconds
+
+
+def _watch(words: list[str], environ: dict[str, str], limit: float) -> float | None:
+    """Run poprun until it names somebody or the program ends; after how many seconds of training it did."""
+    began = said = None
+    with subprocess.Popen(
+        words, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        timer = threading.Timer(_START_SECONDS + limit, process.terminate)
+        timer.start()
+        for line in process.stdout or ():
+            if "begins" in line and began is None:
+                began = time.monotonic()
+            elif "Error" in line or "Traceback" in line:
+                sys.stderr.write(line)
+            elif _SAID.search(line) and said is None:
+                said = time.monotonic()
+                process.send_signal(signal.SIGINT)
+        timer.cancel()
+    return None if said is None or began is None else said - began
+
+
+@contextmanager
+def _limited_group(fault: str) -> Iterator[Path]:
+    """A control group (version 1) that may use half a processor, or read a megabyte a second from the disk."""
+    group = _GROUPS[fault] / f"slowdowns-{os.getpid()}"
+    group.mkdir()
+    try:
+        if fault == "group":
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        else:
+            device = Path(tempfile.gettempdir()).stat().st_dev
+            limit = f"{os.major(device)}:{os.minor(device)} {1 << 20}"
+            (group / "blkio.throttle.read_bps_device").write_text(limit)
+        yield group
+    finally:
+        for _ in range(100):
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+@contextmanager
+def _neighbour(core: int) -> Iterator[None]:
+    """A program that keeps a core busy."""
+    burn = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", burn]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def is_right(case: Case, slowdowns: list[dict[str, Any]]) -> bool:
+    """Whether instance 1 alone is named, for a right phase and cause; of a control, nobody."""
+    if case.is_control or not slowdowns:
+        return case.is_control and not slowdowns
+    first = slowdowns[0]
+    is_it = {it["instance"] for it in slowdowns} == {1} and first["phase"] in case.phases
+    return is_it and case.cause in "; ".join(first["reasons"])
+
+
+def describe(slowdowns: list[dict[str, Any]]) -> str:
+    """Who was named, in a few words."""
+    if not slowdowns:
+        return "nothing"
+    first = slowdowns[0]
+    reasons = "; ".join(re.sub(r"at /\S*/", "at ", reason) for reason in first["reasons"])
+    late = f"+{first['delay_seconds'] * 1000:.0f} ms"
+    return f"{name_instances([first['instance']])}: {first['phase']} {late}, {reasons}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

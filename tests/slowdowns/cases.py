@@ -1,0 +1,74 @@
+"""What slows an instance down, and what poprun should say of it; and jobs in which nobody is slow."""
+
+from dataclasses import dataclass
+from typing import Final
+
+DDP: Final = "DDP"
+TWO, THREE, FOUR = 2, 3, 4
+_PHASES: Final = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One job."""
+
+    kind: str  # how the program trains
+    what: str  # what is slow in instance 1, in words
+    fault: str = "none"  # the same for the program
+    phases: tuple[str, ...] = ()  # any of these is right; none where nobody is slow
+    cause: str = ""  # what the reasons must tell
+    num_instances: int = TWO
+
+    @property
+    def is_control(self) -> bool:
+        """Whether nobody is slow."""
+        return not self.phases
+
+
+def _slow(kind: str, phase: str, manner: str, milliseconds: int, one_in: int, num_instances: int = TWO) -> Case:
+    often = "each step" if one_in == 1 else f"one step in {one_in}, at random"
+    return Case(
+        kind=kind,
+        what=f"{phase} {'waits' if manner == 'sleep' else 'computes'} {milliseconds} ms more, {often}",
+        fault=f"{phase}:{manner}-{milliseconds}-{one_in}",
+        phases=(phase,),
+        num_instances=num_instances,
+    )
+
+
+_ANY: Final = (*_PHASES, "outside")
+
+FAULTS: Final = (
+    *(_slow(DDP, phase, "sleep", 30, 1) for phase in _PHASES),
+    *(_slow(DDP, phase, "lose", 100, 1) for phase in _PHASES),
+    *(_slow(DDP, phase, "sleep", 200, 3) for phase in _PHASES),
+    *(_slow(DDP, phase, "lose", 500, 6) for phase in _PHASES),
+    *(_slow(DDP, phase, "sleep", 150, 1, FOUR) for phase in _PHASES),
+    *(_slow("ReplicatedModel", phase, "sleep", 60, 1) for phase in ("forward", "backward", "optimizer")),
+    *(_slow("backend popdist", phase, "sleep", 60, 1) for phase in ("data", "backward")),
+    *(_slow("FSDP2", phase, "sleep", 60, 1) for phase in ("data", "forward")),
+    Case(
+        kind="DDP, workers",
+        what="a loader's worker waits 150 ms",
+        fault="data:sleep-150-1",
+        phases=("data",),
+        cause="worker",
+    ),
+    Case(kind=DDP, what="its control group may use half a core", fault="group", phases=_ANY, cause="throttled"),
+    Case(kind=DDP, what="another program on its core", fault="core", phases=_ANY, cause="wanted a core"),
+    Case(kind=DDP, what="its disk reads 1 MB/s", fault="disk", phases=("data",), cause="disk"),
+    Case(kind=DDP, what="Python collects garbage", fault="garbage", phases=_ANY, cause="garbage"),
+    Case(kind=DDP, what="four times as many samples", fault="uneven", phases=_ANY),
+    Case(kind="ReplicatedModel", what="four times as many samples", fault="uneven", phases=_ANY, cause="samples"),
+)
+
+CONTROLS: Final = (
+    *(Case(kind=DDP, what="nothing", num_instances=number) for number in (2, 2, 3, 3, 4, 4, 4, 4)),
+    *(Case(kind="DDP, workers", what="nothing", num_instances=number) for number in (2, 2)),
+    *(Case(kind="ReplicatedModel", what="nothing", num_instances=number) for number in (2, 3, 4, 4)),
+    *(Case(kind="backend popdist", what="nothing", num_instances=number) for number in (2, 4)),
+    *(Case(kind="FSDP2", what="nothing", num_instances=number) for number in (2, 2, 4)),
+    *(Case(kind="pipelining", what="nothing", num_instances=number) for number in (2, 3, 4)),
+    *(Case(kind=DDP, what="instance 0 saves at times", fault="checkpoint", num_instances=it) for it in (2, 4)),
+    *(Case(kind=DDP, what="instance 0 validates at times", fault="validation", num_instances=it) for it in (2, 4)),
+)
