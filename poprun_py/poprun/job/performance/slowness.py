@@ -6,7 +6,8 @@ that matters, and by far more than anybody else.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from math import inf
+from statistics import fmean, median, stdev
 from typing import Final
 
 from popdist.errors import name_instances
@@ -18,6 +19,7 @@ NUM_WINDOWS: Final = 4
 _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.06  # of a step
 _LEAD: Final = 2.0  # so many times later than anybody else
+_LEAST_CERTAINTY: Final = 4.0
 _LEAST_PAUSE_SECONDS: Final = 1.0
 _LEAST_CAUSE: Final = 0.4  # a reason explains at least this part of the lost time
 _MORE_SAMPLES: Final = 1.1
@@ -60,6 +62,8 @@ def find_slowness(windows: Sequence[Window]) -> Slowness | None:
     is_always_last = all(max(it.delays, key=lambda index: it.delays[index]) == latest for it in last)
     if not is_always_late and not (is_always_last and _leads(means, latest, step)):
         return None
+    if _certainty(last, latest) < _LEAST_CERTAINTY:
+        return None
     phase = find_phase(last, latest)
     return Slowness(
         instance=latest,
@@ -76,6 +80,18 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
     """Whether a slowness that lasted is over: the instance has lost less than half as much of late."""
     delays = [window.delays.get(slowness.instance, 0.0) for window in windows[-NUM_WINDOWS // 2 :]]
     return fmean(delays) < slowness.delay_seconds / 2
+
+
+def _certainty(windows: Sequence[Window], instance: int) -> float:
+    """How far beyond chance the lead of an instance over the next one is: its mean over the mean's own error."""
+    leads = [
+        delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
+        for window in windows
+        for delays in window.steps
+        if len(delays) > 1
+    ]
+    error = stdev(leads) / len(leads) ** 0.5 if len(leads) > 1 else 0.0
+    return fmean(leads) / error if error else inf
 
 
 def _leads(delays: Mapping[int, float], instance: int, step_seconds: float) -> bool:
