@@ -32,6 +32,7 @@ from poprun.text.screen import Level, log
 if TYPE_CHECKING:
     from poprun.job.hangs import Hang
     from poprun.job.monitors import MonitorProcess
+    from poprun.job.performance.gpu_watch import GpuWatch
     from poprun.job.stacks import StackInquiry
     from poprun.messages.clock import HostClocks
 
@@ -76,6 +77,7 @@ class Attempt:
         self._clocks = self._other_clocks()
         self._inquiry: StackInquiry | None = None
         self._monitor: MonitorProcess | None = None
+        self._gpu_watch: GpuWatch | None = None
         self._stopped_children = StoppedChildren()
         self._survivors: list[ProcessKey] = []
         self._memory_due_seconds = time.monotonic() + 2 * _MEMORY_SECONDS
@@ -119,6 +121,10 @@ class Attempt:
             from poprun.job.monitors import MonitorProcess  # noqa: PLC0415 - most jobs draw nothing
 
             self._monitor = MonitorProcess(self._environ)
+        if self._record.curves is not None:
+            from poprun.job.performance.gpu_watch import watch_gpus  # noqa: PLC0415 - most jobs are not drawn
+
+            self._gpu_watch = watch_gpus(self._plan, self._identity, self._environ, self._record.curves)
         if not self._streams.is_inherited:
             import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
 
@@ -136,6 +142,8 @@ class Attempt:
                 self._start_watch.update(self._launcher.running, self._record.reported, now)
             if self._links.viewers is not None:
                 self._links.viewers.send_view(self._record, self._streams.last_line, now)
+            if self._gpu_watch is not None:
+                self._gpu_watch.update(now)
             self._record.hang_watch.update(self._record.statuses, now)
             self._handle_stacks(now)
             self._ask_clocks(now)
@@ -405,6 +413,8 @@ class Attempt:
         self._await_launcher()
         if self._monitor is not None:
             self._monitor.wait()
+        if self._gpu_watch is not None:
+            self._gpu_watch.close()
         network = self._identity.network
         self._survivors = end_descendants(() if network is None else network.lease_holders)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)

@@ -244,6 +244,8 @@ def charts_of(attempts: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -
 TITLES: Final = {
     "steps_per_second": "steps a second",
     "samples_per_second": "samples a second",
+    "gpu_busy": "GPU in use",
+    "gpu_memory": "memory of the GPU",
     "cpu": "processors in use",
     "run_delay": "waiting for a core",
     "memory": "memory",
