@@ -1,4 +1,4 @@
-"""Run programs that end badly or stand still, and print beside each whom poprun and torchrun name, as Markdown.
+"""Run programs that end badly or stand still, and print beside each whom poprun and others name, as Markdown.
 
 The exit code is 1 when fewer than 95 % of the verdicts are right, or anybody is named in a control.
 """
@@ -7,12 +7,13 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,12 @@ from popdist.errors import name_instances
 from tests.verdicts.cases import CASES, Case
 
 _LIMIT_SECONDS: Final = 120
-_TORCHRUN_SECONDS: Final = {False: 180, True: 90}  # for a program that ends, and for one that stands still
+_OTHERS_SECONDS: Final = {False: 180, True: 90}  # for a program that ends, and for one that stands still
+_OTHERS: Final = {
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node"),
+    # --multi_gpu starts a process for each instance whatever the devices are; --cpu would start a single one
+    "accelerate": ("accelerate", "launch", "--multi_gpu", "--num_machines", "1", "--num_processes"),
+}
 _GROUPS: Final = Path("/sys/fs/cgroup/memory")
 _HANG: Final = ("--hang-report", "4", "--hang-timeout", "5")
 _ROOT: Final = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
@@ -32,20 +38,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/verdicts", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in framework or fault")
     parser.add_argument("--python", default=sys.executable, help="another one's modules, such as one with JAX")
-    parser.add_argument("--torchrun", action="store_true", help="torchrun's answers, too")
+    parser.add_argument("--others", action="store_true", help=f"the answers of {' and '.join(_OTHERS)}, too")
     options = parser.parse_args()
     cases = [
         it for it in CASES if options.only in f"{it.framework}: {it.what}" and _is_possible(it, options.python)
     ]
     sys.stdout.write(
-        "| framework | what happens to instance 1 | right | poprun | torchrun |\n|---|---|---|---|---|\n"
+        f"| framework | what happens to instance 1 | right | poprun | {' | '.join(_OTHERS)} |\n"
+        f"|{'---|' * (4 + len(_OTHERS))}\n"
     )
     rights = []
     for case in cases:
         verdict, told = run_case(case, options.python)
         rights.append(is_right(case, verdict, told))
-        theirs = ask_torchrun(case) if options.torchrun else ""
-        row = (case.framework, case.what, "yes" if rights[-1] else "**no**", describe(verdict), theirs)
+        theirs = ask_others(case) if options.others else [""] * len(_OTHERS)
+        row = (case.framework, case.what, "yes" if rights[-1] else "**no**", describe(verdict), *theirs)
         sys.stdout.write(f"| {' | '.join(row)} |\n")
         sys.stdout.flush()
     sys.stdout.write(f"\n{sum(rights)} of {len(rights)} are right.\n")
@@ -106,19 +113,24 @@ def describe(verdict: dict[str, Any] | None) -> str:
     return f"{who}: {verdict['cause']}{f', {Path(place).name}' if place else ''}"
 
 
-def ask_torchrun(case: Case) -> str:
-    """Whom torchrun names as the root cause, and for what."""
-    if case.framework in ("ReplicatedModel", "backend popdist", "mpi4py") or case.memory_bytes:
-        return ""
+def ask_others(case: Case) -> list[str]:
+    """Whom each of the others names as the root cause, and for what."""
+    if case.framework in ("ReplicatedModel", "backend popdist", "mpi4py", "JAX") or case.memory_bytes:
+        return [""] * len(_OTHERS)
+    with ThreadPoolExecutor(len(_OTHERS)) as threads:
+        return list(threads.map(partial(_ask, case), _OTHERS.values()))
+
+
+def _ask(case: Case, launcher: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="verdicts-") as folder:
         program = Path(folder, "train.py")
         program.write_text(case.program)
-        torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or "torchrun"
-        words = [torchrun, "--standalone", "--nproc-per-node", str(case.num_instances), str(program)]
-        told = _run(words, _TORCHRUN_SECONDS[case.stands_still])
+        command = Path(sys.executable).with_name(launcher[0])
+        words = [str(command), *launcher[1:], str(case.num_instances), str(program)]
+        told = _run(words, _OTHERS_SECONDS[case.stands_still])
     found = _ROOT.search(told)
     if found is None:
-        return f"nothing in {_TORCHRUN_SECONDS[True]} s" if case.stands_still else "nothing"
+        return f"nothing in {_OTHERS_SECONDS[True]} s" if case.stands_still else "nothing"
     return f"rank {found[1]}: exit code {found[2]}"
 
 
