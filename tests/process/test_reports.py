@@ -128,7 +128,9 @@ def test_a_killed_poprun_leaves_the_report_of_a_job_that_runs(poprun: Poprun, tm
         started.kill()
         started.wait(DEADLINE_SECONDS)
     job = json.loads(report.read_text())
+    shown = run([str(poprun.python.with_name("poprun-report")), "show", str(report)]).succeeded().out
 
+    assert "it was still running when this was written" in shown
     assert (job["is_over"], job["exit_code"], job["attempts"][0]["is_over"]) == (False, None, False)
     assert job["provenance"]["python"] == platform.python_version()
     assert re.fullmatch("[0-9a-f]{12}", job["provenance"]["revision"])
