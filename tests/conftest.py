@@ -23,6 +23,7 @@ from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun
 _ROOT = Path(__file__).parent.parent
 
 _OPEN_MPI_VARIABLE = "POPRUN_TEST_OPENMPI"
+_FRAMEWORKS_VARIABLE = "POPRUN_TEST_FRAMEWORKS"
 
 _CALLERS = (
     "OMP_NUM_THREADS",
@@ -130,6 +131,15 @@ def disk_folder(tmp_path: Path) -> Iterator[Path]:
                 yield Path(folder)
             return
     pytest.skip("no folder here is on a disk")
+
+
+@pytest.fixture(scope="session")
+def framework_python() -> str:
+    """The Python of the environment that has JAX, and nothing of ours."""
+    python = Path(os.environ.get(_FRAMEWORKS_VARIABLE, _ROOT / ".venv-frameworks")).absolute() / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no .venv-frameworks: scripts/environments makes it")
+    return str(python)
 
 
 @pytest.fixture

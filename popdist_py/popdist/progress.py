@@ -59,7 +59,7 @@ _VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}4?QqdQd{MAX_NAME_BYTES}s")
 _RUNS: Final = struct.Struct(f"={2 * MAX_MEMBER_RUNS}I")
 _RUNS_AT: Final = ANNOUNCEMENT_AT + _VALUES.size
 _BEGUN_AT: Final = _RUNS_AT + _RUNS.size
-_RECORDER: Final = struct.Struct("=i")
+_BY_HOOK: Final = struct.Struct("=i?")
 _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
 _NAME_AT: Final = 64
@@ -90,6 +90,7 @@ class Progress:
     has_trained_alone: bool = False
     # the program's descriptor through which torch's recorder of collectives is asked, which the hook writes; or 0
     recorder: int = 0
+    uses_jax: bool = False  # whether JAX asked which job it is in, which the hook says
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
@@ -101,6 +102,7 @@ class Progress:
         )
         bounds = _RUNS.unpack_from(page, _RUNS_AT)
         runs = zip(bounds[::2], bounds[1::2], strict=True)
+        recorder, uses_jax = _BY_HOOK.unpack_from(page, RECORDER_AT)
         return cls(
             pid=pid,
             stack_signal=signum,
@@ -113,7 +115,8 @@ class Progress:
             collective=name.rstrip(b"\0").decode(errors="replace"),
             member_runs=tuple((first, stop - 1) for first, stop in runs if stop),
             has_trained_alone=is_alone,
-            recorder=_RECORDER.unpack_from(page, RECORDER_AT)[0],
+            recorder=recorder,
+            uses_jax=uses_jax,
         )
 
 
@@ -205,8 +208,8 @@ class ProgressPage:
         signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
         self.is_watched = True
         self._use(memory)
-        recorder = found.recorder if is_announced else 0
-        self.write(Progress(pid=os.getpid(), stack_signal=signum, recorder=recorder))
+        recorder, uses_jax = (found.recorder, found.uses_jax) if is_announced else (0, False)
+        self.write(Progress(pid=os.getpid(), stack_signal=signum, recorder=recorder, uses_jax=uses_jax))
         os.register_at_fork(after_in_child=self.close)
 
     def _use(self, memory: memoryview) -> None:
@@ -243,7 +246,7 @@ class ProgressPage:
             _encode(progress.collective),
         )
         _RUNS.pack_into(self._memory, _RUNS_AT, *_bounds_of(progress.member_runs))
-        _RECORDER.pack_into(self._memory, RECORDER_AT, progress.recorder)
+        _BY_HOOK.pack_into(self._memory, RECORDER_AT, progress.recorder, progress.uses_jax)
         self._collective = progress.collective
         self._words[0] = self._words[_BEGUN]
 

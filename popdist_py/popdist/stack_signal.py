@@ -24,6 +24,9 @@ _TRAINED_ALONE_AT = 23
 RECORDER_AT, RECORDER_BYTES = 264, 4
 """Where it names the descriptor through which the recorder of torch's collectives can be asked."""
 
+_USES_JAX_AT = 268
+"""Where it says that JAX was told of the job."""
+
 _FIRST, _LAST = 40, 63
 """Real-time signals (signal(7)) that no C library keeps for itself."""
 
@@ -61,6 +64,11 @@ def announce_lone_training(descriptor: int) -> None:
 def announce_recorder(descriptor: int, recorder: int) -> None:
     """Say on the page through which descriptor of this process torch's recorder can be asked."""
     os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
+
+
+def announce_jax(descriptor: int) -> None:
+    """Say on the page that JAX was told of the job, to connect this process to others."""
+    os.pwrite(descriptor, b"\1", _USES_JAX_AT)
 
 
 def register(descriptor: int) -> int:

@@ -13,6 +13,7 @@ from poprun.cli.command_line import CommandLine, help_page, misspelled_variables
 from poprun.cli.options import COMPLETION
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import check_fitness, idle_options
+from poprun.plan.frameworks import contradictions
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
 from poprun.plan.program_environment import hash_seed
@@ -111,6 +112,8 @@ def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
             f"{os.path.basename(plan.program[0])} reads its program from the standard input, which only "
             "instance 0 of several gets: save the program as a file, and give that"
         )
+    for text in contradictions(plan, os.environ):
+        screen.log(f"warning: {text}")
     return plan, facts
 
 
@@ -293,6 +296,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
     """What ``-v`` adds to the table of a plan: the command, the variables, and where each option came from."""
     from poprun.launch.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
+    from poprun.plan.frameworks import by_framework, example_start  # noqa: PLC0415 - only -v asks for it
     from poprun.plan.program_environment import program_environment  # noqa: PLC0415 - only -v asks for it
     from poprun.render.table import Details  # noqa: PLC0415 - only -v asks for it
 
@@ -302,6 +306,9 @@ def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
         num_commands=len(commands),
         origins=origins(line.given, with_defaults=line.verbosity > 1),
         environment=program_environment(plan, 0, os.environ),
+        frameworks=by_framework(program_environment(plan, 0, os.environ, example_start(plan)))
+        if line.verbosity > 1
+        else {},
     )
 
 

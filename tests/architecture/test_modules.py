@@ -46,6 +46,7 @@ OF_TORCHS_BACKENDS = words(
 OF_THE_START = words(
     "_frozen_importlib_external _getframe _current_frames _clear_internal_caches _clear_type_cache"
     " _default_pg_init_method"
+    " _context _collective_ops_server_def _server_def"
 )
 """What `popdist.startup` asks for, which runs in every Python of a job: guarded there."""
 
@@ -98,10 +99,12 @@ def _may_read(module: Module) -> bool:
 def test_nothing_writes_the_environment() -> None:
     """A program finds its environment as its launcher made it, and a test cannot leak into the next one.
 
-    But torch's worker server takes the path of its socket from there only: one call long, it stands there.
+    But torch's worker server takes the path of its socket from there only: one call long, it stands there. And
+    JAX's coordinator has the address at which it listens from there, once JAX has asked where processes meet.
     """
     assert {module.name for module in modules() if any(map(_writes, module.nodes))} == {
-        "popdist.startup.recorder_server"
+        "popdist.startup.jax_cluster",
+        "popdist.startup.recorder_server",
     }
 
 

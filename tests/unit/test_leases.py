@@ -21,7 +21,7 @@ from poprun.plan.request import LaunchRequest, VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.planning import planned, with_gpus
 
-MEETING = [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]
+MEETING = [[Endpoint(host="10.0.0.1", port=port) for port in range(1, 5)]] * 4
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,18 @@ def test_what_popdist_has_for_horovod_connects_nobody(modules: dict[str, Any]) -
     assert has_trained_alone(modules | {"horovod": served}, [], sys.excepthook, {})
 
 
-def jax(*, is_connected: bool) -> SimpleNamespace:
-    """The library, whose processes were connected or not."""
-    return SimpleNamespace(distributed=SimpleNamespace(is_initialized=lambda: is_connected))
+JAX, TENSORFLOW = "jax._src.distributed", "tensorflow.python.eager.context"
+
+
+def jax(num_processes: int) -> dict[str, Any]:
+    """The library, which was connected to so many processes or has connected none."""
+    return {"jax": None, JAX: SimpleNamespace(global_state=SimpleNamespace(num_processes=num_processes))}
+
+
+def tensorflow(server: object) -> dict[str, Any]:
+    """The library, with its server that connects it to others, or None."""
+    context = SimpleNamespace(_collective_ops_server_def=server, _server_def=None)
+    return {"tensorflow": None, TENSORFLOW: SimpleNamespace(_context=context)}
 
 
 @pytest.mark.parametrize(
@@ -132,10 +141,16 @@ def jax(*, is_connected: bool) -> SimpleNamespace:
         ({"keras": None, "torch": None}, {}, True),
         ({"keras": None, "torch": None, GROUPS: groups_of(2, "env://")}, {}, False),
         ({"tensorflow": None, "keras": None}, {}, True),
-        ({"tensorflow": None}, {"TF_CONFIG": "{}"}, False),
+        (
+            tensorflow(None),
+            {"TF_CONFIG": '{"cluster": {"worker": []}}'},
+            True,
+        ),  # poprun's own, which nobody has read
+        (tensorflow(None), {"TF_CONFIG": '{"cluster": {"ps": []}}'}, False),
+        (tensorflow("server"), {}, False),
         ({"tensorflow": None, "torch": None}, {}, False),
-        ({"jax": jax(is_connected=False)}, {}, True),
-        ({"jax": jax(is_connected=True)}, {}, False),
+        (jax(1), {}, True),
+        (jax(2), {}, False),
         ({"paddle": None}, {}, True),
         ({"numpy": None}, {}, False),
     ],

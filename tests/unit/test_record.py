@@ -144,14 +144,14 @@ def test_who_records_its_calls_is_asked_once_after_a_failure() -> None:
 
 
 def test_who_has_reported_and_where_the_stores_listen() -> None:
-    """Agents and their shims; the ports are those of instance 0, whose program is to listen there."""
+    """Agents and their shims; the ports are those at which the program of the instance is to listen."""
     record = recorded([hello(1)])
-    assert (record.reported, record.endpoints) == ({21, 121}, [])
+    assert (record.reported, [*record.endpoints]) == ({21, 121}, [1])
 
     record.add_event(*hello(0), 102.5)
 
     assert record.reported == {20, 21, 120, 121}
-    assert record.endpoints == [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]
+    assert record.endpoints[0] == (Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2))
 
 
 def test_who_says_nothing_is_frozen_but_not_in_a_pause_of_poprun_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ def test_details() -> None:
         num_commands=3,
         origins=(("host", "a,b", "POPRUN_HOST"), ("mpi-local-args", "-x " * 12, "job.yaml:3")),
         environment={"RANK": "0", "A": "x y"},
+        frameworks={"torch": {"RANK": "0"}},
     )
     table = render_plan(planned(), TopologyFormat.TABLE, details=details, width=40)
 
@@ -140,6 +141,8 @@ def test_details() -> None:
         "variables  of instance 0\n"
         "           A=x y\n"
         "           RANK=0\n"
+        "frameworks what instance 0 is told for each; port 0 stands for one that the start chooses\n"
+        "           torch: RANK=0\n"
     )
 
 

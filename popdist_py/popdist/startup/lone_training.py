@@ -17,8 +17,11 @@ FRAMEWORKS = ("torch", "keras", "tensorflow", "jax", "paddle")
 _CONNECTORS = ("horovod", "ray")
 """Modules of libraries that connect processes in ways of their own."""
 
-_CLUSTERS = ("TF_CONFIG", "PADDLE_TRAINER_ENDPOINTS")
-"""Variables by which TensorFlow and Paddle connect processes."""
+_CLUSTER = "PADDLE_TRAINER_ENDPOINTS"
+"""The variable by which Paddle connects processes."""
+
+_SERVERS = ("_collective_ops_server_def", "_server_def")
+"""What TensorFlow's context has of the servers that connect it to others, in a strategy of several workers."""
 
 _NODES = ("--nnodes", "--node_rank", "--node-rank")
 
@@ -30,7 +33,7 @@ def has_trained_alone(
     variables: Mapping[str, str],
 ) -> bool:
     """Whether a process trained, as far as one can see, and none of its ``modules`` connected it to others."""
-    if _was_connected(modules, excepthook) or any(name in variables for name in _CLUSTERS):
+    if _was_connected(modules, excepthook) or _CLUSTER in variables or '"ps"' in variables.get("TF_CONFIG", ""):
         return False
     if "torch" in modules:  # which tools for logs import beside TensorFlow
         return "keras" in modules or _has_trained(modules, words)
@@ -59,8 +62,11 @@ def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True
-    jax = modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
+    jax = getattr(
+        modules.get("jax._src.distributed"), "global_state", None
+    )  # keeps the number when all is shut down
+    tensorflow = getattr(modules.get("tensorflow.python.eager.context"), "_context", None)
+    if getattr(jax, "num_processes", 1) > 1 or any(getattr(tensorflow, name, None) for name in _SERVERS):
         return True
     if groups is None:
         return False

@@ -28,6 +28,9 @@ TRACE = "POPDIST_TRACE"
 MPI_PREFIXES = ("PMI_", "PMIX_")
 """How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
 
+JAX_COORDINATOR = "POPDIST_JAX_COORDINATOR"
+"""Where the contract has the address at which JAX's processes meet."""
+
 FINALIZE = b"MPI_Finalize"
 WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s96x", 256
 """Where the page says what the program waits in: number, time, name, no members; and its end."""
@@ -42,6 +45,9 @@ def begin() -> None:
         return
     load_module("stubs", "finder").begin(is_for_all=True)
     page, signals = int(descriptor), load_module("stack_signal")
+    finder = load_module("startup", "after_import").AfterImport()
+    if JAX_COORDINATOR in os.environ:
+        finder.call("jax._src.clusters.cluster", lambda base: tell_jax(base, page, signals))
     if not signals.is_page(page):
         return
     holder = signals.announced_pid(page)
@@ -52,10 +58,10 @@ def begin() -> None:
     import atexit  # noqa: PLC0415 - only the program itself pays for it
 
     atexit.register(announce_lone_training, os.getpid(), page, signals)
-    finder = load_module("startup", "after_import").AfterImport()
     finder.call("torch", lambda _torch: load_module("startup", "phase_sampler").start(page))
     if os.environ.get(WORLD_SIZE, "1") != "1":
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
+        finder.call("jax", lambda _jax: watch_ending(page))  # once JAX has registered what it does at exit
     if TRACE in os.environ:
         load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals))
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
@@ -73,6 +79,16 @@ def load_module(*place: str) -> ModuleType:
     module.__file__ = loader.path
     loader.exec_module(module)
     return module
+
+
+def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
+    """Have JAX ask poprun's variables which job it is in, and say so on the page if it is this process's."""
+
+    def announce() -> None:
+        if signals.is_page(page) and signals.announced_pid(page) == os.getpid():
+            signals.announce_jax(page)
+
+    load_module("startup", "jax_cluster").register(clusters, announce)
 
 
 def serve_recorder(page: int, signals: ModuleType) -> None:
@@ -173,11 +189,13 @@ def exit_with_exception(*status: object) -> None:
 
 
 def watch_ending(page: int) -> None:
-    """Have the program end at once after a failure, when it is one of an MPI job."""
+    """Have the program end at once after a failure, when it is one of an MPI job or one that uses JAX."""
     import atexit  # noqa: PLC0415 - only such programs pay for it
 
-    ending = ExitCode()
-    ending.begin()
+    ending = SystemExit.__dict__["code"]
+    if not isinstance(ending, ExitCode):
+        ending = ExitCode()
+        ending.begin()
     atexit.register(end_before_finalize, os.getpid(), page, ending)  # what is registered first is called last
     if sys.version_info < (3, 12):
         exit_with_exception.__name__ = exit_with_exception.__qualname__ = "exit"
@@ -186,18 +204,20 @@ def watch_ending(page: int) -> None:
 
 
 def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
-    """End a failed program before MPI_Finalize, which would wait for instances that wait for this one.
+    """End a failed program before MPI_Finalize or JAX's end, which would wait for those that wait for this one.
 
-    It is the last that is called at exit, so what the program prints of its end has been printed.
+    It is called after what the program itself has registered, so what that prints of its end has been printed.
     """
     ending.end()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or os.getpid() != pid or not mpi.Is_initialized() or mpi.Is_finalized():
+    is_in_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    if os.getpid() != pid or not (is_in_mpi or is_in_jax_job()):
         return
     error = last_error()
     status = exit_status(ending.last_words[0]) if ending.last_words else int(has_ended_program(error))
     if status == 0:
-        announce_finalize(page)
+        if is_in_mpi:
+            announce_finalize(page)
         return
     flush()
     if type(error) is KeyboardInterrupt and not ending.last_words:
@@ -207,6 +227,12 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
         os.kill(pid, signal.SIGINT)
         status = FIRST_OF_SIGNALS + signal.SIGINT
     os._exit(status & LARGEST_CODE)
+
+
+def is_in_jax_job() -> bool:
+    """Whether JAX has connected this process to others."""
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    return getattr(state, "client", None) is not None
 
 
 def exit_status(code: object) -> int:

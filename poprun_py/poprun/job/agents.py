@@ -250,10 +250,14 @@ class AgentLinks:
 
 
 def start_order(
-    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, endpoints: Sequence[Endpoint]
+    plan: LaunchPlan,
+    index: int,
+    environ: Mapping[str, str],
+    identity: JobIdentity,
+    endpoints: Sequence[Sequence[Endpoint]],
 ) -> Message:
-    """The order that starts the program of an instance; at ``endpoints`` torch's and popdist's stores listen."""
-    master, store = endpoints
+    """The order that starts the program of an instance; ``endpoints`` are those of each: see `Record`."""
+    _, master, coordinator, store = endpoints[0]
     given = identity.devices_of(plan, index)
     binding = plan.instance(index, given).binding
     start = StartFacts(
@@ -261,6 +265,8 @@ def start_order(
         restart_count=identity.restart_count,
         master=master,
         store=store,
+        coordinator=coordinator,
+        workers=[first for first, *_ in endpoints],
         devices=given.devices,
     )
     route = identity.route(plan, index)

@@ -253,8 +253,8 @@ class Record:
         # every instance, by index
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
         self.phase = Phase.STARTING  # how far the attempt has come
-        # where torch's own store and popdist's will listen, once instance 0's agent has reported
-        self.endpoints: list[Endpoint] = []
+        # where each instance will listen: TensorFlow's worker; on instance 0 torch's store, JAX's, popdist's
+        self.endpoints: dict[int, tuple[Endpoint, ...]] = {}
         self.reported: set[int] = set()  # the process ids of the agents that have reported, and of their shims
         self.runtimes: dict[int, int] = {}  # the process that started the shim of each instance that has reported
         self.began_at_seconds = now_seconds  # monotonic time at which the attempt began
@@ -298,8 +298,7 @@ class Record:
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             self.runtimes[instance] = event["runtime"]
-            if instance == 0:
-                self.endpoints = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
+            self.endpoints[instance] = tuple(Endpoint(host=event["address"], port=port) for port in event["ports"])
 
     @property
     def reachable(self) -> set[int]:
@@ -446,8 +445,9 @@ class JobEnd:
 
     @property
     def has_joined(self) -> bool:
-        """Whether an instance asked popdist which job it is in."""
-        return any(status.progress is not None and status.progress.has_joined for status in self.statuses)
+        """Whether an instance asked popdist which job it is in, or its JAX did."""
+        pages = [status.progress for status in self.statuses if status.progress is not None]
+        return any(page.has_joined or page.uses_jax for page in pages)
 
     @property
     def lone_instances(self) -> tuple[int, ...]:

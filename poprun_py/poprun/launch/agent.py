@@ -140,10 +140,10 @@ class TreeEnding:
             self._deadline_seconds = time.monotonic() + seconds
 
 
-def hold_master_port(address: str) -> socket.socket:
-    """A socket that keeps a free port of ``address`` for torch, without listening there."""
-    # Every instance must know it before instance 0's program listens there. The kernel gives a port that is bound
-    # with SO_REUSEADDR to nobody who asks for any, and torch's listener, which sets that too, may bind it.
+def hold_port(address: str) -> socket.socket:
+    """A socket that keeps a free port of ``address`` for a library of the program, without listening there."""
+    # Every instance must know it before that program listens there. The kernel gives a port that is bound with
+    # SO_REUSEADDR to nobody who asks for any, and the library's listener, which sets that too, may bind it.
     holder = socket.socket(_family(address), socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
@@ -211,7 +211,10 @@ class Agent:
         self._key = key
         self._is_remote = bool(key.text)
         self._address = control.own_address()
-        self._ports = (hold_master_port(self._address), open_store_listener(self._address)) if index == 0 else ()
+        # for TensorFlow's worker, which listens on all addresses; for torch's store and JAX's coordinator
+        self._held = [hold_port("::" if ":" in self._address else "0.0.0.0")]  # noqa: S104 - nobody listens there
+        self._held += [hold_port(self._address) for _ in range(2 if index == 0 else 0)]
+        self._store = open_store_listener(self._address) if index == 0 else None
         self._program: int | None = None
         self._ending = TreeEnding()
         self._was_terminated = False
@@ -277,7 +280,8 @@ class Agent:
             select.select(ends, (), (), _WORD_SECONDS)
 
     def _report_ready(self) -> None:
-        ports = [holder.getsockname()[1] for holder in self._ports]
+        sockets = [*self._held, *([self._store] if self._store else [])]
+        ports = [one.getsockname()[1] for one in sockets]
         known = {"shim": self._parentage.shim, "runtime": self._parentage.runtime, "address": self._address}
         self._queue({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
 
@@ -371,7 +375,8 @@ class Agent:
         elif order["order"] == "calls" and self._program is not None:
             self._calls = self._watch.ask_for_calls(order["most_helpers"])
         elif order["order"] == "stop":
-            self._ending.grace_seconds = order["grace_seconds"]
+            uses_jax = self._program is not None and self._watch.uses_jax()
+            self._ending.grace_seconds = order["grace_seconds_with_jax" if uses_jax else "grace_seconds"]
             self._ending.stop(self._program)
         elif order["order"] == "kill":
             self._ending.kill()
@@ -383,8 +388,8 @@ class Agent:
         given = self._parentage.environment
         environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
         environment |= order["environment"]
-        if self._ports:
-            environment[order["store_variable"]] = str(self._ports[1].fileno())
+        if self._store is not None:
+            environment[order["store_variable"]] = str(self._store.fileno())
         environment[order["progress_variable"]] = str(self._watch.open_page(order))
         if order["numbers_variable"]:
             self._numbers = self._watch.open_numbers()
@@ -460,8 +465,8 @@ class Agent:
         # further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended
         for descriptor in self._streams[:NUM_STREAMS]:
             os.close(descriptor)
-        for listener in self._ports[1:]:
-            listener.close()
+        if self._store is not None:
+            self._store.close()
         if self._numbers is not None:
             os.close(self._numbers)
         if self._clock is not None:

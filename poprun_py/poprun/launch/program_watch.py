@@ -380,15 +380,18 @@ class ProgramWatch:
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
         """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
         pid, signum = self._announced()
-        return ProgramQuestion(
-            StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers), pid, self._recorder()
-        )
+        stacks = StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers)
+        return ProgramQuestion(stacks, pid, self._said_by_hook()[0])
+
+    def uses_jax(self) -> bool:
+        """Whether the program's JAX asked which job it is in."""
+        return self._said_by_hook()[1]
 
     def ask_for_calls(self, most_helpers: int) -> CallsQuestion:
         """Request the moments of the program's last collectives, and the stacks of so many helpers."""
         pid, signum = self._announced()
         stacks = StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers) if most_helpers else None
-        return CallsQuestion(self._page, pid, self._recorder(), stacks)
+        return CallsQuestion(self._page, pid, self._said_by_hook()[0], stacks)
 
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""
@@ -396,10 +399,10 @@ class ProgramWatch:
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
 
-    def _recorder(self) -> int:
-        """The descriptor in that process through which torch's recorder answers; 0 for none."""
-        (descriptor,) = unpack("=i", os.pread(self._page, 4, self._recorder_at))
-        return int(descriptor)
+    def _said_by_hook(self) -> tuple[int, bool]:
+        """The descriptor in that process through which torch's recorder answers, or 0; and whether it uses JAX."""
+        descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._recorder_at))
+        return descriptor, uses_jax
 
     def _read_page(self) -> str:
         return os.pread(self._page, self._page_bytes, 0).hex()

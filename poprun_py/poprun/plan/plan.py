@@ -6,7 +6,7 @@ A plan states counts and ranges, not items, so a plan for a thousand hosts is as
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -46,6 +46,8 @@ class StartFacts:
         restart_count: How often the job has been started again.
         master: Where torch's own store of the program will listen.
         store: Where popdist's store listens.
+        coordinator: Where JAX's coordinator will listen.
+        workers: Where TensorFlow's worker of each instance will listen.
         devices: CUDA devices that leases gave the job on the instance's host, in slot order; else empty.
     """
 
@@ -53,6 +55,8 @@ class StartFacts:
     restart_count: int = 0
     master: Endpoint | None = None
     store: Endpoint | None = None
+    coordinator: Endpoint | None = None
+    workers: Sequence[Endpoint] = ()
     devices: tuple[str, ...] = ()
 
 

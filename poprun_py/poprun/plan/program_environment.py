@@ -9,6 +9,7 @@ from typing import Final
 
 from popdist import contract
 from popdist.contract import JOB_ID, NUM_REPLICAS
+from poprun.plan.frameworks import ACCELERATE_ON_CPU, framework_variables
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.request import TRACED_STEPS
 
@@ -20,7 +21,6 @@ PYTHON_PATH = "PYTHONPATH"
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 HASH_SEED = "PYTHONHASHSEED"
 
-ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
 RECORDER_LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_CALLS = 256  # calls that torch's recorder keeps: to read all takes it 3 ms, every few seconds
 
@@ -122,6 +122,7 @@ def program_environment(
         env[RECORDER_LENGTHS[0]] = str(RECORDED_CALLS)
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"
+    env |= framework_variables(plan, index, user, start or StartFacts())
     return env | hash_seed(user) | _trace_environment(plan, index, user, start)
 
 

@@ -29,6 +29,7 @@ class Details:
     num_commands: int  # how many such commands there are
     origins: tuple[tuple[str, str, str], ...]  # name, value and origin of each option that was given, or of all
     environment: Mapping[str, str]  # what is added to the environment of instance 0
+    frameworks: Mapping[str, Mapping[str, str]]  # what of it is there for each framework; none without -vv
 
 
 MIN_WIDTH: Final = 40  # columns below which the cells would fall apart; a narrower terminal wraps whole rows
@@ -158,6 +159,10 @@ def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str
             yield "", f"and {details.num_commands - 1:,} more like it"
         yield "variables", "of instance 0"
         yield from (("", f"{name}={value}") for name, value in sorted(details.environment.items()))
+        if details.frameworks:
+            yield "frameworks", "what instance 0 is told for each; port 0 stands for one that the start chooses"
+        for framework, variables in details.frameworks.items():
+            yield "", f"{framework}: {' '.join(f'{name}={value}' for name, value in variables.items())}"
 
 
 def _origins(details: Details) -> Iterator[tuple[str, str]]:

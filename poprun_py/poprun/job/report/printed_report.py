@@ -124,7 +124,8 @@ def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
         return (
             f"warning: {num_lone} processes trained alone, each a model of its own, if they trained: neither "
             "popdist nor torch.distributed nor MPI connected them; call popdist.init() or init_process_group(), "
-            f"or tell the library of {plan.num_instances_per_host} devices (TensorFlow reads TF_CONFIG)"
+            "jax.distributed.initialize() with JAX, use MultiWorkerMirroredStrategy with TensorFlow, or tell the "
+            f"library of {plan.num_instances_per_host} devices"
         )
     if plan.num_replicas <= num:
         return ""

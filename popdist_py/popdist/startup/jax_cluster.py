@@ -1,0 +1,61 @@
+"""Tells JAX of poprun's job, so that ``jax.distributed.initialize()`` needs no argument in it.
+
+The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
+for Python 3.8. What the program or its user say themselves wins: JAX asks here only for what they have not said.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False  # importing typing takes longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+COORDINATOR = "POPDIST_JAX_COORDINATOR"
+"""Where instance 0's JAX is to listen: a port there is held for it."""
+
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+
+
+def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
+    """Add poprun to the clusters that JAX knows, as the first: called when the module with their base has run.
+
+    JAX asks when it is to be connected; ``announce`` is called then.
+    """
+
+    class PoprunCluster(clusters.ClusterEnv):  # type: ignore[name-defined,misc] # JAX keeps a list of its subclasses
+        """A job of poprun, under whichever launcher."""
+
+        name = "poprun"
+
+        @classmethod
+        def is_env_present(cls) -> bool:
+            """Whether this process is an instance of one."""
+            announce()
+            return COORDINATOR in os.environ
+
+        @classmethod
+        def get_coordinator_address(
+            cls, *_: object, override_coordinator_port: str | None = None, **__: object
+        ) -> str:
+            """Where the processes meet; there, and nowhere else, the coordinator listens."""
+            host, port = os.environ[COORDINATOR].rsplit(":", 1)
+            address = host + ":" + (override_coordinator_port or port)
+            os.environ.setdefault(BIND_ADDRESS, address)  # else it would listen at all addresses of the machine
+            return address
+
+        @classmethod
+        def get_process_count(cls) -> int:
+            """The number of instances."""
+            return int(os.environ["WORLD_SIZE"])
+
+        @classmethod
+        def get_process_id(cls) -> int:
+            """The index of this instance."""
+            return int(os.environ["RANK"])
+
+        @classmethod
+        def get_local_process_id(cls) -> None:
+            """No number of a device: an instance may have several, and poprun says which."""

@@ -1,0 +1,111 @@
+"""What JAX and TensorFlow are told, so that their programs meet without a change; pure.
+
+A variable that the user has set stays as it is: then `contradictions` says what comes of it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from popdist import contract
+from popdist.contract import Endpoint
+from poprun.plan.plan import LaunchPlan, StartFacts
+from poprun.text.ranges import counted
+
+ACCELERATE_ON_CPU: Final = "ACCELERATE_USE_CPU"
+JAX_CPU_DEVICES: Final = "JAX_NUM_CPU_DEVICES"
+JAX_LOCAL_DEVICES: Final = "JAX_LOCAL_DEVICE_IDS"
+JAX_ADDRESS: Final = "JAX_COORDINATOR_ADDRESS"
+XLA_FLAGS: Final = "XLA_FLAGS"
+XLA_DEVICES: Final = "xla_force_host_platform_device_count"
+TENSORFLOW: Final = "TF_CONFIG"
+
+_READ_BY: Final = {
+    "torch": (
+        *(contract.RANK, contract.WORLD_SIZE, contract.LOCAL_RANK, contract.LOCAL_WORLD_SIZE),
+        *(contract.MASTER_ADDR, contract.MASTER_PORT),
+    ),
+    "accelerate": (ACCELERATE_ON_CPU,),
+    "JAX": (JAX_CPU_DEVICES, JAX_LOCAL_DEVICES, contract.JAX_COORDINATOR),
+    "TensorFlow": (TENSORFLOW,),
+}
+
+MOST_WORKERS: Final = 512
+"""In a larger job TensorFlow is told nothing: every program would have the addresses of all in its environment."""
+
+
+def framework_variables(
+    plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts
+) -> dict[str, str]:
+    """The variables of both for instance ``index``, without those that the user has set."""
+    set_already = _of_user(user)
+    told = {**_for_jax(plan, index, set_already, start), **_for_tensorflow(index, start)}
+    return {name: value for name, value in told.items() if name not in set_already}
+
+
+def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The variables of a program's environment that are there for a framework, by its name."""
+    return {
+        framework: {name: environment[name] for name in names if name in environment}
+        for framework, names in _READ_BY.items()
+    }
+
+
+def example_start(plan: LaunchPlan) -> StartFacts:
+    """A start of ``plan`` for a dry run: with port 0, as ports are chosen when the job starts."""
+    hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
+    count = plan.num_instances_per_host
+    workers = [Endpoint(host=host, port=0) for host in hosts for _ in range(count)] if _has_workers(plan) else []
+    first = Endpoint(host=hosts[0], port=0)
+    return StartFacts(master=first, store=first, coordinator=first, workers=workers)
+
+
+def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
+    """What a user should know whose variables say something else than poprun would; each in a line."""
+    set_already = _of_user({**user, **plan.variables_of(0)})
+    local = plan.layout.num_local_replicas
+    devices = set_already.get(JAX_CPU_DEVICES, str(local))
+    if devices != str(local) and not plan.devices:
+        yield (
+            f"{JAX_CPU_DEVICES}={devices} is set and stays: so many CPU devices has JAX in each instance, and "
+            f"poprun {counted(local, 'replica')}; unset it to leave that to poprun"
+        )
+    own = {name for _, variables in plan.instance_variables for name, _ in variables}
+    for name, meaning in (
+        (TENSORFLOW, "TensorFlow takes its workers from there, and each instance takes itself for the same one"),
+        (JAX_LOCAL_DEVICES, "JAX uses these devices in every instance, whichever poprun gives it"),
+        (JAX_ADDRESS, "JAX meets there, where poprun holds no port"),
+    ):
+        if name in set_already and name not in own and plan.num_instances > 1:
+            yield f"{name} is set and stays: {meaning}; unset it to leave that to poprun"
+
+
+def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables that the user has set, and not the poprun of a job that this job is started in."""
+    if contract.NUM_REPLICAS not in user:
+        return user
+    return {name: value for name, value in user.items() if name not in (JAX_CPU_DEVICES, TENSORFLOW)}
+
+
+def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts) -> dict[str, str]:
+    """The devices of the instance, and where `popdist.startup.jax_cluster` has JAX's processes meet."""
+    variables = {}
+    if plan.devices:
+        variables[JAX_LOCAL_DEVICES] = ",".join(map(str, plan.instance(index).ordinals))
+    elif XLA_DEVICES not in user.get(XLA_FLAGS, ""):
+        variables[JAX_CPU_DEVICES] = str(plan.layout.num_local_replicas)
+    if start.coordinator is not None:
+        variables[contract.JAX_COORDINATOR] = str(start.coordinator)
+    return variables
+
+
+def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
+    """The workers of `tf.distribute.MultiWorkerMirroredStrategy`; none in a job of one, where it needs none."""
+    if len(start.workers) <= 1:
+        return {}
+    cluster = {"worker": [str(worker) for worker in start.workers]}
+    return {TENSORFLOW: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
+
+
+def _has_workers(plan: LaunchPlan) -> bool:
+    return 1 < plan.num_instances <= MOST_WORKERS
