@@ -4,7 +4,7 @@ A curve's points lie on a grid of 1,000 by 1,000; the page's script reads values
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,7 +89,7 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float], group: int) ->
         ),
         *(_label("y", "top", 1 - values.place(tick), text) for tick, text in values.ticks),
     ]
-    names = [element("span", escaped(line.name), class_=f"key {line.style}") for line in chart.lines]
+    names = [element("span", escaped(line.name), class_=f"key {line.style}") for line in chart.lines if line.name]
     return element(
         "figure",
         element(
@@ -121,7 +121,7 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float], group: int) ->
         ),
         element(
             "p",
-            *(names if len(names) > 1 else [" "]),
+            *(names or [" "]),
             class_="keys",
             data_lines="\n".join(it.name for it in chart.lines),
         ),
@@ -173,7 +173,9 @@ def _value_scale(values: Sequence[float], unit: str) -> _Scale:
     """From below the least value to above the largest one; from 0 for what has a unit."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     low = min(0.0, low) if unit else low
-    if high <= low:
+    if high <= low and unit:
+        high = low + 1.0
+    elif high <= low:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     step = _nice((high - low) / _NUM_TICKS)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -216,29 +218,25 @@ def describe_duration(seconds: float) -> str:
 
 def charts_of(attempts: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> list[Chart]:
     """The charts of all curves that a report has, those of reported numbers first, the loss before all."""
-    found: dict[str, dict[str, list[list[Point]]]] = {}
-    units: dict[str, str] = {}
-    lasts: dict[str, object] = {}
+    found: dict[str, dict[str, list[_Drawn]]] = {}
     for offset, attempt in zip(offsets, attempts, strict=True):
-        for name, line, curve, values in _curves(attempt):
-            units[name] = curve["unit"]
-            lasts[name] = curve.get("last") if line in ("", "instance 0") else lasts.get(name)
-            known = zip(curve["seconds"], values, strict=True)
-            part = [(offset + at, it) for at, it in known if it is not None]
-            found.setdefault(name, {}).setdefault(line, []).append(part)
+        for drawn in _drawn_curves(attempt, offset):
+            found.setdefault(drawn.name, {}).setdefault(drawn.line, []).append(drawn)
     names = sorted(found, key=lambda it: (it != "numbers/loss", not it.startswith("numbers/"), _order(it)))
-    return [
-        Chart(
-            title=TITLES.get(name, name.removeprefix("numbers/").replace("_", " ")),
-            unit=units[name],
-            lines=[
-                Line(name=line, parts=parts, style=_style(line, number))
-                for number, (line, parts) in enumerate(found[name].items())
-            ],
-            last=_describe_last(lasts.get(name)) if name.startswith("numbers/") else "",
-        )
-        for name in names
-    ]
+    return [_chart(name, found[name]) for name in names]
+
+
+def _chart(name: str, lines: Mapping[str, Sequence["_Drawn"]]) -> Chart:
+    lasts = [it.last for drawn in lines.values() for it in drawn[-1:] if it.last]
+    return Chart(
+        title=TITLES.get(name, name.removeprefix("numbers/").replace("_", " ")),
+        unit=next(iter(lines.values()))[0].unit,
+        lines=[
+            Line(name=line, parts=[it.points for it in drawn], style=drawn[0].style)
+            for line, drawn in lines.items()
+        ],
+        last=lasts[0] if name.startswith("numbers/") and lasts else "",
+    )
 
 
 TITLES: Final = {
@@ -257,29 +255,39 @@ def _order(name: str) -> tuple[int, str]:
     return list(TITLES).index(name) if name in TITLES else len(TITLES), name
 
 
-def _curves(attempt: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any], Sequence[float | None]]]:
-    """Each curve of an attempt: its name, the name of its line, the curve, and the values of the line."""
-    folded = attempt["curves"].items()
-    own = [
-        (name, f"instance {it['index']}", curve)
-        for it in attempt["instances"]
-        for name, curve in it["curves"].items()
-    ]
-    return [
-        *(
-            (name, f"{line} of all", curve, curve[line])
-            for name, curve in folded
-            for line in ("max", "median", "min")
-        ),
-        *((name, line, curve, curve["values"]) for name, line, curve in own),
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """What one attempt gives to one line of a chart."""
+
+    name: str  # of the curve
+    line: str  # empty where there is one only
+    style: str
+    unit: str
+    points: Sequence[Point]
+    last: str = ""  # the value at the end; empty where another line has it
 
 
-def _style(line: str, number: int) -> str:
-    if line.endswith(" of all"):
-        return "middle" if line.startswith("median") else "bound"
-    return f"h{number % NUM_HUES}" + (" dashed" if number >= NUM_HUES else "")
+def _drawn_curves(attempt: Mapping[str, Any], offset: float) -> Iterator[_Drawn]:
+    """The lines of an attempt that began ``offset`` seconds after the job."""
 
+    def points(curve: Mapping[str, Any], key: str) -> list[Point]:
+        pairs = zip(curve["seconds"], curve[key], strict=True)
+        return [(offset + at, value) for at, value in pairs if value is not None]
 
-def _describe_last(last: object) -> str:
-    return f"{last:.4g}" if isinstance(last, float | int) else str(last or "")
+    for name, curve in attempt["curves"].items():
+        for key, style in (("max", "bound"), ("median", "middle"), ("min", "bound")):
+            places = points(curve, key)
+            last = f"{places[-1][1]:.4g}" if key == "median" and places else ""
+            yield _Drawn(
+                name=name, line=f"{key} of all", style=style, unit=curve["unit"], points=places, last=last
+            )
+    for instance in attempt["instances"]:
+        index = instance["index"]
+        style = f"h{index % NUM_HUES}" + (" dashed" if index >= NUM_HUES else "")
+        line = f"instance {index}" if len(attempt["instances"]) > 1 else ""
+        for name, curve in instance["curves"].items():
+            value = curve["last"]
+            last = f"{value:.4g}" if isinstance(value, float | int) else str(value or "")
+            yield _Drawn(
+                name=name, line=line, style=style, unit=curve["unit"], points=points(curve, "values"), last=last
+            )

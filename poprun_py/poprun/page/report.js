@@ -37,7 +37,7 @@ for (const plot of document.querySelectorAll(".plot")) {
       const key = document.createElement("span"), y = nearest(pointsOf(line), at)[1];
       const value = high - (y / GRID) * (high - low);
       key.className = "key " + line.getAttribute("class").replace("curve ", "");
-      key.textContent = (names.length > 1 ? names[number] + " " : "") + Number(value.toPrecision(3)).toLocaleString("en");
+      key.textContent = (names[number] ? names[number] + " " : "") + Number(value.toPrecision(3)).toLocaleString("en");
       return [value, key];
     });
     const sorted = found.length <= MOST ? found : [...found].sort((a, b) => b[0] - a[0]);

@@ -16,8 +16,9 @@ from poprun.render.picture.documents import render_fragment
 from poprun.render.words import launcher_of, size_of, threads_of
 from poprun.text.ranges import describe_bytes
 
+_LEAST_SHARE: Final = 0.0005  # of a bar: what is smaller is not seen
 _MOST_BARS: Final = 64
-_MOST_THICK: Final = 16
+_MOST_THICK: Final = 16  # bars of the usual height
 _LETTERS_OF_A_LINE: Final = 240
 _LETTERS_OF_LINES: Final = 400_000  # of all instances
 
@@ -84,7 +85,7 @@ def _state_of(job: Json) -> tuple[str, str]:
     if not job["is_over"]:
         return "runs", "running"
     if job["error"]:
-        return "failed", "did not start"
+        return "failed", "given up" if job["attempts"] else "did not start"
     return ("well", "ended well") if job["exit_code"] == 0 else ("failed", f"exit code {job['exit_code']}")
 
 
@@ -167,7 +168,7 @@ def _row(time: InstanceTime, elapsed: float) -> str:
 
 
 def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
-    shares = {part: it / elapsed for part, it in seconds.items() if elapsed and it / elapsed > 0.0005}  # noqa: PLR2004 - invisible below
+    shares = {part: it / elapsed for part, it in seconds.items() if elapsed and it / elapsed > _LEAST_SHARE}
     told = ", ".join(f"{PARTS[part]} {share:.1%}" for part, share in shares.items())
     parts = [
         element(

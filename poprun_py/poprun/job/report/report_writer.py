@@ -46,7 +46,8 @@ class ReportWriter:
                 write_whole(path, _render(file, job))
             except OSError as error:
                 if file not in self._told:
-                    screen.log(f"warning: --report {path} cannot be written: {error.strerror}; the job goes on")
+                    so = "" if job["is_over"] else "; the job goes on"
+                    screen.log(f"warning: --report {path} cannot be written: {error.strerror}{so}")
                 self._told.add(file)
         now_seconds = time.monotonic()
         self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
