@@ -20,6 +20,7 @@ from poprun.plan.frameworks import (
     contradictions,
     example_start,
     framework_variables,
+    workers_of,
 )
 from poprun.plan.plan import StartFacts
 from poprun.plan.program_environment import program_environment
@@ -40,7 +41,8 @@ def test_each_instance_is_told_what_it_is() -> None:
         "cluster": {"worker": ["10.0.0.1:1", "[::1]:2"]},
         "task": {"type": "worker", "index": 1},
     }
-    assert set(framework_variables(planned(), 0, {}, StartFacts(workers=WORKERS[:1]))) == {DEVICES}
+    assert not workers_of(planned())
+    assert set(framework_variables(planned(), 0, {}, StartFacts())) == {DEVICES}
 
 
 def test_gpus_are_named_by_their_numbers_on_the_host() -> None:

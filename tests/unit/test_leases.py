@@ -21,7 +21,7 @@ from poprun.plan.request import LaunchRequest, VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.planning import planned, with_gpus
 
-MEETING = [[Endpoint(host="10.0.0.1", port=port) for port in range(1, 5)]] * 4
+MEETING = {index: [Endpoint(host="10.0.0.1", port=port) for port in range(1, 5)] for index in range(4)}
 
 
 @pytest.mark.parametrize(

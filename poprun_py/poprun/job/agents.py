@@ -33,6 +33,7 @@ from poprun.messages.control import (
     peer_user,
     tcp_address,
 )
+from poprun.plan.frameworks import workers_of
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.program_environment import (
     interface_environment,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from poprun.job.monitors import Viewers
 
 _TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
+_VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more
 _MOST_REASONS: Final = 10
 _OF_SHIMS: Final = ("agent_lost", "runtime_lost")
 
@@ -254,7 +256,7 @@ def start_order(
     index: int,
     environ: Mapping[str, str],
     identity: JobIdentity,
-    endpoints: Sequence[Sequence[Endpoint]],
+    endpoints: Mapping[int, Sequence[Endpoint]],
 ) -> Message:
     """The order that starts the program of an instance; ``endpoints`` are those of each: see `Record`."""
     _, master, coordinator, store = endpoints[0]
@@ -266,7 +268,7 @@ def start_order(
         master=master,
         store=store,
         coordinator=coordinator,
-        workers=[first for first, *_ in endpoints],
+        workers=[endpoints[worker][0] for worker in workers_of(plan)],
         devices=given.devices,
     )
     route = identity.route(plan, index)
@@ -290,6 +292,14 @@ def start_order(
         "open_files": identity.open_files if identity.network is None else 0,
         "grace_seconds": plan.ending.stop_timeout_seconds,
     }
+
+
+def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
+    """The order that ends the programs, after a failure of one of them or for another reason."""
+    seconds = plan.ending.stop_timeout_seconds
+    # JAX keeps SIGTERM from ending a program, so that all may save together: they cannot without one of them
+    with_jax = min(seconds, _VAIN_SECONDS) if has_failed else seconds
+    return {"order": "stop", "grace_seconds": seconds, "grace_seconds_with_jax": with_jax}
 
 
 def _added_environment(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.job.agents import AgentLinks, start_order
+from poprun.job.agents import AgentLinks, start_order, stop_order
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, JobEnd, Record, exit_code, first_failure
@@ -43,7 +43,6 @@ _LEFTOVER_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
 _MEMORY_SECONDS: Final = 30.0
-_VAIN_SECONDS: Final = 0.3
 
 
 class Attempt:
@@ -384,11 +383,9 @@ class Attempt:
             send(own_tree(), signal.SIGCONT)  # whoever is stopped could not obey
 
     def _start_programs(self) -> None:
-        instances = range(self._plan.num_instances)
-        endpoints = [self._record.endpoints[index] for index in instances]
-        for index in instances:
+        for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._environ, self._identity, endpoints)
+            order = start_order(self._plan, index, self._environ, self._identity, self._record.endpoints)
             self._links.send_order(index, order, self._identity.with_leases(streams))
             self._streams.close(streams)
         self._record.has_started = True
@@ -402,11 +399,8 @@ class Attempt:
             self._launcher.end(signal.SIGTERM)
             self._record.give_up_awaited()
         self._enter(Phase.STOPPING)
-        patience = self._plan.ending.stop_timeout_seconds
-        # JAX keeps SIGTERM from ending a program, so that all may save together: they cannot without one of them
         has_failed = first_failure(self._record.statuses) is not None
-        with_jax = min(patience, _VAIN_SECONDS) if has_failed else patience
-        self._links.send_to_all({"order": "stop", "grace_seconds": patience, "grace_seconds_with_jax": with_jax})
+        self._links.send_to_all(stop_order(self._plan, has_failed=has_failed))
 
     def _clean_up(self) -> None:
         """End what is left of the job, remove what it left, and show the rest of its output."""

@@ -55,9 +55,14 @@ def example_start(plan: LaunchPlan) -> StartFacts:
     """A start of ``plan`` for a dry run: with port 0, as ports are chosen when the job starts."""
     hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
     count = plan.num_instances_per_host
-    workers = [Endpoint(host=host, port=0) for host in hosts for _ in range(count)] if _has_workers(plan) else []
+    workers = [Endpoint(host=hosts[index // count], port=0) for index in workers_of(plan)]
     first = Endpoint(host=hosts[0], port=0)
     return StartFacts(master=first, store=first, coordinator=first, workers=workers)
+
+
+def workers_of(plan: LaunchPlan) -> range:
+    """The instances that are workers of TensorFlow; none in a job of one, which needs none, and in a large one."""
+    return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 
 def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
@@ -100,12 +105,8 @@ def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: Start
 
 
 def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
-    """The workers of `tf.distribute.MultiWorkerMirroredStrategy`; none in a job of one, where it needs none."""
-    if len(start.workers) <= 1:
+    """The workers of `tf.distribute.MultiWorkerMirroredStrategy`."""
+    if not start.workers:
         return {}
     cluster = {"worker": [str(worker) for worker in start.workers]}
     return {TENSORFLOW: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
-
-
-def _has_workers(plan: LaunchPlan) -> bool:
-    return 1 < plan.num_instances <= MOST_WORKERS
