@@ -43,14 +43,17 @@ def poprun_itself(process: "subprocess.Popen[str]") -> psutil.Process:
 
 
 def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun, tmp_path: Path) -> None:
-    """Shards share a host, the output comes here, programs get an address, and the one clock is seen as one."""
+    """Shards share a host, output and numbers come here, programs get an address, and the one clock is one."""
     words = ("--host", "n[1-3]", "-n", "6", "--parallelism", "tensor=2", "--report", str(tmp_path / "job.json"))
-    finished = hosts_poprun(network, *words, sys.executable, "-c", WHERE).succeeded()
+    program = f"{WHERE}; import popdist; popdist.report(number=popdist.instance_index())"
+    finished = hosts_poprun(network, *words, sys.executable, "-c", program).succeeded()
 
     address = network.hosts["n1"].address
     assert finished.lines == [f"[1,{n}]<stdout>:n{1 + n // 2} {address} eth0 {n // 2} {n % 2}" for n in range(6)]
     assert f"eth0 {address} (n1)" in finished.err
-    clocks = json.loads((tmp_path / "job.json").read_text())["attempts"][0]["clocks"]
+    attempt = json.loads((tmp_path / "job.json").read_text())["attempts"][0]
+    assert [it["curves"]["numbers/number"]["last"] for it in attempt["instances"]] == [*range(6)]
+    clocks = attempt["clocks"]
     assert list(clocks) == ["n2", "n3"]
     assert all(abs(it["offset_seconds"]) <= it["uncertainty_seconds"] < 1 for it in clocks.values())
 

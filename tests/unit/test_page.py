@@ -19,7 +19,7 @@ from poprun.page.time_shares import find_job_time
 from tests.measured_jobs import measured_end, measured_job
 from tests.planning import planned
 
-FOUR = measured_job(4, 600.0, first="epoch 1", second="epoch 2")
+FOUR = measured_job(4, 600.0, first="\x1b[1;32mepoch 1\x1b[0m", second="50 %\repoch 2")
 
 
 class Elements(HTMLParser):

@@ -1,6 +1,7 @@
 """The parts of a job's page, each from its report as JSON has it. Pure."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
@@ -20,6 +21,7 @@ _LEAST_SHARE: Final = 0.0005  # of a bar: what is smaller is not seen
 _MOST_BARS: Final = 64
 _MOST_THICK: Final = 16  # bars of the usual height
 _LETTERS_OF_A_LINE: Final = 240
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # what programs send to a terminal beside text
 _LETTERS_OF_LINES: Final = 400_000  # of all instances
 
 Json = Mapping[str, Any]
@@ -278,12 +280,17 @@ def _last_lines(attempt: Json) -> Iterator[str]:
         yield element("p", "No last lines are kept of a program that has poprun's own output.", class_="faint")
     details = []
     for instance in told:
-        lines = [it[:_LETTERS_OF_A_LINE] for it in (instance["last_lines"] or instance["excerpt"])[-most:]]
+        lines = [_without_colours(it) for it in (instance["last_lines"] or instance["excerpt"])[-most:]]
         summary = element("summary", f"last lines of instance {instance['index']}")
         is_first = instance["index"] == attempt["first_failure"]
         words = element("pre", escaped("\n".join(lines)))
         details.append(element("details", summary, words, open="" if is_first else None))
     yield element("div", *details, class_="said")
+
+
+def _without_colours(line: str) -> str:
+    """A line as a terminal shows it in the end, in black and white, cut if it is long."""
+    return _COLOURS.sub("", line).rpartition("\r")[2][:_LETTERS_OF_A_LINE]
 
 
 def _what_ran(job: Json, plan: LaunchPlan | None) -> Iterator[str]:
