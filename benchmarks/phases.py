@@ -3,68 +3,90 @@
     python benchmarks/phases.py --folder /data/phases --document docs/phases.md
 
 Each training runs in a process of its own, in a control group with a limit of memory; the models in memory run
-outside. Processes that are compared take steps by turns.
+outside. Processes that are compared take steps by turns. A row that fails says so, and the others are measured.
 
-The weights after two steps have to be those of the model in memory. Of SGD the weights are ten times the limit; of
-AdamW and LAMB the weights, their gradients and the optimizer's state. The disk's own bound is the time in which
-direct reads and writes, by as many threads as are fastest, move what a step has to: the weights for the forward
-and for the backward pass, and the optimizer's state; or what the step did move where that is less. Plain mmap is
-a loop over tensors in mapped files, which updates each parameter as soon as its gradient is there.
+- **Bits**: the weights after three steps have to be those of the model in memory. Of SGD the weights are ten times
+  the limit; of AdamW and LAMB the weights, their gradients and the optimizer's state.
+- **Where it computes longer than it reads**: against the model in memory, which computes its layers again, too.
+- **Where reading dominates**: a fast disk reads a layer about as fast as this model computes it, with few samples
+  too. So the disk is slowed down, as a control group can, to ``--reads`` for our training, and likewise for what
+  measures the disk. The disk's own bound is the time in which direct reads and writes, by as many threads as are
+  fastest, move what a step has to: the weights for the forward and for the backward pass, and the optimizer's
+  state; or what the step did move where that is less.
+- **Plain mmap** is a loop over tensors in mapped files, which updates each parameter as soon as its gradient is
+  there. Here the disk is as fast as it is.
 """
 
 import argparse
 import json
-import mmap
 import os
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 from measuring.control_group import NoControlGroupError, control_group
 from measuring.documents import put, table
-from measuring.medians import Median, ratio
-from measuring.trainings import STATE_TENSORS, Taken, Training, TrainingProcess, started
+from measuring.medians import ratio
+from measuring.trainings import STATE_TENSORS, FailedError, Process, Training, started
 
 MIB, GIB = 1024**2, 1024**3
-COMPUTING_TOKENS, READING_TOKENS = 256, 16
+COMPUTING_TOKENS, READING_TOKENS = 512, 16
 """Of a step that computes longer than it reads, and of one that hardly computes."""
 
 OF_MEMORY, OF_DISK, OF_MAPPED = 0.8, 0.9, 1.15
-WARM_STEPS = 2
-LEAST_ROUNDS, ROUNDS_SECONDS = 2, 60.0
-PIECE_BYTES, BUFFER_BYTES, FILE_BYTES = 8 * MIB, 64 * MIB, 512 * MIB
-THREADS = (1, 2, 3)
+WARM_STEPS = 3
+"""The third one has the phases that were planned."""
+
+LEAST_ROUNDS, ROUNDS_SECONDS = 2, 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A ratio that was measured, and what it has to be."""
+    """A ratio that was measured, and what it has to be; or why it could not be."""
 
     what: str
     against: str
-    ours: list[float]
-    theirs: list[float]
     least: float
-
-    @property
-    def found(self) -> Median:
-        """How many times as long theirs takes."""
-        return ratio(self.theirs, self.ours)
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    fault: str = ""
 
     @property
     def cells(self) -> list[str]:
         """It as a row of a table."""
-        found = self.found
+        if self.fault:
+            return [self.what, self.against, self.fault, "", "", f"≥ {self.least}", says(holds=False)]
+        found = ratio(self.theirs, self.ours)
         times = f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})"
         seconds = [f"{sorted(it)[len(it) // 2]:.3g} s" for it in (self.ours, self.theirs)]
-        return [self.what, self.against, *seconds, times, f"≥ {self.least}", says(holds=found.value >= self.least)]
+        return [
+            self.what,
+            self.against,
+            *seconds,
+            times,
+            f"≥ {self.least}",
+            says(holds=found.value >= self.least),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bits:
+    """Whether a model learned the same in phases and in memory."""
+
+    training: Training
+    found: str  # "yes", or what was found
+
+    @property
+    def cells(self) -> list[str]:
+        """It as a row of a table."""
+        name, size = self.training.optimizer, self.training.weights_bytes
+        whole = (2 + STATE_TENSORS[name]) * size
+        return [name, f"{size / GIB:.2f} GiB", f"{whole / GIB:.2f} GiB", self.found]
 
 
 def says(*, holds: bool) -> str:
@@ -75,8 +97,9 @@ def says(*, holds: bool) -> str:
 class Measuring:
     """Makes trainings of models that are so many times larger than a limit."""
 
-    def __init__(self, folder: Path, limit_bytes: int, width: int) -> None:
-        self._folder, self._limit_bytes, self._width = folder, limit_bytes, width
+    def __init__(self, folder: Path, limit_bytes: int, width: int, rounds: int, read_speed: int) -> None:
+        self._folder, self._limit_bytes, self._width, self._rounds = folder, limit_bytes, width, rounds
+        self._read_speed = read_speed
 
     def training(self, factor: float, tokens: int, optimizer: str = "AdamW") -> Training:
         """By phases, of a model ``factor`` times as large as the limit."""
@@ -86,136 +109,106 @@ class Measuring:
         return replace(one, layers=layers, memory_bytes=int(0.95 * self._limit_bytes))
 
     @contextmanager
-    def limited(self, training: Training, num_warm: int = WARM_STEPS) -> Iterator[TrainingProcess]:
-        """It in a control group, with files of its own, after its first steps."""
+    def limited(self, task: Training | Path, *, slow: bool = False) -> Iterator[Process]:
+        """It in a control group, with files of its own, on a disk that is slowed down or not."""
+        slow_disk = (self._folder, self._read_speed) if slow else None
         with (
             tempfile.TemporaryDirectory(dir=self._folder) as folder,
-            control_group(self._limit_bytes) as group,
-            started(replace(training, folder=folder), group) as process,
+            control_group(self._limit_bytes, slow_disk) as group,
+            started(
+                replace(task, folder=folder) if isinstance(task, Training) else Path(folder), group
+            ) as process,
         ):
-            warmed(process, num_warm)
             yield process
 
-    def same_bits(self, training: Training) -> bool:
-        """Whether it trains to the bits of the model in memory."""
-        with self.limited(training) as process:
-            found = process.checksum()
-        with started(replace(training, way="memory")) as other:
-            warmed(other, WARM_STEPS)
-            return other.checksum() == found
+    def bits(self, factor: float, optimizer: str) -> Bits:
+        """Whether a model trains to the bits of the one in memory."""
+        training = self.training(factor, READING_TOKENS, optimizer)
+        try:
+            with self.limited(training) as process:
+                found = warmed(process).checksum()
+            with started(replace(training, way="memory")) as other:
+                return Bits(training=training, found=says(holds=warmed(other).checksum() == found))
+        except FailedError as error:
+            return Bits(training=training, found=f"NO: {error}")
 
-    def computing(self, factor: float, rounds: int) -> Row:
+    def computing(self, factor: float) -> Row:
         """Steps that compute longer than they read, against the model in memory."""
         training = self.training(factor, COMPUTING_TOKENS)
-        with self.limited(training) as process, started(replace(training, way="memory")) as other:
-            warmed(other, 1)
-            turns = [(process.step(), other.step()) for _ in bounded(rounds)]
-        return Row(
-            what=f"{factor:g} times the limit, {COMPUTING_TOKENS:,} tokens a step",
-            against="the model in memory",
-            ours=[ours.seconds for ours, _ in turns],
-            theirs=[theirs.seconds for _, theirs in turns],
-            least=OF_MEMORY,
-        )
+        what = f"{factor:g} times the limit, {COMPUTING_TOKENS:,} tokens a step"
 
-    def reading(self, factor: float, rounds: int) -> tuple[Row, Row]:
-        """Steps that hardly compute, against the disk and against mapped files."""
+        def turns() -> Iterator[tuple[float, float]]:
+            with self.limited(training) as process, started(replace(training, way="memory")) as other:
+                warmed(process), warmed(other, 1)
+                for _ in bounded(self._rounds):
+                    yield process.step().seconds, other.step().seconds
+
+        return row(what, "the model in memory", OF_MEMORY, turns)
+
+    def reading(self, factor: float) -> Row:
+        """Steps that hardly compute, on a slow disk, against that disk."""
         training = self.training(factor, READING_TOKENS)
-        disk = Disk(self._folder / "disk")
-        ours: list[Taken] = []
-        bounds, mapped = [], []
-        with self.limited(training) as process, self.limited(replace(training, way="mapped"), 1) as other, disk:
-            for _ in bounded(rounds):
-                os.sync()  # what the kernel has not written yet of the mapped files
-                ours.append(process.step())
-                bounds.append(disk.seconds(training, ours[-1]))
-                mapped.append(other.step().seconds)
-        seconds = [it.seconds for it in ours]
-        what = f"{factor:g} times the limit, {READING_TOKENS} tokens a step"
-        return (
-            Row(what=what, against="the disk's own bound", ours=seconds, theirs=bounds, least=OF_DISK),
-            Row(what=what, against="plain mmap", ours=seconds, theirs=mapped, least=OF_MAPPED),
-        )
+        speed = f"{self._read_speed / 1e9:g} GB/s"
+        what = f"{factor:g} times the limit, {READING_TOKENS} tokens a step, reads of {speed}"
+
+        def turns() -> Iterator[tuple[float, float]]:
+            with self.limited(training, slow=True) as process, self.limited(self._folder, slow=True) as disk:
+                warmed(process)
+                for _ in bounded(self._rounds):
+                    taken, (reading, writing) = process.step(), disk.speeds()
+                    num_read = min(training.read_bytes, taken.read_bytes)
+                    num_written = min(training.written_bytes, taken.written_bytes)
+                    yield taken.seconds, num_read / reading + num_written / writing
+
+        return row(what, "the disk's own bound", OF_DISK, turns)
+
+    def mapped(self, factor: float) -> Row:
+        """Steps that hardly compute, against mapped files."""
+        training = self.training(factor, READING_TOKENS)
+
+        def turns() -> Iterator[tuple[float, float]]:
+            with self.limited(training) as process, self.limited(replace(training, way="mapped")) as other:
+                warmed(process), warmed(other, 1)
+                for _ in bounded(self._rounds):
+                    os.sync()  # what the kernel has not written yet of the mapped files
+                    yield process.step().seconds, other.step().seconds
+
+        return row(f"{factor:g} times the limit, {READING_TOKENS} tokens a step", "plain mmap", OF_MAPPED, turns)
+
+
+def row(what: str, against: str, least: float, turns: Callable[[], Iterator[tuple[float, float]]]) -> Row:
+    """The row of a comparison, whose turns give our seconds and theirs."""
+    try:
+        ours, theirs = zip(*turns(), strict=True)
+    except (FailedError, NoControlGroupError) as error:
+        return Row(what=what, against=against, least=least, fault=str(error))
+    return Row(what=what, against=against, least=least, ours=[*ours], theirs=[*theirs])
 
 
 def bounded(rounds: int) -> Iterator[int]:
-    """Numbers of rounds, of which no further one begins after a minute, as the kernel's paging may be slow."""
+    """Numbers of rounds, of which no further one begins after some time, as the kernel's paging may be slow."""
     begin = time.monotonic()
     for number in range(rounds):
         if number < LEAST_ROUNDS or time.monotonic() - begin < ROUNDS_SECONDS:
             yield number
 
 
-def warmed(process: TrainingProcess, num_steps: int) -> None:
-    """Take the first steps, which make the optimizer's state and measure for the plan."""
+def warmed(process: Process, num_steps: int = WARM_STEPS) -> Process:
+    """The process after the first steps, which make the optimizer's state and measure for the plan."""
     for _ in range(num_steps):
         process.step()
+    return process
 
 
-class Disk:
-    """A file that is read and written without the kernel's cache."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Self:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, FILE_BYTES)
-        self._buffers = [mmap.mmap(-1, BUFFER_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in THREADS]
-        for buffer in self._buffers:
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-            buffer.write(bytes(BUFFER_BYTES))
-        self._moved(1, writes=True)  # what was never written is not read from the disk
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-        self._path.unlink()
-
-    def seconds(self, training: Training, taken: Taken) -> float:
-        """How long the disk takes for what the step of ``training`` that took ``taken`` had to read and write."""
-        num_read = min(training.read_bytes, taken.read_bytes)
-        num_written = min(training.written_bytes, taken.written_bytes)
-        return num_read / self._speed(writes=False) + num_written / self._speed(writes=True)
-
-    def _speed(self, *, writes: bool) -> float:
-        """Bytes in a second, with the number of threads that is fastest."""
-        return max(FILE_BYTES / self._moved(num, writes=writes) for num in THREADS)
-
-    def _moved(self, num_threads: int, *, writes: bool) -> float:
-        """Seconds in which so many threads write the whole file, or read it."""
-
-        def move(first: int) -> None:
-            for start in range(first * PIECE_BYTES, FILE_BYTES, num_threads * PIECE_BYTES):
-                piece = memoryview(self._buffers[first])[start % BUFFER_BYTES :][:PIECE_BYTES]
-                moved = (os.pwritev if writes else os.preadv)(self._file, [piece], start)
-                if moved != PIECE_BYTES:
-                    raise SystemExit(f"{moved} of {PIECE_BYTES} bytes were moved in {self._path}")
-
-        with ThreadPoolExecutor(num_threads) as threads:
-            begin = time.perf_counter()
-            list(threads.map(move, range(num_threads)))
-            return time.perf_counter() - begin
-
-
-def described(bits: Mapping[str, tuple[Training, bool]], rows: Sequence[Row], limit: str, command: str) -> str:
+def described(bits: Sequence[Bits], rows: Sequence[Row], limit: str, command: str) -> str:
     """Everything in words and tables."""
-    sizes = [
-        [
-            name,
-            f"{training.weights_bytes / GIB:.2f} GiB",
-            f"{(2 + STATE_TENSORS[name]) * training.weights_bytes / GIB:.2f} GiB",
-            says(holds=same),
-        ]
-        for name, (training, same) in bits.items()
-    ]
     sizes_head = ["optimizer", "weights", "with gradients and state", "bits of the model in memory"]
     head = ["model", "against", "a step", "theirs", "times as long", "limit", "holds"]
     return "\n\n".join(
         [
             f"A control group of {limit}, {len(os.sched_getaffinity(0))} cores: `{command}`",
-            table(sizes_head, sizes),
-            table(head, [row.cells for row in rows]),
+            table(sizes_head, [it.cells for it in bits]),
+            table(head, [it.cells for it in rows]),
         ]
     )
 
@@ -227,27 +220,39 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=512, help="MiB of memory of a training (512)")
     parser.add_argument("--width", type=int, default=512, help="of the layers (512)")
     parser.add_argument("--rounds", type=int, default=5, help="how often those that are compared take a step (5)")
+    parser.add_argument("--reads", type=int, default=500, help="MB that the slow disk reads in a second (500)")
     parser.add_argument(
         "--factors", type=float, nargs="+", default=[2, 5, 10], help="sizes of models, of the limit (2 5 10)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=["bits", "computing", "reading", "mapped"], help="of the parts"
     )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `phases` gets the tables")
     options = parser.parse_args()
-    measuring = Measuring(options.folder, options.limit * MIB, options.width)
-    bits, rows = {}, []
+    measuring = Measuring(
+        options.folder, options.limit * MIB, options.width, options.rounds, options.reads * 10**6
+    )
+    least, most = min(options.factors), max(options.factors)
+    bits: list[Bits] = []
+    rows: list[Row] = []
     try:
-        for name in STATE_TENSORS:
-            training = measuring.training(max(options.factors), READING_TOKENS, name)
-            bits[name] = training, measuring.same_bits(training)
-        rows.append(measuring.computing(sorted(options.factors)[len(options.factors) // 2], options.rounds))
-        for factor in options.factors:
-            rows += measuring.reading(factor, options.rounds)
+        with control_group(options.limit * MIB):
+            pass
+        if "bits" in options.only:
+            bits += [measuring.bits(most, name) for name in STATE_TENSORS]
+        if "computing" in options.only:
+            rows.append(measuring.computing(least))
+        if "reading" in options.only:
+            rows += [measuring.reading(factor) for factor in sorted({least, most})]
+        if "mapped" in options.only:
+            rows += [measuring.mapped(factor) for factor in options.factors]
     except NoControlGroupError as error:
         raise SystemExit(str(error)) from None
     text = described(bits, rows, f"{options.limit} MiB", shlex.join(["python", *sys.argv]))
     print(text)
     if options.json:
-        found = {"bits": {name: same for name, (_, same) in bits.items()}, "rows": [asdict(row) for row in rows]}
+        found = {"bits": [asdict(it) for it in bits], "rows": [asdict(it) for it in rows]}
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.document:
         put(options.document, "phases", text)

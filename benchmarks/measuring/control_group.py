@@ -1,7 +1,8 @@
 """Control groups for memory (cgroups(7), version 1 or 2): a limit for a command and all that it starts.
 
 What counts is the memory of the processes, their swap, and the page cache of the files that they read and write,
-which the kernel drops when it needs room. A process that needs more than what is left is killed.
+which the kernel drops when it needs room. A process that needs more than what is left is killed. A group may have
+a disk, too, that reads more slowly than it can.
 """
 
 import errno
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -43,11 +44,14 @@ class ControlGroup:
     folder: Path
     limit_bytes: int
     is_unified: bool
+    disk_folder: Path | None = None  # where the kernel shows the limit of the disk, if that is elsewhere
 
     def command(self, words: Sequence[str]) -> list[str]:
         """What runs ``words`` in the group."""
         enter = 'echo $$ > "$0" && exec "$@"'
-        return ["sh", "-c", enter, str(self.folder / "cgroup.procs"), *words]
+        for folder in filter(None, (self.disk_folder, self.folder)):
+            words = ["sh", "-c", enter, str(folder / "cgroup.procs"), *words]
+        return [*words]
 
     @property
     def peak_bytes(self) -> int | None:
@@ -83,15 +87,47 @@ class ControlGroup:
 
 
 @contextmanager
-def control_group(limit_bytes: int) -> Iterator[ControlGroup]:
+def control_group(limit_bytes: int, slow_disk: tuple[Path, int] | None = None) -> Iterator[ControlGroup]:
     """A group in which commands run with ``limit_bytes`` of memory; what still runs in it at the end is killed.
+
+    ``slow_disk`` is a folder, and how many bytes the disk on which it is reads for the group in a second.
 
     Raises:
         NoControlGroupError: If none can be made, or the kernel does not enforce its limit.
     """
     _check_enforced()
-    with _made(limit_bytes) as group:
-        yield group
+    with _made(limit_bytes) as made:
+        group = made if slow_disk is None else _with_slow_disk(made, *slow_disk)
+        try:
+            yield group
+        finally:
+            group.end()
+            if group.disk_folder is not None:
+                group.disk_folder.rmdir()
+
+
+def _with_slow_disk(group: ControlGroup, folder: Path, bytes_per_second: int) -> ControlGroup:
+    """The group, for which the disk of ``folder`` reads so slowly."""
+    device = folder.stat().st_dev
+    disk = Path("/sys/dev/block", f"{os.major(device)}:{os.minor(device)}")
+    disk_folder = None
+    try:
+        if (disk / "partition").exists():
+            disk = disk.resolve().parent
+        number = (disk / "dev").read_text(encoding="ascii").strip()
+        if group.is_unified:
+            _write(group.folder / "io.max", f"{number} rbps={bytes_per_second}")
+            return group
+        mounts = [line.split() for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+        root = next(row[1] for row in mounts if row[2] == "cgroup" and "blkio" in row[3].split(","))
+        disk_folder = Path(root, group.folder.name)
+        disk_folder.mkdir()
+        _write(disk_folder / "blkio.throttle.read_bps_device", f"{number} {bytes_per_second}")
+    except (OSError, StopIteration) as error:
+        if disk_folder is not None and disk_folder.exists():
+            disk_folder.rmdir()
+        raise NoControlGroupError(f"the disk of {folder} cannot be slowed down here: {error!r}") from error
+    return replace(group, disk_folder=disk_folder)
 
 
 @cache
@@ -158,7 +194,7 @@ def _make(group: ControlGroup) -> None:
         raise OSError(errno.ENOTSUP, "the kernel does not count swap", str(swap))
 
 
-def _write(file: Path, number: int) -> None:
+def _write(file: Path, value: int | str) -> None:
     """Write into one of the kernel's files, which is there."""
     with file.open("r+", encoding="ascii") as opened:
-        opened.write(str(number))
+        opened.write(str(value))

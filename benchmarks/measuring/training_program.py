@@ -20,56 +20,20 @@ from typing import Any
 import torch
 from measuring.trainings import Taken, Training
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 import popdist
+from examples.train_phased import GPT, NUM_BYTES
 from popdist.optim import LAMB
 from popdist.parallel import PhasedModel, PhasedOptimizer, phased, recompute
 
-NUM_WORDS, HEAD_WIDTH, BLOCK_BYTES = 256, 64, 4096
+BLOCK_BYTES = 4096
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 1e-2}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
     "LAMB": (LAMB, {"lr": 1e-3}),
 }
-
-
-class Layer(nn.Module):
-    """Attention and two linear layers, with a norm before each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of (samples, positions, features) the same."""
-        parts = self.attention(self.norm(x)).chunk(3, -1)
-        query, key, value = (it.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for it in parts)
-        y = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return torch.add(x, self.down(gelu(self.up(self.second_norm(x)))))
-
-
-class GPT(nn.Module):
-    """A language model of bytes."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        # not nn.Embedding(NUM_WORDS, width): on the meta device that loads 80 MB of torch, to draw nothing
-        self.embedding = nn.Embedding.from_pretrained(torch.empty(NUM_WORDS, width), freeze=False)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, NUM_WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of bytes the scores of the next ones."""
-        x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(x)
-        scores: Tensor = self.head(self.norm(x))
-        return scores
 
 
 Step = Callable[[Tensor], None]
@@ -182,7 +146,7 @@ def main() -> None:
     ways = {"memory": in_memory, "phases": by_phases, "mapped": in_mapped_files}
     model, step = ways[training.way](training, net)
     words = torch.randint(
-        NUM_WORDS,
+        NUM_BYTES,
         (training.micro_batches, training.tokens // training.micro_batches + 1),
         generator=torch.Generator().manual_seed(1),
     )

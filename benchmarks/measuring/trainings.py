@@ -1,4 +1,4 @@
-"""Processes that train one GPT a step at a time, each in a way of its own; what they run is `training_program`."""
+"""Processes that train one GPT a step at a time, and one that measures a disk, each when it is asked to."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from measuring.control_group import ControlGroup
 
-PROGRAM = Path(__file__).with_name("training_program.py")
+MEASURING = Path(__file__).parent
 DEADLINE_SECONDS = 300.0
 STATE_TENSORS = {"SGD": 0, "AdamW": 2, "LAMB": 2}
 """For each optimizer: how many tensors of the size of a parameter it keeps of it."""
@@ -70,11 +70,15 @@ class Taken:
     written_bytes: int
 
 
-class TrainingProcess:
-    """A process that trains on order."""
+class FailedError(Exception):
+    """A process has ended, or does not answer."""
 
-    def __init__(self, process: "subprocess.Popen[str]", training: Training, group: ControlGroup | None) -> None:
-        self._process, self._training, self._group = process, training, group
+
+class Process:
+    """A process that answers orders."""
+
+    def __init__(self, process: "subprocess.Popen[str]", task: object, group: ControlGroup | None) -> None:
+        self._process, self._task, self._group = process, task, group
 
     def step(self) -> Taken:
         """Train one step."""
@@ -84,31 +88,40 @@ class TrainingProcess:
         """Of all weights."""
         return str(self.asked("checksum"))
 
+    def speeds(self) -> tuple[float, float]:
+        """Bytes that the disk reads in a second, and that it writes."""
+        reading, writing = self.asked("speeds")
+        return reading, writing
+
     def asked(self, order: str) -> Any:  # noqa: ANN401 - what JSON holds
         """The answer to ``order``; to an empty one what the process says when it is ready.
 
         Raises:
-            SystemExit: If none comes within five minutes, or the process has gone.
+            FailedError: If none comes within five minutes, or the process has gone.
         """
         if order:
             print(order, file=self._process.stdin, flush=True)
         answers = self._process.stdout
         if not answers or not select.select([answers], [], [], DEADLINE_SECONDS)[0]:
-            raise SystemExit(f"no answer within {DEADLINE_SECONDS:.0f} s: {self._training}")
+            raise FailedError(f"no answer within {DEADLINE_SECONDS:.0f} s: {self._task}")
         answer = answers.readline()
         if not answer:
             killed = f", {self._group.num_killed} killed for want of memory" if self._group else ""
-            raise SystemExit(f"a training ended with {self._process.wait()}{killed}: {self._training}")
+            raise FailedError(f"ended with {self._process.wait()}{killed}: {self._task}")
         return json.loads(answer)
 
 
 @contextmanager
-def started(training: Training, group: ControlGroup | None = None) -> Iterator[TrainingProcess]:
-    """A process that is ready to train, in ``group`` if one is given; it is ended with the context."""
-    words = [sys.executable, str(PROGRAM), json.dumps(asdict(training))]
+def started(task: Training | Path, group: ControlGroup | None = None) -> Iterator[Process]:
+    """A process that is ready to train, or to measure the disk of a folder; it is ended with the context."""
+    if isinstance(task, Training):
+        program, argument, threads = "training_program.py", json.dumps(asdict(task)), task.threads
+    else:
+        program, argument, threads = "disk_program.py", str(task), 1
+    words = [sys.executable, str(MEASURING / program), argument]
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(training.threads or len(os.sched_getaffinity(0))),
-        "PYTHONPATH": str(PROGRAM.parent.parent),
+        "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
+        "PYTHONPATH": f"{MEASURING.parent}{os.pathsep}{MEASURING.parent.parent}",
     }
     with subprocess.Popen(
         group.command(words) if group else words,
@@ -118,7 +131,7 @@ def started(training: Training, group: ControlGroup | None = None) -> Iterator[T
         env=environment,
     ) as process:
         try:
-            found = TrainingProcess(process, training, group)
+            found = Process(process, task, group)
             found.asked("")
             yield found
         finally:
