@@ -168,6 +168,8 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     facts, pod = _seen_by_pool(request.vipu, facts, asks_server=line.starts_job)
     is_counted = "num_instances" in line.values.get("request", {})
     plan, advice = make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=line.starts_job)
+    if plan.trace.folder is None:
+        plan = _with_popvisions_trace(plan)
     if line.exported_file is not None:
         from poprun.cli.config_file import export_config  # noqa: PLC0415 - yaml is expensive
 
@@ -178,6 +180,20 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     if line.verbosity:
         _log_decisions(plan, facts, request.launcher, line)
     return plan, facts
+
+
+def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with the trace that a program's variables for PopVision ask for, if they do."""
+    variables = {**os.environ, **plan.variables_of(0)}
+    if not any(name in variables for name in ("POPLAR_ENGINE_OPTIONS", "PVTI_OPTIONS")):
+        return plan
+    from poprun.plan.popvision import asked_trace  # noqa: PLC0415 - most jobs have no such variable
+
+    trace = asked_trace(variables)
+    if trace is None:
+        return plan
+    screen.log(f"variables for PopVision ask for a profile: the trace of some seconds goes to {trace.folder}")
+    return replace(plan, trace=trace)
 
 
 def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:

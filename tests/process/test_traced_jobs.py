@@ -3,43 +3,27 @@
 Holds popdist.startup.recording and poprun.launch.clock_answers.
 """
 
-import gzip
 import json
+import shutil
 import sys
+from base64 import b64encode
 from collections import Counter
 from pathlib import Path
-from typing import Any
+
+from playwright.sync_api import sync_playwright
 
 from poprun.trace.collection import TRACE_FILE
-from poprun.trace.time_table import TABLE_FILE, TraceTable, read_table
+from poprun.trace.time_table import TABLE_FILE
 from tests.running import Finished, Poprun
 from tests.trace_checks import faults
+from tests.traces.traced_jobs import clock_errors, launched, read
 
-DDP = """
-import os, sys, time
-import torch
-from torch import distributed as dist, nn
-from torch.utils.data import DataLoader, Dataset
-
-class Slow(Dataset):
-    def __len__(self):
-        return 40
-    def __getitem__(self, index):
-        time.sleep(0.01)
-        return torch.ones(16)
-
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-model = nn.parallel.DistributedDataParallel(nn.Linear(16, 16))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for batch in DataLoader(Slow(), batch_size=4, num_workers=1):
-    loss = model(batch).sum()
-    if dist.get_rank() == 1:
-        time.sleep(0.15)
-    loss.backward()
-    optimizer.step()
-dist.destroy_process_group()
-"""
+PARSE = """async (base64) => {
+  const packed = Uint8Array.from(atob(base64), (it) => it.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const { traceEvents } = JSON.parse(await new Response(stream).text());
+  return [...new Set(traceEvents.map((it) => it.ph))];
+}"""
 
 OTHERS = """
 import os, pathlib, signal, sys, time
@@ -72,31 +56,42 @@ elif index == 3:
 """
 
 
-def traced(poprun: Poprun, folder: Path, number: int, program: str, *words: str) -> Finished:
-    """Run ``program`` in instances of which one may fail, with its trace in ``folder``."""
+def traced(
+    poprun: Poprun, folder: Path, number: int, program: str, *words: str, env: dict[str, str] | None = None
+) -> Finished:
+    """Run ``program`` in some instances, with what it needs to know of its trace."""
     file = folder / "program.py"
     file.write_text(program, encoding="utf-8")
-    asked = ("--launcher", "local", "-n", str(number), "--trace", str(folder / "trace"), *words)
-    return poprun(*asked, sys.executable, str(file), str(folder / "trace"))
+    asked = ("--launcher", "local", "-n", str(number), *words)
+    return poprun(*asked, sys.executable, str(file), str(folder / "trace"), env=env)
 
 
-def read(folder: Path) -> tuple[Any, TraceTable]:
-    """The trace and the table in a folder."""
-    with gzip.open(folder / TRACE_FILE, "rt", encoding="utf-8") as file:
-        return json.load(file), read_table((folder / TABLE_FILE).read_text(encoding="utf-8"), str(folder))
+def read_in_browser(file: Path) -> list[str]:
+    """The kinds of events that a browser finds in a trace; an empty list where there is no browser."""
+    path = shutil.which("chromium")
+    if path is None:
+        return []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        kinds: list[str] = browser.new_page().evaluate(PARSE, b64encode(file.read_bytes()).decode())
+        browser.close()
+    return kinds
 
 
-def test_a_job_and_who_was_late(poprun: Poprun, tmp_path: Path) -> None:
-    """Rows for workers, an arrow for each collective of DDP's, and a table that names who came last."""
-    finished = traced(poprun, tmp_path, 2, DDP, "--trace-steps", "3:7").succeeded()
-    document, table = read(tmp_path / "trace")
+def test_a_job_and_who_was_late(tmp_path: Path) -> None:
+    """Rows for workers, an arrow for each collective of DDP's, a table that names who came last, and true clocks.
+
+    Where there is faketime, the clock of instance 1 is three seconds ahead and runs faster.
+    """
+    finished = launched(str(tmp_path), ("forward", "150", "8", "5"), steps="3:7")
+    document, table = read(str(tmp_path))
 
     assert faults(document) == []
     assert "profiler_start" not in finished.err  # which torch's profiler would write
-    assert {it.name for it in (tmp_path / "trace").iterdir()} == {TRACE_FILE, TABLE_FILE}
+    assert {it.name for it in tmp_path.iterdir()} == {TRACE_FILE, TABLE_FILE}
     events = document["traceEvents"]
     rows = Counter(it["args"]["name"].split(" ")[0] for it in events if it["name"] == "thread_name")
-    assert rows["loader"] >= 2
+    assert {"phases", "collectives", "main"} <= set(rows)
     arrows = [it for it in events if it.get("cat") == "collective" and it["ph"] in "sf"]
     assert (len(arrows), {it["pid"] for it in arrows if it["ph"] == "f"}) == (8, {1})
     steps = Counter(it["pid"] for it in events if it["name"].startswith("Optimizer.step"))
@@ -106,12 +101,18 @@ def test_a_job_and_who_was_late(poprun: Poprun, tmp_path: Path) -> None:
     assert early.waiting_for_others_seconds > 0.4
     assert late.idle_seconds > 0.5
     assert late.delay_seconds > 0.1
-    assert max(it.uncertainty_seconds for it in table.instances) < 0.05
+    clocks = document["poprun"]["instances"]
+    if shutil.which("faketime"):
+        assert clocks["1"]["offset_seconds"] > 2.9
+    for index, errors in clock_errors(document).items():
+        assert len(errors) == 4
+        assert max(errors) <= clocks[str(index)]["uncertainty_seconds"] + 1e-6
+    assert set(read_in_browser(tmp_path / TRACE_FILE)) <= {"M", "X", "f", "s"}
 
 
 def test_programs_that_cannot_be_traced(poprun: Poprun, tmp_path: Path) -> None:
     """One ends too early, two profile themselves and keep their events, one is killed: each is named."""
-    finished = traced(poprun, tmp_path, 4, OTHERS, "--trace-steps", "3:6")
+    finished = traced(poprun, tmp_path, 4, OTHERS, "--trace", str(tmp_path / "trace"), "--trace-steps", "3:6")
 
     assert finished.code == 137
     for text in (
@@ -120,17 +121,35 @@ def test_programs_that_cannot_be_traced(poprun: Poprun, tmp_path: Path) -> None:
         "instance 3: there is none: its program was killed",
     ):
         assert f"trace of {text}" in finished.err
-    document, _ = read(tmp_path / "trace")
+    document, _ = read(str(tmp_path / "trace"))
     assert faults(document) == []
     assert {it["pid"] for it in document["traceEvents"]} == {1}  # until it began to profile itself
 
 
-def test_a_window_from_the_first_module_on(poprun: Poprun, tmp_path: Path) -> None:
-    """Programs without an optimizer are traced for some seconds, or to their end."""
-    program = "import torch\nlayer = torch.nn.Linear(2, 2)\nfor _ in range(50): layer(torch.ones(2))\n"
-    traced(poprun, tmp_path, 1, program, "--trace-seconds", "99").succeeded()
-    document, table = read(tmp_path / "trace")
+def test_what_programs_for_popvision_do(poprun: Poprun, tmp_path: Path) -> None:
+    """Their variable turns the trace on, from the first module to the end; spans and loaders stand in it."""
+    program = """
+import libpvti as pvti, time, torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 5
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.ones(2)
+layer, channel = torch.nn.Linear(2, 2), pvti.createTraceChannel("mine")
+layer(torch.ones(2))
+for sample in torch.utils.data.DataLoader(Slow(), num_workers=1):
+    with pvti.Tracepoint(channel, "work"):
+        layer(sample)
+"""
+    asked = json.dumps({"enable": "true", "directory": str(tmp_path / "trace")})
+    finished = traced(poprun, tmp_path, 1, program, env={"PVTI_OPTIONS": asked}).succeeded()
+    document, table = read(str(tmp_path / "trace"))
 
+    assert "variables for PopVision ask for a profile" in finished.err
     assert faults(document) == []
     assert [it.index for it in table.instances] == [0]
-    assert any(it["name"] == "aten::linear" for it in document["traceEvents"])
+    names = Counter(it["name"] for it in document["traceEvents"])
+    assert names["mine: work"] == 5
+    assert names["__getitem__ (program.py)"] >= 1
+    assert table.instances[0].waiting_for_data_seconds > 0.05

@@ -20,7 +20,7 @@ import popdist
 from popdist.stubs import finder, operation_loading, popart_enums
 from popdist.stubs.finder import LastFinder
 
-SERVED = ("horovod", "popart", "examples_utils")
+SERVED = ("horovod", "popart", "examples_utils", "libpvti", "pvti")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ SETTINGS = "POPDIST_TRACE"
 CLOCK_DESCRIPTOR = "POPDIST_CLOCK_DESCRIPTOR"
 """A socket at whose other end the agent tells its time."""
 
-NUM_QUESTIONS = 8
+NUM_QUESTIONS = 12
 ANSWER_SECONDS = 0.05
 SAMPLE_SECONDS, IDLE_SECONDS = 0.004, 0.05
 FETCHES, LOADS = "torch/utils/data/_utils/fetch.py", "torch/utils/data/dataloader.py"

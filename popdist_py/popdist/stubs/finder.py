@@ -24,6 +24,8 @@ _SERVED = {
     "horovod": "",
     "horovod.torch": "horovod_torch",
     "popart": "popart_enums",
+    "libpvti": "trace_points",
+    "pvti": "trace_points",
     "examples_utils": "operation_loading",
     "examples_utils.load_lib_utils": "operation_loading",
     "examples_utils.load_lib_utils.load_lib_utils": "operation_loading",

@@ -1,0 +1,105 @@
+"""``libpvti`` as far as programs mark spans with it, named after their channels.
+
+Torch's profiler records them, and so does ``poprun --trace``.
+"""
+
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Self
+
+from torch.profiler import record_function
+
+__all__ = [
+    "TraceChannel",
+    "Tracepoint",
+    "checkTraceChannel",
+    "createTraceChannel",
+    "disableTraceChannel",
+    "enableTraceChannel",
+    "listTraceChannel",
+    "traceDrivers",
+    "traceFramework",
+    "tracePoplar",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"libpvti has no {name!r} here: it is not installed, and popdist stands for {', '.join(__all__)}"
+    )
+
+
+class TraceChannel:
+    """A name under which spans are shown, which can be turned off."""
+
+    def __init__(self, name: str, enabled: bool = True) -> None:  # noqa: FBT001, FBT002 - as in libpvti
+        self.name = name
+        self.enabled = enabled
+        _channels.append(self)
+
+
+_channels: list[TraceChannel] = []
+
+createTraceChannel = TraceChannel  # noqa: N816 - libpvti's name, as those below
+traceDrivers = TraceChannel("Drivers")  # noqa: N816
+tracePoplar = TraceChannel("Poplar")  # noqa: N816
+traceFramework = TraceChannel("Framework")  # noqa: N816
+
+
+def enableTraceChannel(channel: TraceChannel) -> None:  # noqa: N802
+    """Show the spans of a channel from now on."""
+    channel.enabled = True
+
+
+def disableTraceChannel(channel: TraceChannel) -> None:  # noqa: N802
+    """Show no spans of a channel from now on."""
+    channel.enabled = False
+
+
+def checkTraceChannel(channel: TraceChannel) -> bool:  # noqa: N802
+    """Whether spans of a channel are shown."""
+    return channel.enabled
+
+
+def listTraceChannel() -> list[list[object]]:  # noqa: N802
+    """The name of each channel, and whether its spans are shown."""
+    return [[channel.name, channel.enabled] for channel in _channels]
+
+
+_open: defaultdict[tuple[str, str], list[AbstractContextManager[Any]]] = defaultdict(list)
+
+
+class Tracepoint:
+    """A span of a channel: a context, or from :meth:`begin` to :meth:`end`."""
+
+    def __init__(self, channel: TraceChannel, name: str) -> None:
+        self._channel = channel
+        self._name = name
+
+    def __enter__(self) -> Self:
+        self.begin(self._channel, self._name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end(self._channel, self._name)
+
+    @staticmethod
+    def begin(channel: TraceChannel, name: str) -> None:
+        """Begin a span."""
+        if channel.enabled:
+            span = record_function(f"{channel.name}: {name}")
+            span.__enter__()
+            _open[channel.name, name].append(span)
+
+    @staticmethod
+    def end(channel: TraceChannel, name: str) -> None:
+        """End the latest span of this name that has begun."""
+        spans = _open[channel.name, name]
+        if spans:
+            spans.pop().__exit__(None, None, None)
+
+    @classmethod
+    def event(cls, channel: TraceChannel, name: str) -> None:
+        """Show a moment: a span without a length."""
+        cls.begin(channel, name)
+        cls.end(channel, name)

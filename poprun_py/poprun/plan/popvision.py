@@ -1,0 +1,39 @@
+"""The variables with which programs for PopTorch asked for a profile: poprun answers them with a trace. Pure."""
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from poprun.plan.request import TraceSettings
+
+ENGINE_OPTIONS: Final = "POPLAR_ENGINE_OPTIONS"
+TRACE_OPTIONS: Final = "PVTI_OPTIONS"
+
+_HERE: Final = "."
+_SECONDS: Final = 5.0
+_REPORTS: Final = ("autoReport.all", "autoReport.outputExecutionProfile")
+
+
+def asked_trace(variables: Mapping[str, str]) -> TraceSettings | None:
+    """The trace that ``variables`` ask for, or None; the engine's directory counts before that of PVTI."""
+    engine = _options(variables.get(ENGINE_OPTIONS, ""))
+    if engine and any(_is_on(engine.get(name)) for name in _REPORTS):
+        return TraceSettings(folder=str(engine.get("autoReport.directory") or _HERE), seconds=_SECONDS)
+    if TRACE_OPTIONS not in variables:
+        return None
+    options = _options(variables[TRACE_OPTIONS]) or {}  # what cannot be read asks for a trace, as PVTI says
+    if not _is_on(options.get("enable", True)):
+        return None
+    return TraceSettings(folder=str(options.get("directory") or _HERE), seconds=_SECONDS)
+
+
+def _options(text: str) -> dict[str, object] | None:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        return None
+    return options if isinstance(options, dict) else None
+
+
+def _is_on(value: object) -> bool:
+    return str(value).lower() == "true"

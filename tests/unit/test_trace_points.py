@@ -1,0 +1,29 @@
+"""Spans of ``libpvti`` in a profile of torch's."""
+
+import pytest
+import torch
+
+from popdist.stubs import trace_points
+from popdist.stubs.trace_points import TraceChannel, Tracepoint
+
+
+def test_spans_of_channels_that_are_on() -> None:
+    """As a context, from a begin to an end, and as a moment; an end without a begin is nothing."""
+    channel, off = TraceChannel("mine"), TraceChannel("off", enabled=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with Tracepoint(channel, "context"), Tracepoint(off, "context"):
+            Tracepoint.begin(trace_points.tracePoplar, "begun")
+            torch.ones(2, dtype=torch.float32)
+            Tracepoint.end(trace_points.tracePoplar, "begun")
+        Tracepoint.end(channel, "never begun")
+        trace_points.enableTraceChannel(off)
+        Tracepoint.event(off, "moment")
+        trace_points.disableTraceChannel(off)
+        Tracepoint.event(off, "hidden")
+
+    names = [it.name for it in profile.events() or [] if ": " in it.name]
+    assert sorted(names) == ["Poplar: begun", "mine: context", "off: moment"]
+    assert not trace_points.checkTraceChannel(off)
+    assert trace_points.listTraceChannel()[:1] == [["Drivers", True]]
+    with pytest.raises(AttributeError, match="no 'Graph' here"):
+        _ = trace_points.Graph
