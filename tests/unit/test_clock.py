@@ -54,26 +54,27 @@ def test_a_clock_that_was_set_is_less_certain() -> None:
 
 def test_each_host_is_asked_in_rounds_by_one_agent_that_lives() -> None:
     """As soon as an agent is there, then every few seconds; the shortest exchange of a round counts."""
-    clocks = HostClocks({1: "b", 2: "b", 3: "c"})
+    asked: list[int] = []
+    clocks = HostClocks({1: "b", 2: "b", 3: "c"}, lambda instance, _order: asked.append(instance))
 
-    assert clocks.due_instances({0}, 0.0) == []
-    assert clocks.due_instances({0, 1, 2}, 1.0) == [1]
-    assert clocks.due_instances({0, 1, 2, 3}, 1.5) == [3]
-    assert clocks.due_instances({2, 3}, 1.0 + ROUND_SECONDS) == [2]
-    goes_on = [clocks.add(2, Exchange(0, 7, length)) for length in (9, 5, 8, 7, 6, 6)]
-    assert goes_on == [True] * 5 + [False]
-    assert not clocks.add(2, Exchange(0, 0, 1))
-    assert not clocks.add(3, Exchange(2, 0, 1))
+    for reachable, now_seconds in (({0}, 0.0), ({0, 1, 2}, 1.0), ({1, 2, 3}, 1.5), ({2}, 1.0 + ROUND_SECONDS)):
+        clocks.ask(reachable, now_seconds)
+    assert asked == [1, 3, 2]
+    for heard_ns in (9, 5, 8, 7, 6, 6):
+        clocks.add(2, {"sent_ns": 0, "answered_ns": 7}, heard_ns)
+    assert asked == [1, 3, *[2] * 6]
+    clocks.add(2, {"sent_ns": 0, "answered_ns": 0}, 1)
+    clocks.add(3, {"sent_ns": 2, "answered_ns": 0}, 1)
     assert clocks.rounds == {"b": [Exchange(0, 7, 5)], "c": []}
     assert list(clocks.fits()) == ["b"]
 
 
 def test_a_long_job_keeps_few_rounds() -> None:
     """Its first and its last among them."""
-    clocks = HostClocks({1: "b"})
+    clocks = HostClocks({1: "b"}, lambda _instance, _order: None)
     for second in range(5000):
-        clocks.due_instances({1}, second * ROUND_SECONDS)
-        clocks.add(1, Exchange(second, second, second))
+        clocks.ask({1}, second * ROUND_SECONDS)
+        clocks.add(1, {"sent_ns": second, "answered_ns": second}, second)
 
     kept = clocks.rounds["b"]
     assert len(kept) <= 512

@@ -146,7 +146,8 @@ class Attempt:
                 self._gpu_watch.update(now)
             self._record.hang_watch.update(self._record.statuses, now)
             self._handle_stacks(now)
-            self._ask_clocks(now)
+            if self._clocks is not None:
+                self._clocks.ask(self._record.reachable, now)
             self._watch_performance(now)
             self._watch_memory(now)
             snapshot = self._record.snapshot(
@@ -198,8 +199,8 @@ class Attempt:
             self._handle_hello(instance, event)
         elif kind == "stacks" and self._inquiry is not None:
             self._inquiry.add_answer(instance, event)
-        elif kind == "clock":
-            self._add_clock(instance, event)
+        elif kind == "clock" and self._clocks is not None:
+            self._clocks.add(instance, event, time.time_ns())
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
 
@@ -216,29 +217,13 @@ class Attempt:
             return None
         from poprun.messages.clock import ROUND_SECONDS, HostClocks  # noqa: PLC0415 - jobs of one host have one clock
 
-        hosts = (
-            (index, network.hosts[self._plan.instance(index).host_index])
+        names = {
+            index: route.name
             for index in range(self._plan.num_instances)
-        )
-        names = {index: host.name for index, host in hosts if host.address != network.control_host}
-        return HostClocks(names, 1.0 if self._plan.trace.folder is not None else ROUND_SECONDS)
-
-    def _ask_clocks(self, now_seconds: float) -> None:
-        """Ask the agents of other hosts for their clocks, when it is time."""
-        if self._clocks is not None:
-            for instance in self._clocks.due_instances(self._record.reachable, now_seconds):
-                self._ask_clock(instance)
-
-    def _ask_clock(self, instance: int) -> None:
-        self._links.send_order(instance, {"order": "clock", "sent_ns": time.time_ns()})
-
-    def _add_clock(self, instance: int, answer: dict[str, Any]) -> None:
-        """Keep an agent's answer, and ask again until the round is complete."""
-        from poprun.messages.clock import Exchange  # noqa: PLC0415 - as above
-
-        exchange = Exchange(answer["sent_ns"], answer["answered_ns"], time.time_ns())
-        if self._clocks is not None and self._clocks.add(instance, exchange):
-            self._ask_clock(instance)
+            if (route := self._identity.route(self._plan, index)) and route.address != network.control_host
+        }
+        seconds = 1.0 if self._plan.trace.folder is not None else ROUND_SECONDS
+        return HostClocks(names, self._links.send_order, seconds)
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it died before the shim could look

@@ -1,12 +1,15 @@
 """How far other clocks are ahead of ours, by messages that are answered with the other clock's time.
 
 Between the moment at which a question is sent and the one at which its answer is heard lies the moment at which it
-was answered. So each exchange bounds the offset, whatever the ways there and back take. Pure.
+was answered. So each exchange bounds the offset, whatever the ways there and back take.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from poprun.messages.control import Message
 
 ROUND_SECONDS: Final = 5.0
 """How often the clocks of other hosts are asked."""
@@ -93,32 +96,37 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
 
 
 class HostClocks:
-    """Which agent of each other host is to be asked for its clock, and what they have answered."""
+    """Asks one agent of each other host for its clock, in rounds, and keeps what they answer."""
 
-    def __init__(self, host_of: Mapping[int, str], round_seconds: float = ROUND_SECONDS) -> None:
+    def __init__(
+        self,
+        host_of: Mapping[int, str],
+        send_order: Callable[[int, Message], object],
+        round_seconds: float = ROUND_SECONDS,
+    ) -> None:
         self._host_of = host_of  # of the instances on other hosts
+        self._send_order = send_order
+        self._round_seconds = round_seconds
         # for each host the best exchange of each round; of long jobs only some of the earlier ones
         self.rounds: dict[str, list[Exchange]] = {host: [] for host in host_of.values()}
-        self._round_seconds = round_seconds
         self._num_open: dict[str, int] = {}
         self._due_seconds: dict[str, float] = {}
 
-    def due_instances(self, reachable: Collection[int], now_seconds: float) -> list[int]:
-        """The instances whose agents are to be asked now: one of each host whose round is due."""
-        asked = []
+    def ask(self, reachable: Collection[int], now_seconds: float) -> None:
+        """Begin the rounds that are due, of the hosts that have a reachable instance."""
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
                 self._due_seconds[host] = now_seconds + self._round_seconds
                 self._num_open[host] = _QUESTIONS_OF_ROUND
-                asked.append(index)
-        return asked
+                self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
-    def add(self, instance: int, exchange: Exchange) -> bool:
-        """Add an answer; whether to ask the same agent once more."""
+    def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
+        """Add the event of an agent that has answered; until its round is complete it is asked again."""
+        exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)
         if not num_open or rounds is None or not exchange.sent_ns <= exchange.heard_ns:
-            return False
+            return
         if num_open == _QUESTIONS_OF_ROUND:
             rounds.append(exchange)
             if len(rounds) > _MOST_ROUNDS:
@@ -126,7 +134,8 @@ class HostClocks:
         elif exchange.uncertainty_seconds < rounds[-1].uncertainty_seconds:
             rounds[-1] = exchange
         self._num_open[host] -= 1
-        return self._num_open[host] > 0
+        if self._num_open[host]:
+            self._send_order(instance, {"order": "clock", "sent_ns": time.time_ns()})
 
     def fits(self) -> dict[str, ClockFit]:
         """The clock of each host that has answered, by its last rounds: about a minute."""
