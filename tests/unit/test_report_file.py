@@ -143,6 +143,7 @@ JOB = {
                     "since_step": 20,
                     "until_seconds": None,
                     "reasons": ["its disk"],
+                    "hosts": [],
                 }
             ],
             "instances": [

@@ -4,7 +4,7 @@ Holds poprun.job.performance.arrivals, poprun.job.performance.watch and poprun.j
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from popdist.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
-from poprun.job.performance.arrivals import GroupCalls, Look, find_arrivals, measure_window
+from poprun.job.performance.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
 from poprun.job.performance.phase_times import split_time
-from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness
+from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
 from poprun.job.performance.watch import PERIOD_SECONDS, PerformanceWatch
 from poprun.job.state import MachineTotals
 
@@ -204,6 +204,36 @@ def test_the_parts_of_the_time_add_up(seconds: list[float], idle: float, unseen:
     assert sum(parts.values()) == pytest.approx(elapsed, abs=1e-6)
     assert min(parts.values()) >= -1e-9
     assert parts.keys() == {*PHASES, "waiting"}
+
+
+def test_a_slow_link_is_named_where_its_host_can_be_told() -> None:
+    """By the way of a message to each host and back, if communication takes much of a step."""
+    job, watch = MadeUpJob(3), PerformanceWatch(1000.0)
+    run_job(job, watch, NUM_WINDOWS + 2)
+    busy = [
+        replace(
+            it,
+            phases={index: {**it.phases[index], "communication": 0.1} for index in it.phases},
+            step_seconds=0.137,
+        )
+        for it in watch.windows
+    ]
+
+    def who(trips: dict[str, float], windows: Sequence[Window] = busy) -> tuple[str, ...] | None:
+        found = find_slow_link(windows, trips, "n1")
+        return None if found is None else found.hosts
+
+    assert who({"n2": 0.0003, "n3": 0.02}) == ("n3",)
+    assert who({"n2": 0.021, "n3": 0.02}) == ("n1",)
+    assert who({"n2": 0.021}) == ("n1", "n2")
+    assert who({"n2": 0.0003, "n3": 0.0003}) is None
+    assert who({}) is None
+    assert who({"n2": 0.021}, watch.windows) is None
+    assert watch.note_links({"n2": 0.021}, "n1") == []
+    found = find_slow_link(busy, {"n2": 0.0003, "n3": 0.02}, "n1")
+    assert found is not None
+    assert describe_slowness(found).startswith("the link of host n3 is slow in communication since step ")
+    assert describe_slowness(replace(found, hosts=("n1", "n2"))).startswith("the network is slow in ")
 
 
 def test_a_slowness_in_one_line() -> None:

@@ -291,7 +291,11 @@ class Attempt:
         if self._record.performance is None:
             self._record.performance = PerformanceWatch(self._record.began_at_seconds)
         watch = self._record.performance
-        for line in watch.update(len(statuses), now_seconds):
+        lines = watch.update(len(statuses), now_seconds)
+        if self._clocks is not None and (network := self._identity.network) is not None:
+            own_host = next(it.name for it in network.hosts if it.address == network.control_host)
+            lines += watch.note_links(self._clocks.round_trips(), own_host)
+        for line in lines:
             log(line)
         if watch.is_due(now_seconds):
             fits = self._clocks.fits() if self._clocks is not None else {}
@@ -436,7 +440,7 @@ class Attempt:
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
             warnings=tuple(self._memory_warnings.values()),
-            slowdowns=record.performance.slowdowns if record.performance else (),
+            slowdowns=record.performance.all_slowdowns if record.performance else (),
             waiting_seconds=record.performance.waiting_seconds if record.performance else {},
             is_over=is_over,
             curves=record.curves,

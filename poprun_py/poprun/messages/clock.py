@@ -137,6 +137,11 @@ class HostClocks:
         if self._num_open[host]:
             self._send_order(instance, {"order": "clock", "sent_ns": time.time_ns()})
 
+    def round_trips(self) -> dict[str, float]:
+        """The shortest time in which each host that has answered has done so of late, in seconds."""
+        pairs = {host: rounds[-_RECENT_ROUNDS:] for host, rounds in self.rounds.items() if rounds}
+        return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
+
     def fits(self) -> dict[str, ClockFit]:
         """The clock of each host that has answered, by its last rounds: about a minute."""
         return recent_fits(self.rounds)

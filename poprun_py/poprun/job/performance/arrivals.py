@@ -168,6 +168,7 @@ def _phase_seconds(before: Look, now: Look, num_steps: int) -> dict[str, float]:
 def _totals(before: Look, now: Look) -> dict[str, float]:
     pairs = {
         "long_forward": (before.counters.long_forward_seconds, now.counters.long_forward_seconds),
+        "idle_backward": (before.counters.idle_backward_seconds, now.counters.idle_backward_seconds),
         "gc": (before.counters.gc_seconds, now.counters.gc_seconds),
         "disk": (before.counters.disk_seconds, now.counters.disk_seconds),
         "workers": (before.counters.worker_seconds, now.counters.worker_seconds),

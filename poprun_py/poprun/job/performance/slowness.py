@@ -20,6 +20,9 @@ _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.06  # of a step
 _LEAD: Final = 2.0  # so many times later than anybody else
 _LEAST_CERTAINTY: Final = 4.0
+_LONG_TRIP_SECONDS: Final = 0.002
+_MUCH_COMMUNICATION: Final = 0.3  # of a step
+_CLEARLY: Final = 1.5
 _LEAST_PAUSE_SECONDS: Final = 1.0
 _LEAST_CAUSE: Final = 0.4  # a reason explains at least this part of the lost time
 _MORE_SAMPLES: Final = 1.1
@@ -31,7 +34,7 @@ _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
 class Slowness:
     """One instance that others wait for, from a moment on."""
 
-    instance: int
+    instance: int | None  # None where the network is slow, and not an instance
     phase: str
     delay_seconds: float  # by how much it is later than most others, in a step
     share: float  # of a step's time, 0 to 1
@@ -39,6 +42,7 @@ class Slowness:
     since_step: int  # optimizer steps that were done then; 0 where nobody counts them
     until_seconds: float | None = None  # None while it lasts
     reasons: tuple[str, ...] = ()  # why, as far as the machine shows it
+    hosts: tuple[str, ...] = ()  # whose link is slow; of a slow network where it cannot be told, all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,48 @@ def find_slowness(windows: Sequence[Window]) -> Slowness | None:
 
 def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
     """Whether a slowness that lasted is over: the instance has lost less than half as much of late."""
+    if slowness.instance is None:
+        return False
     delays = [window.delays.get(slowness.instance, 0.0) for window in windows[-NUM_WINDOWS // 2 :]]
     return fmean(delays) < slowness.delay_seconds / 2
+
+
+def find_slow_link(windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str) -> Slowness | None:
+    """The hosts whose link is slow, where all instances spend much of a step in communication; None where none is.
+
+    ``round_trips`` are the times that a message takes from poprun's own host to each other one and back.
+    """
+    last = windows[-NUM_WINDOWS:]
+    if len(last) < NUM_WINDOWS or not round_trips:
+        return None
+    step = fmean(window.step_seconds for window in last)
+    seconds = fmean(_communication(window) for window in last)
+    slow = [host for host, trip in round_trips.items() if trip >= _LONG_TRIP_SECONDS]
+    if seconds < _MUCH_COMMUNICATION * step or not slow:
+        return None
+    is_own = len(slow) == len(round_trips) > 1  # each way is slow, and all of them begin here
+    hosts = [own_host] if is_own else slow if len(round_trips) > 1 else [own_host, *slow]
+    longest = max(round_trips.values()) * 1000
+    return Slowness(
+        instance=None,
+        phase="communication",
+        delay_seconds=seconds,
+        share=min(1.0, seconds / step),
+        since_seconds=last[0].began_seconds,
+        since_step=last[0].first_step,
+        reasons=(f"a message takes {longest:.0f} ms there and back",),
+        hosts=tuple(hosts),
+    )
+
+
+def _communication(window: Window) -> float:
+    """The time that most instances communicate in a step without waiting for the slowest."""
+    return median(
+        window.phases[index]["communication"]
+        + window.totals[index]["idle_backward"] / window.num_steps
+        - window.waits[index]
+        for index in window.delays
+    )
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
@@ -127,10 +171,12 @@ def find_phase(windows: Sequence[Window], instance: int) -> str:
     """The phase in which an instance loses most.
 
     Where others wait in their backward pass its own looks short: that has lost what the other phases have not.
+    That rest holds the errors of all the others, too, so it has to be clearly larger.
     """
     excess = _excess(windows, instance)
     delay = fmean(window.delays[instance] for window in windows)
-    excess["backward"] = max(excess["backward"], delay - sum(max(0.0, excess[phase]) for phase in _OWN_PHASES))
+    rest = delay - sum(max(0.0, excess[phase]) for phase in _OWN_PHASES)
+    excess["backward"] = max(excess["backward"], rest / _CLEARLY)
     return max(excess, key=lambda phase: excess[phase])
 
 
@@ -169,12 +215,19 @@ def _more(windows: Sequence[Window], instance: int, name: str) -> float:
     return totals[instance] - median(total for index, total in totals.items() if index != instance)
 
 
+def name_slow(slowness: Slowness) -> str:
+    """Who or what is slow."""
+    if slowness.instance is not None:
+        return name_instances([slowness.instance])
+    return f"the link of host {slowness.hosts[0]}" if len(slowness.hosts) == 1 else "the network"
+
+
 def describe_slowness(slowness: Slowness) -> str:
     """A slowness in one line, which begins with the instance."""
     since = f"step {slowness.since_step}" if slowness.since_step else f"{slowness.since_seconds:.0f} s"
     until = "" if slowness.until_seconds is None else f" until {slowness.until_seconds:.0f} s"
     text = (
-        f"{name_instances([slowness.instance])} is slow in {slowness.phase} since {since}{until}: "
+        f"{name_slow(slowness)} is slow in {slowness.phase} since {since}{until}: "
         f"+{slowness.delay_seconds * 1000:.0f} ms a step ({slowness.share:.0%})"
     )
     return ": ".join([text, *(["; ".join(slowness.reasons)] if slowness.reasons else [])])

@@ -11,8 +11,10 @@ from poprun.job.performance.slowness import (
     Slowness,
     describe_slowness,
     find_pause,
+    find_slow_link,
     find_slowness,
     has_ended,
+    name_slow,
     waits_for_workers,
 )
 from poprun.job.state import InstanceStatus
@@ -35,6 +37,7 @@ class PerformanceWatch:
         self.slowdowns: list[Slowness] = []  # by time; the last one may still last
         self.pauses: dict[tuple[int, str], list[float]] = {}  # seconds, by instance and phase
         self.waiting_seconds: dict[int, float] = {}  # for the slowest, by instance
+        self.slow_link: Slowness | None = None  # between hosts
         self.suspect: int | None = None  # one that seems to wait for its loader's workers
         self._stuck_workers: dict[int, str] = {}  # where workers stood when they were asked last, by instance
         self._began_at_seconds = began_at_seconds
@@ -43,7 +46,7 @@ class PerformanceWatch:
         self._ahead_seconds: Mapping[int, float] = {}
         self._looks: dict[int, Look] = {}
         self._before: Mapping[int, Look] = {}
-        self._windows: list[Window] = []
+        self.windows: list[Window] = []  # the last ones
         self._newest_moment = 0.0
 
     @property
@@ -51,9 +54,21 @@ class PerformanceWatch:
         """The slowness that lasts now; None where nobody keeps the others waiting."""
         return self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
 
+    @property
+    def all_slowdowns(self) -> list[Slowness]:
+        """The slow link between hosts, if there is one, and the slow instances."""
+        return [*([self.slow_link] if self.slow_link else []), *self.slowdowns]
+
     def is_due(self, now_seconds: float) -> bool:
         """Whether it is time to ask again."""
-        return not self._asked and now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
+        return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
+
+    def note_links(self, round_trips: Mapping[str, float], own_host: str) -> list[str]:
+        """Look for a slow link between hosts, which is said once; the lines to be said now."""
+        if self.slow_link is None and self.lasting is None:
+            self.slow_link = find_slow_link(self.windows, round_trips, own_host)
+            return [] if self.slow_link is None else [describe_slowness(self.slow_link)]
+        return []
 
     def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
         """Begin to wait for answers: by instance, by how much the clock of its host is ahead of poprun's."""
@@ -107,20 +122,20 @@ class PerformanceWatch:
         if (pause := find_pause(window)) is not None:
             self.pauses.setdefault((pause.instance, pause.phase), []).append(pause.seconds)
             return []
-        self._windows = [*self._windows[1 - NUM_WINDOWS :], window]
-        found, lasting = find_slowness(self._windows), self.lasting
+        self.windows = [*self.windows[1 - NUM_WINDOWS :], window]
+        found, lasting = find_slowness(self.windows), self.lasting
         latest = max(window.delays, key=lambda index: window.delays[index])
         self.suspect = latest if not self.slowdowns and waits_for_workers([window], latest) else None
         if found is not None and lasting is not None and found.instance == lasting.instance:
             self.slowdowns[-1] = replace(lasting, delay_seconds=found.delay_seconds, share=found.share)
             return []
-        if lasting is not None and found is None and not has_ended(lasting, self._windows):
+        if lasting is not None and found is None and not has_ended(lasting, self.windows):
             return []
         lines = []
         if lasting is not None:
             self.slowdowns[-1] = replace(lasting, until_seconds=window.began_seconds)
-            lines.append(f"{name_instances([lasting.instance])} is as fast as the others again")
-        if found is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
+            lines.append(f"{name_slow(lasting)} is as fast as the others again")
+        if found is not None and found.instance is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
             place = looks[found.instance].places.get(found.phase)
             places = [f"at {place}"] if place else []
             if (worker := self._stuck_workers.get(found.instance)) and found.phase == "data":
@@ -132,7 +147,7 @@ class PerformanceWatch:
 
     def summary(self) -> list[str]:
         """At most five lines about a whole attempt; none when it was balanced."""
-        lines = [describe_slowness(it) for it in self.slowdowns]
+        lines = [describe_slowness(it) for it in self.all_slowdowns]
         lines += [
             f"{name_instances([instance])} alone: {phase}, {len(seconds)} times, {sum(seconds):.0f} s in all, "
             "while the others waited"

@@ -80,7 +80,9 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "printed": render_end(end, plan) if end.is_over else [],
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
         "warnings": list(end.warnings),
-        "slowdowns": [{**asdict(it), "reasons": list(it.reasons)} for it in end.slowdowns],
+        "slowdowns": [
+            {**asdict(it), "reasons": list(it.reasons), "hosts": list(it.hosts)} for it in end.slowdowns
+        ],
         "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(recent_fits(end.clock_rounds).items())},
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
