@@ -74,6 +74,7 @@ def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
         if fault == "disk":
             file = folder / "samples"
             file.write_bytes(os.urandom(8 << 20))
+            os.sync()  # what is not on the disk yet would stay in memory
             fault = f"disk:{file}"
         poprun = str(Path(sys.executable).with_name("poprun"))
         report = folder / "report.json"
