@@ -42,7 +42,7 @@ def test_the_instances_of_a_host_fill_it_together() -> None:
     still = InstanceStatus(index=2, memory=curve([1.0] * 200), machine=machine)
 
     assert find_growth([*here, still], hosts) == {
-        "n1": "warning: the memory of instances 0 and 1 grows by 1.2 GiB a minute: in 10 min 11.7 GiB more are "
+        "n1": "the memory of instances 0 and 1 grows by 1.2 GiB a minute: in 10 min 11.7 GiB more are "
         "used, which is all that is left"
     }
     assert find_growth([*here, still], {0: "n1", 1: "n3", 2: "n2"}).keys() == {"n1", "n3"}

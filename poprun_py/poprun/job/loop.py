@@ -309,16 +309,11 @@ class Attempt:
 
     def _watch_memory(self, now_seconds: float) -> None:
         """Warn once for each host whose memory will be full before long."""
-        if now_seconds < self._memory_due_seconds:
-            return
-        self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
-        from poprun.job.performance.memory_growth import find_growth  # noqa: PLC0415 - only jobs of a minute
+        if now_seconds >= self._memory_due_seconds:
+            from poprun.job.performance.memory_growth import warn_of_growth  # noqa: PLC0415 - jobs of a minute only
 
-        hosts = {index: self._plan.instance(index).host for index in range(self._plan.num_instances)}
-        for host, warning in find_growth(self._record.statuses, hosts).items():
-            if host not in self._memory_warnings:
-                self._memory_warnings[host] = warning.removeprefix("warning: ")
-                log(warning)
+            self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
+            warn_of_growth(self._plan, self._record.statuses, self._memory_warnings, log)
 
     def _print_stacks(self, text: str) -> None:
         """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""

@@ -1,11 +1,12 @@
 """Whether memory grows without end, and when it will be at its limit. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import linear_regression
 from typing import Final
 
 from popdist.errors import name_instances
 from poprun.job.state import InstanceStatus, MemoryCurve
+from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import describe_bytes
 
 _LEAST_SECONDS: Final = 60.0  # a program that starts takes more and more memory, too
@@ -33,6 +34,17 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
     return linear_regression(*zip(*samples, strict=True)).slope
 
 
+def warn_of_growth(
+    plan: LaunchPlan, statuses: Sequence[InstanceStatus], warned: dict[str, str], warn: Callable[[str], None]
+) -> None:
+    """Warn of the memory of each host that is not yet among those ``warned`` of, and add it to them."""
+    hosts = {status.index: plan.instance(status.index).host for status in statuses}
+    for host, warning in find_growth(statuses, hosts).items():
+        if host not in warned:
+            warned[host] = warning
+            warn(f"warning: {warning}")
+
+
 def find_growth(statuses: Sequence[InstanceStatus], hosts: Mapping[int, str]) -> dict[str, str]:
     """A warning for each host whose memory will be full within an hour, if its instances go on like this."""
     rates = {status.index: growth_rate(status.memory) for status in statuses}
@@ -46,7 +58,7 @@ def find_growth(statuses: Sequence[InstanceStatus], hosts: Mapping[int, str]) ->
             minutes = max(1, round(room / rate / 60))
             names = name_instances([status.index for status in here])
             found[host] = (
-                f"warning: the memory of {names} grows by {describe_bytes(round(rate * 60))} a minute: in "
+                f"the memory of {names} grows by {describe_bytes(round(rate * 60))} a minute: in "
                 f"{minutes} min {describe_bytes(room)} more are used, which is all that is left"
             )
     return found
