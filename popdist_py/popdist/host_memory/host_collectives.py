@@ -14,7 +14,7 @@ from torch import Size, Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.errors import Names
-from popdist.host_memory.addition import KINDS, OPS, Combiner, Op, combiner, share
+from popdist.host_memory.addition import KINDS, LINE_BYTES, OPS, Combiner, Op, combiner, share
 from popdist.host_memory.barriers import operation, purpose
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.in_place import LEAST_BYTES, InPlace, MayMove, Places
@@ -22,8 +22,11 @@ from popdist.host_memory.in_place import LEAST_BYTES, InPlace, MayMove, Places
 FIRST_BYTES: Final = 1 << 16
 """Size of a slot until something larger is sent."""
 
-LARGEST_BYTES: Final = 1 << 20
-"""Size of a slot from then on; what is larger goes in pieces, which stay in the caches on their way."""
+LARGEST_BYTES: Final = (1 << 21) + (1 << 16)
+"""Size of a slot from then on; what is larger goes in pieces, which stay in the shared cache on their way.
+
+Its odd part has room for the bias of a layer whose weights fill the rest, which would else be a piece of its own.
+"""
 
 _PAIR: Final = 2
 _SHARED_BYTES: Final = 1 << 16
@@ -59,6 +62,12 @@ class Slots:
             self._block.release()
             self._block, self.num_bytes = block, LARGEST_BYTES
             self._views.clear()
+
+    def fit_parts(self, num_bytes: int) -> int:
+        """Make room for ``num_bytes`` for each other rank, as :meth:`fit`; how many a slot has for each."""
+        num_others = self._group.size - 1
+        self.fit(num_bytes * num_others)
+        return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
 
     @property
     def whole_bytes(self) -> int:
@@ -313,20 +322,21 @@ class HostCollectives:
     def _scatter_in_pieces(
         self, output: Tensor, tensors: Sequence[Tensor], combine: Combiner, reason: int
     ) -> None:
-        self._slots.fit(output.nbytes * self.size)
-        width = self._slots.num_bytes // (self.size * output.element_size())
+        mine, others = self._rank, range(self.size)
+        width = self._slots.fit_parts(output.nbytes) // output.element_size()
         memory = combine.memory((width,))
         pieces = [_cut(tensor, width) for tensor in tensors]
         for index, out in enumerate(_cut(output, width)):
             length = len(out)
             slots = self._slots.next(output.dtype)
-            for other in range(self.size):
-                if other != self._rank:
-                    slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
+            for other in others:
+                if other != mine:
+                    _part(slots[mine], mine, other, width)[:length].copy_(pieces[other][index])
             self._barriers.wait(reason)
-            first = self._rank * width
-            rows = [slot[first : first + length] for slot in slots]
-            rows[self._rank] = pieces[self._rank][index]
+            rows = [
+                pieces[mine][index] if other == mine else _part(slots[other], other, mine, width)[:length]
+                for other in others
+            ]
             combine(rows, out, [held[:length] for held in memory])
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -337,18 +347,17 @@ class HostCollectives:
         barriers, mine = self._barriers, self._rank
         sent, received = [as_bytes(tensor) for tensor in tensors], [as_bytes(tensor) for tensor in outputs]
         most = max(barriers.exchange(max(map(len, [*sent, *received])), purpose(_ALL_TO_ALL)))
-        self._slots.fit(most * self.size)
-        width = self._slots.num_bytes // self.size // 8 * 8
+        width = self._slots.fit_parts(most)
         received[mine].copy_(sent[mine])
         for start in range(0, most, width):
             slots = self._slots.next(torch.uint8)
             for other, data in enumerate(sent):
                 if other != mine and (piece := data[start : start + width]).numel():
-                    slots[mine][other * width : other * width + len(piece)].copy_(piece)
+                    _part(slots[mine], mine, other, width)[: len(piece)].copy_(piece)
             barriers.wait(purpose(_ALL_TO_ALL, count=most))
             for other, data in enumerate(received):
                 if other != mine and (piece := data[start : start + width]).numel():
-                    piece.copy_(slots[other][mine * width : mine * width + len(piece)])
+                    piece.copy_(_part(slots[other], other, mine, width)[: len(piece)])
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait for all ranks; see :meth:`HostGroup.barrier`."""
@@ -367,6 +376,12 @@ class HostCollectives:
     def abort(self) -> None:
         """End a call that is going on in another thread, with an error."""
         self.group.barriers.abort()
+
+
+def _part(slot: Tensor, owner: int, reader: int, width: int) -> Tensor:
+    """The part of the slot of ``owner`` that is for ``reader``; there is none for the owner itself."""
+    start = (reader - (reader > owner)) * width
+    return slot[start : start + width]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
