@@ -3,8 +3,9 @@
     python examples/train_phased.py --folder /data
     python examples/train_phased.py --folder /data --memory 4000 --width 2048 --length 1024 --steps 1000
 
-It reads Python's own help texts. Beside each step stands what the plan predicted, and at the end the most memory
-that the process had. The file, ten times as large as the memory, is removed then.
+It reads Python's own help texts. Beside each step stand what the plan predicted and the phase that took longest,
+and at the end what each phase took, and the most memory that the process had. The file, ten times as large as the
+memory, is removed then.
 """
 
 import argparse
@@ -106,8 +107,13 @@ def main() -> None:
                 loss.backward()
             optimizer.step()
             seconds.append(time.perf_counter() - start)
-            progress.update(bar, advance=1, description=f"loss {loss.item():.3f}, {seconds[-1]:.2f} s")
+            longest = max(model.phase_seconds)
+            text = f"loss {loss.item():.3f}, {seconds[-1]:.2f} s, predicted {model.predicted_seconds or 0:.2f} s"
+            text += f", phase {model.phase_seconds.index(longest)} of {len(model.phase_seconds)}: {longest:.2f} s"
+            progress.update(bar, advance=1, description=text)
+        phase_seconds = model.phase_seconds
     if popdist.is_main():
+        print("Seconds of the phases:", *(f"{it:.3f}" for it in phase_seconds))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
         print(f"{size:,.0f} MB of model, {peak:,.0f} MB of memory, {median(seconds):.2f} s a step")
 

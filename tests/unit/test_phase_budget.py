@@ -55,6 +55,9 @@ def trained(folder: Path, num_steps: int, **settings: str | int) -> list[torch.T
             for x, y in model.micro_batches(batch, 2):
                 cross_entropy(model(x), y).backward()
             optimizer.step()
+        assert len(model.phase_seconds) > 0
+        assert all(seconds > 0 for seconds in model.phase_seconds)
+        assert num_steps < 2 or (model.predicted_seconds or 0) > 0
         return [tensor.clone() for tensor in model.state_dict().values()]
     finally:
         model.close()

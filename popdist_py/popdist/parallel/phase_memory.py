@@ -106,6 +106,8 @@ class PhaseMemory:
         self._current: tuple[int, bool] | None = None
         self._bound: list[PhasePiece] = []
         self.waited_seconds = 0.0  # for what was read or written
+        self.phase_seconds: list[float] = []  # of each phase in the last step, computing and waiting
+        self._counted: float | None = None  # until when they are counted; None between steps
         self._moved = {"read": (0, 0.0), "write": (0, 0.0)}  # bytes, and seconds that they took
         self._mover = ThreadPoolExecutor(1, "popdist-phases")
         self._end = weakref.finalize(self, self._mover.shutdown, wait=True)
@@ -155,6 +157,22 @@ class PhaseMemory:
                     position += self.sizes[content]
         return places, position
 
+    def begin_step(self) -> None:
+        """Count from now on what each phase takes."""
+        self.phase_seconds, self._counted = [0.0] * len(self.phases), perf_counter()
+
+    def end_step(self) -> None:
+        """Count no longer."""
+        self._count()
+        self._counted = None
+
+    def _count(self) -> None:
+        """Add the time until now to that of the phase in memory."""
+        if self._counted is not None and self._current is not None:
+            now = perf_counter()
+            self.phase_seconds[self._current[0]] += now - self._counted
+            self._counted = now
+
     def enter(self, phase: int, *, backward: bool, will_return: bool = False) -> None:
         """Have ``phase`` in memory, and begin to read the one that comes behind it.
 
@@ -168,6 +186,7 @@ class PhaseMemory:
             self._place(slot, phase)
         if self._current_phase != phase:
             self._unbind()
+        self._count()
         self._current = (phase, backward)
         wanted = self._weights(phase) + (self._wanted_back(phase) if backward else [])
         self._request(slot, wanted)

@@ -117,6 +117,8 @@ class PhasedModel(nn.Module):
     Attributes:
         module: The module; change neither its layers nor its parameters.
         store: Where the weights are.
+        phase_seconds: What each phase took in the last step, computing and waiting.
+        predicted_seconds: What a step takes as planned; None until two steps have ended.
         randomness: The random states of this instance's replicas, which a checkpoint saves.
     """
 
@@ -171,6 +173,16 @@ class PhasedModel(nn.Module):
     def store(self) -> PhaseStore:
         """Where the weights are."""
         return self._run.store
+
+    @property
+    def phase_seconds(self) -> tuple[float, ...]:
+        """What each phase took in the last step, computing and waiting, in all of its passes together."""
+        return tuple(self._run.memory.phase_seconds)
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """What a step takes as planned; None until two steps have ended, which are measured for the plan."""
+        return self._run.budget.predicted_seconds
 
     @property
     def randomness(self) -> ReplicaRandomness:

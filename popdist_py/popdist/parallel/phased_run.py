@@ -171,6 +171,7 @@ class PhasedRun:
         self._make_room(num_planes)
         plan.places = StoredSums(self.memory, self._kept_now().stored, num_planes * self.store.host_index)
         plan.sums = StepSums(self._gradients, merges, plan.weights, lambda: plan.scale(None), plan.places)
+        self.memory.begin_step()
         self.budget.begin_step(len(plan.weights), updates_apart=not self._optimizer_now().step_in_backward)
 
     def _make_room(self, num_planes: int) -> None:
@@ -432,6 +433,7 @@ class PhasedRun:
         if self.store.host_size > 1:
             others = [piece for piece in self._trained if any(name not in self.owned for name in piece.names)]
             self.memory.forget(Content("weights", piece.index) for piece in others)
+        self.memory.end_step()
         self.budget.end_step(self._order)
 
     # The optimizer's state

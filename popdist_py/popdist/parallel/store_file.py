@@ -28,6 +28,8 @@ from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, whole_block
 PIECE_BYTES: Final = 8 << 20
 """How much a thread reads or writes at a time: with two threads more is not faster."""
 
+_LEAST_PIECE_BYTES: Final = 1 << 20
+
 NUM_THREADS: Final = 2
 
 _IN_PIECES: Final = f"blake2b of each {PIECE_BYTES} bytes: "
@@ -264,7 +266,9 @@ class StoreFile:
             raise StoreError(
                 f"bytes {start} to {start + length} are not in {self.name}, of {self.num_bytes} bytes"
             )
-        parts = [(start + at, memory[at : at + PIECE_BYTES]) for at in range(0, length, PIECE_BYTES)]
+        share = whole_blocks(-(-length // NUM_THREADS))  # so that no thread is idle
+        size = min(PIECE_BYTES, max(share, _LEAST_PIECE_BYTES))
+        parts = [(start + at, memory[at : at + size]) for at in range(0, length, size)]
         if is_on_cpu:
             return self._threads.start([partial(run, at, _view(part)) for at, part in parts])
         ready = torch.cuda.current_stream(memory.device).record_event()

@@ -83,7 +83,7 @@ class PhaseBudget:
         self._inside = 0.0  # seconds of updates within a backward pass
         self._beside = 0.0  # bytes that the process has in use beside phases and activations
         self._needed: dict[int, float] = {}  # bytes of a unit's passes, once they are known
-        self._predicted = 0.0
+        self.predicted_seconds: float | None = None  # of a step
         self._later: list[float] = []
 
     def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
@@ -231,7 +231,7 @@ class PhaseBudget:
         else:
             plan = self._fitting(units, [unit.name for unit in modules], speed)
             self._memory.cut([order[a:b] for a, b in pairwise((*plan.cuts, len(order)))])
-        self._predicted = plan.step.seconds
+        self.predicted_seconds = plan.step.seconds
         self._print(plan.sentence)
 
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
@@ -249,7 +249,7 @@ class PhaseBudget:
     def _report(self) -> None:
         first, mean = _NUM_MEASURED + 1, sum(self._later) / _NUM_SHOWN
         steps = f"Steps {first} to {first + _NUM_SHOWN - 1}"
-        self._print(f"{steps} took {mean:.3g} s each; {self._predicted:.3g} s were predicted.")
+        self._print(f"{steps} took {mean:.3g} s each; {self.predicted_seconds:.3g} s were predicted.")
 
     def _print(self, text: str) -> None:
         """Print a line for a person."""
