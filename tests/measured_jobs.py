@@ -31,7 +31,7 @@ def measured_end(num_instances: int, seconds: float, began_seconds: float = 0.0,
         at = look * seconds / 900
         first = replace(first, progress=Progress(num_steps=40 * look))
         numbers = {"loss": 0.25 + math.exp(-at / seconds * 9), **{f"number {it}": it for it in range(1, names)}}
-        event = {"memory_bytes": 2**31 + look, "cpu_seconds": at * 3.5, "read_at_seconds": at}
+        event = {"num_processes": 1, "memory_bytes": 2**31 + look, "cpu_seconds": at * 3.5, "read_at_seconds": at}
         curves.add_look(first, {**event, "numbers": json.dumps([at, numbers])}, at)
     curves.instances = curves.instances[:1] * num_instances
     return JobEnd(

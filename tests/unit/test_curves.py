@@ -81,9 +81,14 @@ def test_what_an_agent_sees_becomes_curves() -> None:
     good = json.dumps([7.5, {"loss": 0.5}])
     wrong = ["", "{", "[]", "[1]", '["x", {}]', "[1, 2]", '[1, {"a": "b"}]', '[1e400, {"far": 1}]', "[" * 9999]
     lines = "\n".join([good, *wrong, json.dumps([8.0, {"loss": math.nan}])])
-    look = {"memory_bytes": 10, "cpu_seconds": 1.0, "numbers": lines, "read_at_seconds": 9.0}
+    look = {"num_processes": 1, "memory_bytes": 10, "cpu_seconds": 1.0, "numbers": lines, "read_at_seconds": 9.0}
     job.add_look(status, look, 102.0)
-    job.add_look(replace(status, progress=Progress(step=6)), {"memory_bytes": 30, "cpu_seconds": 2.0}, 103.0)
+    job.add_look(
+        replace(status, progress=Progress(step=6)),
+        {"num_processes": 1, "memory_bytes": 30, "cpu_seconds": 2.0},
+        103.0,
+    )
+    job.add_look(status, {"num_processes": 0, "memory_bytes": 0, "cpu_seconds": 0.0}, 104.0)  # all have ended
     job.add_look(status, {"progress": ""}, 104.0)
     told = curves_to_dict(job.instances[0])
 

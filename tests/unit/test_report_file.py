@@ -240,7 +240,7 @@ def test_a_job_that_could_not_be_started_has_a_report() -> None:
 def test_a_job_that_runs_has_a_report_and_curves() -> None:
     """No exit code yet; beyond 16 instances the curves are those of all together."""
     curves = JobCurves(2, 10.0)
-    look = {"memory_bytes": 10, "cpu_seconds": 1.0}
+    look = {"num_processes": 1, "memory_bytes": 10, "cpu_seconds": 1.0}
     for status in (GOOD, KILLED):
         curves.add_look(replace(status, progress=Progress(num_steps=3)), look, 10.5)
     running = replace(END, is_over=False, curves=curves, last_lines={1: ["epoch 1"]})

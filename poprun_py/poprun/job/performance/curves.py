@@ -128,7 +128,7 @@ class JobCurves:
     def add_look(self, status: InstanceStatus, event: Mapping[str, Any], now_seconds: float) -> None:
         """Add what an agent has seen of its instance, whose ``status`` is up to date."""
         curves, at_seconds = self.instances[status.index], now_seconds - self._began_at_seconds
-        if "memory_bytes" in event:
+        if event.get("num_processes"):
             curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
             curves.add_total("cpu", "cores", at_seconds, event["cpu_seconds"])
         if num_steps := count_steps(status):
