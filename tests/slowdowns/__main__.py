@@ -107,7 +107,7 @@ def _watch(words: list[str], environ: dict[str, str], limit: float) -> float | N
 
 @contextmanager
 def _limited_group(fault: str) -> Iterator[Path]:
-    """A control group (version 1) that may use half a processor, or read a megabyte a second from the disk."""
+    """A control group (version 1) that may use half a processor, or read 512 KiB a second from the disk."""
     group = _GROUPS[fault] / f"slowdowns-{os.getpid()}"
     group.mkdir()
     try:
@@ -115,7 +115,7 @@ def _limited_group(fault: str) -> Iterator[Path]:
             (group / "cpu.cfs_quota_us").write_text("50000")
         else:
             device = Path(tempfile.gettempdir()).stat().st_dev
-            limit = f"{os.major(device)}:{os.minor(device)} {1 << 20}"
+            limit = f"{os.major(device)}:{os.minor(device)} {1 << 19}"
             (group / "blkio.throttle.read_bps_device").write_text(limit)
         yield group
     finally:

@@ -174,6 +174,19 @@ def test_what_the_machine_shows_is_the_reason() -> None:
     )
 
 
+def test_who_wants_a_core_like_all_others_is_not_named_for_it() -> None:
+    """On too few cores somebody is always last; one that alone wants a core is named."""
+    for others, num_named in ((1.5, 0), (0.1, 1)):
+        job, watch = MadeUpJob(2, slow={1: {"forward": 0.01}}), PerformanceWatch(1000.0)
+        for number in range(NUM_WINDOWS + 2):
+            job.machine[0] = MachineTotals(run_delay_seconds=others * number)
+            job.machine[1] = MachineTotals(run_delay_seconds=2.4 * number)
+            run_job(job, watch, 1)
+
+        assert len(watch.slowdowns) == num_named
+        assert all("it wanted a core and had none" in it.reasons[0] for it in watch.slowdowns)
+
+
 def test_only_collectives_that_all_members_have_called_count() -> None:
     """A group is the instances that torch names, or those that have called it."""
     group = GroupCalls(members=(0, 1), moments={1: 5.0, 2: 6.0})

@@ -64,9 +64,10 @@ def test_a_thread_of_a_process_group_that_has_no_work_is_not_shown() -> None:
         StackFrame("/usr/lib/threading.py", 9, "run"),
         StackFrame(f"{LIBRARY}/process_group/work_queue.py", 4, "_work"),
     )
+    sampler = (StackFrame(f"{LIBRARY}/startup/phase_sampler.py", 9, "run"),)
     busy = (*idle, StackFrame(f"{LIBRARY}/host_memory/barriers.py", 7, "wait"))
 
-    assert len(render_standings({0: Standing(threads=(main, idle))}, read_line)) == 2
+    assert len(render_standings({0: Standing(threads=(main, idle, sampler))}, read_line)) == 2
     assert render_standings({0: Standing(threads=(main, busy))}, read_line)[2:] == [
         "  | thread 1:",
         '  | File "/usr/lib/threading.py", line 9, in run',

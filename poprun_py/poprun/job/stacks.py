@@ -41,6 +41,7 @@ _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _OF_JAX: Final = re.compile(r"/jax/(?:experimental/multihost_utils|_src/distributed)\.py")
 _BACKWARD: Final = "/torch/autograd/graph.py"
 _OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
+_SAMPLER: Final = "/popdist/startup/phase_sampler.py"
 _WORK_QUEUE: Final = "/popdist/process_group/work_queue.py"
 _PIPELINING: Final = "/torch/distributed/pipelining/"
 _OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)|/torch/futures/")
@@ -174,7 +175,9 @@ def _render(standing: Standing, read_line: ReadLine) -> list[str]:
 
 
 def _is_idle(thread: Sequence[StackFrame]) -> bool:
-    """Whether a thread is that of a process group, and waits for the next call."""
+    """Whether a thread is that of a process group, and waits for the next call, or poprun's own."""
+    if any(frame.file.endswith(_SAMPLER) for frame in thread):
+        return True
     return bool(thread) and thread[-1].function == "_work" and thread[-1].file.endswith(_WORK_QUEUE)
 
 

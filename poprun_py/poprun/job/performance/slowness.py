@@ -66,7 +66,8 @@ def find_slowness(windows: Sequence[Window]) -> Slowness | None:
     is_always_last = all(max(it.delays, key=lambda index: it.delays[index]) == latest for it in last)
     if not is_always_late and not (is_always_last and _leads(means, latest, step)):
         return None
-    if _certainty(last, latest) < _LEAST_CERTAINTY:
+    own_delay = means[latest] - _shared_delay(last, latest)
+    if _certainty(last, latest) < _LEAST_CERTAINTY or not _leads({**means, latest: own_delay}, latest, step):
         return None
     phase = find_phase(last, latest)
     return Slowness(
@@ -124,6 +125,14 @@ def _communication(window: Window) -> float:
         - window.waits[index]
         for index in window.delays
     )
+
+
+def _shared_delay(windows: Sequence[Window], instance: int) -> float:
+    """The part of an instance's delay that is chance because all instances contend for too few cores."""
+    more = _more(windows, instance, "run_delay")
+    own = sum(window.totals[instance]["run_delay"] for window in windows)
+    is_shared = own - more >= own / 2  # most others want for a core nearly as long
+    return max(0.0, more) / sum(window.num_steps for window in windows) if is_shared else 0.0
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
