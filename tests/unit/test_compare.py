@@ -101,13 +101,17 @@ def test_a_slower_program_is_found(factor: float) -> None:
 
 
 def test_the_load_of_the_machine_is_no_difference() -> None:
-    """Where instances waited for a core for as long as their steps became longer; and some of it, where less."""
+    """Where instances waited for a core for as long as steps became longer; not what they waited at the start."""
     quiet = job([100.0] * 30)
     loaded, slow = job([50.0] * 30, delay=0.25), job([50.0] * 30, delay=0.05)
 
     assert speed(quiet, loaded).change is speed(loaded, quiet).change is Change.NONE
     assert speed(quiet, loaded).notes == ("all instances together waited 10 ms a step longer for a core",)
     assert speed(quiet, slow).change is Change.SLOWER
+    late = job([50.0] * 30)
+    for instance in late["attempts"][0]["instances"]:
+        instance["curves"]["run_delay"]["values"][:2] = [9.0, 9.0]
+    assert speed(quiet, late).change is Change.SLOWER
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_the_load_of_the_machine_is_no_difference() -> None:
         (
             {it: {"communication": 0.004} for it in range(3)},
             "aab",
-            "all instances, in communication: +3 ms a step",
+            "all instances, in communication over the network: +3 ms a step",
         ),
         ({0: {"waiting": 0.003}, 2: {"data": 0.003}}, "aaa", "instance 2, in data: +2 ms a step"),
     ],
@@ -160,6 +164,7 @@ def test_what_has_no_steps_is_not_judged() -> None:
     assert speed(folded, job([5.0] * 9)).change is Change.SLOWER
     assert speed(job([9.0] * 9, name="samples_per_second"), JOB).figure == "the whole run"
     samples = [job([rate] * 9, name="samples_per_second") for rate in (9.0, 5.0)]
+    assert speed(job([9.0] * 9), samples[0]).change is Change.UNKNOWN
     assert (speed(*samples).figure, speed(*samples).change) == ("a sample", Change.SLOWER)
 
 

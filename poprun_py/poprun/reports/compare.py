@@ -15,7 +15,7 @@ from typing import Final
 
 from popdist.errors import name_instances
 from poprun.errors import UsageError
-from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport
+from poprun.reports.job_report import AttemptReport, Curve, InstanceReport, JobReport
 from poprun.text.ranges import counted, describe_bytes
 
 NUM_PARTS: Final = 6
@@ -106,7 +106,6 @@ def _warnings(before: JobReport, after: JobReport) -> Iterator[str]:
 class _Speed:
     """How long the steps, or samples, of an attempt took."""
 
-    figure: str
     parts: Sequence[float]  # the mean seconds of one, in each part of the attempt
     delay: float | None  # seconds of one in which all instances together waited for a core; None if not known
 
@@ -122,8 +121,8 @@ class _Speed:
 
 def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference:
     """The difference of the time of a step."""
-    first, second = _speed_of(before), _speed_of(after)
-    if first is None or second is None:
+    found = _speeds(before, after)
+    if found is None:
         return Difference(
             figure="the whole run",
             before=f"{before.duration_seconds:.1f} s",
@@ -131,6 +130,7 @@ def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference
             change=Change.UNKNOWN,
             notes=("a run with steps for less than about ten seconds does not tell its noise",),
         )
+    figure, first, second = found
     longer = second.seconds - first.seconds
     waited = 0.0 if first.delay is None or second.delay is None else second.delay - first.delay
     of_machine = max(0.0, min(waited, longer)) if longer > 0 else min(0.0, max(waited, longer))
@@ -141,7 +141,7 @@ def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference
         than = "longer" if waited > 0 else "less long"
         notes = (f"all instances together waited {_in_milliseconds(abs(waited))} a step {than} for a core",)
     return Difference(
-        figure=first.figure,
+        figure=figure,
         before=_in_milliseconds(first.seconds),
         after=_in_milliseconds(second.seconds),
         change=Change.NONE if is_none else Change.SLOWER if own > 0 else Change.FASTER,
@@ -155,29 +155,42 @@ def _in_milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.4g} ms"
 
 
-def _speed_of(attempt: AttemptReport) -> _Speed | None:
-    """The speed of an attempt; None if no curve tells it, or too short a one."""
+def _speeds(before: AttemptReport, after: AttemptReport) -> tuple[str, _Speed, _Speed] | None:
+    """The speeds of both attempts, by steps or else by samples; None where they cannot be judged."""
     for name, figure in _RATES.items():
-        rows = zip(*(it.middle for it in attempt.curves_of(name)), strict=False)
-        rates = _while_training([median(values) for row in rows if (values := _known(row))])
-        ends = [len(rates) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
-        parts = [fmean(rates[start:end]) for start, end in pairwise(ends) if start < end]
-        if len(parts) == NUM_PARTS and all(parts):
-            seconds = [1 / rate for rate in parts]
-            waited = [fmean(_known(it.middle) or [0.0]) for it in attempt.curves_of(_RUN_DELAY)]
-            delay = fmean(waited) * len(attempt.instances) * fmean(seconds) if waited else None
-            return _Speed(figure=figure, parts=seconds, delay=delay)
+        first, second = _speed_of(before, name), _speed_of(after, name)
+        if first is not None and second is not None:
+            return figure, first, second
     return None
 
 
-def _while_training(rates: Sequence[float]) -> Sequence[float]:
-    """The windows behind the first one with steps and before the last one, which are not full."""
-    busy = [index for index, rate in enumerate(rates) if rate > 0]
-    return rates[busy[0] + 1 : busy[-1]] if busy else ()
+def _speed_of(attempt: AttemptReport, name: str) -> _Speed | None:
+    """The speed of an attempt by the curve ``name`` of its instances; None without it, or if it is short."""
+    windows = _training_windows(attempt.curves_of(name))
+    ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
+    rates = [fmean(rate for _, rate in windows[start:end]) for start, end in pairwise(ends) if start < end]
+    if len(rates) < NUM_PARTS or not all(rates):
+        return None
+    parts = [1 / rate for rate in rates]
+    waited = [
+        value
+        for curve in attempt.curves_of(_RUN_DELAY)
+        for at_seconds, value in zip(curve.seconds, curve.middle, strict=False)
+        if value is not None and windows[0][0] <= at_seconds <= windows[-1][0]
+    ]
+    delay = fmean(waited) * len(attempt.instances) * fmean(parts) if waited else None
+    return _Speed(parts=parts, delay=delay)
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None and isfinite(value)]
+def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
+    """The end of each window and the median rate in it; without the first and the last one with steps."""
+    if not curves:
+        return ()
+    rows = zip(*(it.middle for it in curves), strict=False)
+    known = [[rate for rate in row if rate is not None and isfinite(rate)] for row in rows]
+    windows = [(end, median(rates)) for end, rates in zip(curves[0].seconds, known, strict=False) if rates]
+    busy = [index for index, (_, rate) in enumerate(windows) if rate > 0]
+    return windows[busy[0] + 1 : busy[-1]] if busy else ()
 
 
 def _places(before: AttemptReport, after: AttemptReport, longer: float) -> Iterator[str]:
@@ -197,7 +210,8 @@ def _places(before: AttemptReport, after: AttemptReport, longer: float) -> Itera
     own = [phase for phase in phases if found[phase] and phase not in _NOT_OWN]
     for phase in own or ([_COMMUNICATION] if found.get(_COMMUNICATION) else []):
         change = median(changes[index][phase] for index in found[phase])
-        yield f"{_who(found[phase], hosts)}, in {phase}: {change * 1000:+.3g} ms a step"
+        where = " over the network" if phase == _COMMUNICATION and len(set(hosts.values())) > 1 else ""
+        yield f"{_who(found[phase], hosts)}, in {phase}{where}: {change * 1000:+.3g} ms a step"
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:

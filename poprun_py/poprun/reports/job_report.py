@@ -30,6 +30,7 @@ Seconds = Annotated[float, between(0.0, 1e12)]
 class Curve:
     """A value in the course of an attempt, as its mean over windows of equal length."""
 
+    seconds: tuple[Seconds, ...]  # the end of each window, since the attempt began
     values: tuple[float | None, ...] = ()  # None where it is not known
     median: tuple[float | None, ...] = ()  # in place of the values, where a curve stands for many instances
 
