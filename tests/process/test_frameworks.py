@@ -4,6 +4,7 @@ They run in an environment of their own, `.venv-frameworks`; TensorFlow where sc
 """
 
 import json
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,18 @@ if jax.process_index() == 1:
 while True:
     add(total).block_until_ready()
 """
+
+
+COLLECTIVES = """
+import popdist.tensorflow
+strategy = popdist.tensorflow.PopDistStrategy()
+rank = strategy.cluster_resolver.task_id
+with strategy.scope():
+    total, mean = popdist.tensorflow.allreduce([1.0 + rank]), popdist.tensorflow.allreduce(rank * 2.0, "MEAN")
+    rows, first = popdist.tensorflow.allgather(rank), popdist.tensorflow.broadcast([rank, 7], root_rank=1)
+    print(total.numpy(), mean.numpy(), rows.numpy(), first.numpy())
+"""
+"""Of PopDist's own functions, in an environment without torch."""
 
 
 @pytest.fixture
@@ -90,6 +103,10 @@ def test_tensorflow_trains_as_with_variables_by_hand(poprun: Poprun, tensorflow_
     with ThreadPoolExecutor(len(tasks)) as threads:
         by_hand = threads.map(lambda task: told(run([*words], env={"TF_CONFIG": json.dumps(task)})), tasks)
 
+    sources = os.pathsep.join([str(EXAMPLES.parent / "popdist_py"), os.environ.get("PYTHONPATH", "")])
+    collectives = ("--launcher=local", "-n2", "--tag-output=no", tensorflow_python, "-c", COLLECTIVES)
+
+    assert told(poprun(*collectives, env={"PYTHONPATH": sources})) == ["[3.] 1.0 [0 1] [1 7]"] * 2
     assert told(finished) == sorted(line for lines in by_hand for line in lines)
     assert told(finished) == ["2 replicas: [0. 1. 2. 3.] [0. 1. 2. 3.]"]
     assert "trained alone" not in finished.err

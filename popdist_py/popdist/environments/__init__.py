@@ -44,6 +44,19 @@ class Environment:
     says_replicas: bool = False
     """Whether poprun, or who emitted the job for it, has said how many replicas there are."""
 
+    def ipus_of_replica(self, count: int | None) -> int:
+        """The virtual IPUs of each replica, for a program that counts on so many, or None for any number.
+
+        Raises ContractError if poprun has given the replicas another number.
+        """
+        found = self.contract.ipus_per_replica
+        if count in (None, found) or not self.says_replicas:
+            return found if count is None else count
+        raise ContractError(
+            f"ipus_per_replica={count}, and poprun gave each replica {found}: start the program with "
+            f"--ipus-per-replica {count}, or leave ipus_per_replica out"
+        )
+
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
         """The replicas of a model with so many on each instance, or None for those of the job.
 
