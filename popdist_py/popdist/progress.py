@@ -128,6 +128,7 @@ class PhaseCounters:
     idle_backward_seconds: float  # of the backward pass, in which the main thread used no processor
     disk_seconds: float  # in which the main thread waited for a disk
     worker_seconds: float  # for the workers of a loader
+    message_seconds: float  # in a pipeline, or sending and receiving
     long_forward_seconds: float  # in forward passes that took seconds without a step of an optimizer
     gc_seconds: float  # collecting Python's garbage
     began_at_seconds: float  # monotonic time, by the program's host, at which the sampler began
@@ -139,7 +140,7 @@ class PhaseCounters:
         """What ``page`` says; None where no sampler has written."""
         if len(page) < COUNTED_BYTES:
             return None
-        num_steps, *seconds, idle, disk, workers, long_forward, gc, began = _COUNTERS.unpack_from(
+        num_steps, *seconds, idle, disk, workers, messages, long_forward, gc, began = _COUNTERS.unpack_from(
             page, phase_sampler.COUNTERS_AT
         )
         return (
@@ -148,6 +149,7 @@ class PhaseCounters:
                 idle_backward_seconds=idle,
                 disk_seconds=disk,
                 worker_seconds=workers,
+                message_seconds=messages,
                 long_forward_seconds=long_forward,
                 gc_seconds=gc,
                 began_at_seconds=began,

@@ -73,6 +73,17 @@ def test_the_innermost_call_that_is_known_names_the_phase(
     assert place == (None if line is None else (*MINE[:1], line, MINE[1]))
 
 
+def test_messages_are_noticed() -> None:
+    """Those of a pipeline, and the program's own."""
+    reader = StackReader()
+    seen = []
+    for call in ((f"{TORCH}/distributed/pipelining/schedules.py", "_step"), (COLLECTIVE[0], "irecv"), COLLECTIVE):
+        reader.read(stack(MINE, call))
+        seen.append(reader.has_messages)
+
+    assert seen == [True, True, False]
+
+
 def test_popdists_own_files_are_known_by_their_folders() -> None:
     """Wherever popdist lies; none of them is the program's."""
     folder = Path(progress.__file__).parent

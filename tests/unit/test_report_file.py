@@ -34,6 +34,7 @@ COUNTERS = PhaseCounters(
     idle_backward_seconds=0.0,
     disk_seconds=0.0,
     worker_seconds=0.0,
+    message_seconds=0.0,
     long_forward_seconds=0.0,
     gc_seconds=0.0,
     began_at_seconds=10.5,

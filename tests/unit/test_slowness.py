@@ -37,6 +37,7 @@ class MadeUpJob:
     calls: list[dict[int, float]] = field(default_factory=list)
     long_forward_seconds: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    message_seconds: float = 0.0
     machine: dict[int, MachineTotals] = field(default_factory=dict)
     randomness: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 - no secrets
 
@@ -78,6 +79,7 @@ class MadeUpJob:
             idle_backward_seconds=0.0,
             disk_seconds=0.0,
             worker_seconds=0.0,
+            message_seconds=self.message_seconds,
             long_forward_seconds=self.long_forward_seconds[index],
             gc_seconds=0.0,
             began_at_seconds=1.0,
@@ -172,6 +174,14 @@ def test_what_the_machine_shows_is_the_reason() -> None:
         "its control group was throttled for 8.0 of 16 s",
         "at train.py:7",
     )
+
+
+def test_nobody_is_named_where_instances_exchange_messages() -> None:
+    """As the stages of a pipeline do, which are late when others are."""
+    job, watch = MadeUpJob(2, slow={1: {"forward": 0.1}}), PerformanceWatch(1000.0)
+    for number in range(NUM_WINDOWS + 2):
+        job.message_seconds = 0.1 * number
+        assert run_job(job, watch, 1) == []
 
 
 def test_who_wants_a_core_like_all_others_is_not_named_for_it() -> None:

@@ -22,10 +22,11 @@ CHECKPOINT, COMMUNICATION, OUTSIDE = "checkpoint", "communication", "outside"
 PHASES = (START, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, COMMUNICATION, OUTSIDE)
 """Where time goes: "start" is what comes before the first of the next four, "outside" the program's own code."""
 
-COUNTERS_AT, COUNTERS_FORMAT = 272, f"=Q{len(PHASES)}d5dd"
+COUNTERS_AT, COUNTERS_FORMAT = 272, f"=Q{len(PHASES)}d6dd"
 """Where and how the page has the number of optimizer steps, the seconds of each phase, those of backward in which
 the main thread used no processor, those in which it waited for a disk, those in which it waited for a loader's
-workers, those of long forward passes, those of garbage collection, and when the sampler began (monotonic)."""
+workers, those in which it exchanged messages, which torch does not record, those of long forward passes, those of
+garbage collection, and when the sampler began (monotonic)."""
 
 PLACES_AT, PLACE_BYTES = 512, 96
 """Where it has, for each phase, the line of the program's own code that was met most."""
@@ -45,6 +46,7 @@ _PARTS = {
     "/torch/distributed/checkpoint/": {"": CHECKPOINT},
     "/safetensors/": {"": CHECKPOINT},
     "/torch/distributed/distributed_c10d.py": {"": COMMUNICATION, "init_process_group": START, "new_group": START},
+    "/torch/distributed/pipelining/": {"": COMMUNICATION},
     "/torch/distributed/_functional_collectives.py": {"": COMMUNICATION},
     "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py": {"": COMMUNICATION},
     "/torch/nn/parallel/distributed.py": {"__init__": START},
@@ -66,6 +68,7 @@ _OWN_PARTS = {
 _AROUND = {FORWARD: (DATA, BACKWARD, CHECKPOINT, START), COMMUNICATION: (START,)}
 """Phases that count in place of one that they are around, such as backward around what is computed again."""
 
+_MESSAGES, _PIPELINING = ("send", "recv", "isend", "irecv", "batch_isend_irecv"), "/torch/distributed/pipelining/"
 _WORKERS = ("/selectors.py", "/multiprocessing/connection.py", "/threading.py", "/queue.py")
 """Where a loader waits for the next batch of its workers."""
 
@@ -78,10 +81,12 @@ class StackReader:
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[Phases, bool]] = {}
+        self.has_messages = False  # whether the last stack was inside of a pipeline or of a message
 
     def read(self, frame: FrameType | None) -> tuple[str, Place | None]:
         """The phase that a stack is in, and the latest place in the program's own code."""
         found, place = "", None
+        self.has_messages = False
         while frame is not None:
             code = frame.f_code
             known = self._files.get(code.co_filename)
@@ -91,6 +96,8 @@ class StackReader:
             phase = FORWARD if code.co_name == "forward" else phases.get(code.co_name) or phases.get("", "")
             if phase and (not found or phase in _AROUND.get(found, ())):
                 found = phase
+            if phase == COMMUNICATION and (code.co_name in _MESSAGES or _PIPELINING in code.co_filename):
+                self.has_messages = True
             if is_programs and place is None:
                 place = (code.co_filename, frame.f_lineno, code.co_name)
             frame = frame.f_back
@@ -126,6 +133,7 @@ class PhaseSampler:
         self._stacks = StackReader()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._idle_seconds = self._disk_seconds = self._worker_seconds = self._long_seconds = 0.0
+        self._message_seconds = 0.0
         self._forward_seconds = 0.0  # since the last step of an optimizer
         self._step = 0
         self.process = os.open("/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC)  # the main thread's
@@ -184,7 +192,9 @@ class PhaseSampler:
             del self._ends[:-NUM_ENDS]
             os.pwrite(self._page, self._pack_ends(*self._ends[-NUM_ENDS:]), ENDS_AT)
         self._watch_forward(phase, seconds)
-        waits = (self._idle_seconds, self._disk_seconds, self._worker_seconds)
+        if self._stacks.has_messages:
+            self._message_seconds += seconds
+        waits = (self._idle_seconds, self._disk_seconds, self._worker_seconds, self._message_seconds)
         numbers = (*waits, self._long_seconds, self.gc_seconds)
         packed = self._pack(self.num_steps, *self._seconds.values(), *numbers, self._began_at_seconds)
         os.pwrite(self._page, packed, COUNTERS_AT)

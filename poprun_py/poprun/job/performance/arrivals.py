@@ -172,6 +172,7 @@ def _totals(before: Look, now: Look) -> dict[str, float]:
         "gc": (before.counters.gc_seconds, now.counters.gc_seconds),
         "disk": (before.counters.disk_seconds, now.counters.disk_seconds),
         "workers": (before.counters.worker_seconds, now.counters.worker_seconds),
+        "messages": (before.counters.message_seconds, now.counters.message_seconds),
         "samples": (before.counters.num_samples, now.counters.num_samples),
         "run_delay": (before.machine.run_delay_seconds, now.machine.run_delay_seconds),
         "throttled": (before.machine.throttled_seconds, now.machine.throttled_seconds),

@@ -59,6 +59,8 @@ def find_slowness(windows: Sequence[Window]) -> Slowness | None:
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
+    if any(totals["messages"] for window in last for totals in window.totals.values()):
+        return None  # who waits for a message is late without being slow, and nobody records messages
     means = {index: fmean(window.delays[index] for window in last) for index in last[0].delays}
     latest = max(means, key=lambda index: means[index])
     step = fmean(window.step_seconds for window in last)
