@@ -181,7 +181,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     for index in range(5):
         record(parts, index, [[0] * 6], MS, Clock(0))
     Path(parts, "instance-1.json").write_text('{"traceEvents": [{', encoding="utf-8")
-    Path(parts, "instance-2.about").write_text("[]", encoding="utf-8")
+    Path(parts, "instance-2.about").write_text("", encoding="utf-8")
     for index, changes in ((3, {"exchanges": [[]]}), (4, {"problem": "the program profiles itself"})):
         file = Path(parts, f"instance-{index}.about")
         file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
@@ -189,7 +189,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
 
     assert faults(document) == []
     assert [it.index for it in table.instances] == [0, 4]
-    wanted = ("5: there is none", "2: it cannot be read", "3: its clock", "4: the program profiles itself")
+    wanted = ("5: there is none", "2: it cannot be read: it is empty", "3: its clock", "4: the program profiles")
     assert all(any(f"instance {text}" in line for line in said) for text in wanted)
     assert Path(parts).is_dir()
 

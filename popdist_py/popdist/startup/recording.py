@@ -68,10 +68,9 @@ class Recording:
     def __init__(self, settings: dict[str, Any], read_recorder: Callable[[], bytes]) -> None:
         self._file: str = settings["file"]
         self._seconds: float = settings["seconds"] or 0.0
-        self._first: int = (settings["steps"] or (0, 0))[0]
-        self._stop: int = (settings["steps"] or (0, 0))[1]
+        steps: tuple[int, int] = settings["steps"] or (0, 0)
+        self._first, self._stop = steps
         self._read_recorder = read_recorder
-        self._problem = ""
         self._num_steps = 0
         self._optimizer: Callable[[], object] = lambda: None
         self._profile: Any = None
@@ -92,9 +91,7 @@ class Recording:
 
         self._others.watch()
         self._undo = [self._others.end_watch]
-        register_optimizer_step_post_hook(
-            self._after_step
-        )  # for ever: torch does not let it go while it is called
+        register_optimizer_step_post_hook(self._after_step)  # for good: it cannot be removed while it is called
         if self._first == 0:
             self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
 
@@ -111,17 +108,23 @@ class Recording:
         self._num_steps += 1
         if self._profile is None and self._num_steps == self._first:
             self._open()
-        elif self._num_steps == self._stop or self._is_late():
+        elif self._is_own_thread() and (self._num_steps == self._stop or self._is_late()):
             self._close()
 
     def _before_forward(self, *_: object) -> None:
         if self._profile is None:
             self._open()
-        elif self._is_late():
+        elif self._is_own_thread() and self._is_late():
             self._close()
 
     def _is_late(self) -> bool:
-        return self._profile is not None and self._seconds > 0.0 and time.monotonic() >= self._deadline_seconds
+        return self._seconds > 0.0 and time.monotonic() >= self._deadline_seconds
+
+    def _is_own_thread(self) -> bool:
+        """Whether this is the thread that has begun the window: torch crashes if another one ends it."""
+        import threading  # noqa: PLC0415 - as above
+
+        return self._profile is not None and self._about["thread"] == threading.get_native_id()
 
     def _open(self) -> None:
         """Begin the window, unless the program profiles itself."""
@@ -152,10 +155,7 @@ class Recording:
 
     def _close(self, problem: str = "") -> None:
         """End the window, and write what was recorded."""
-        profile, self._is_over = self._profile, True
-        if profile is None:
-            return
-        self._profile, self._shared[0] = None, 0
+        profile, self._profile, self._shared[0] = self._profile, None, 0
         self._about["ended_ns"] = time.time_ns()
         self._about["waits"] = self._waits.end()
         try:
@@ -174,25 +174,24 @@ class Recording:
             entries = json.loads(self._read_recorder())["entries"]
         except (OSError, ValueError, KeyError):
             return []
+        wanted = ("collective_seq_id", "profiling_name", "time_created_ns")
         return [
-            [
-                entry["process_group"][0],
-                entry["collective_seq_id"],
-                entry["profiling_name"],
-                entry["time_created_ns"],
-            ]
+            [entry["process_group"][0], *(entry[name] for name in wanted)]
             for entry in entries
             if entry["time_created_ns"] >= self._about["begun_ns"] and not entry["is_p2p"]
         ]
 
     def _give_way(self) -> None:
         """End the window because the program starts a profiler of its own."""
-        if self._profile is not None:
+        if self._is_own_thread():
             self._close(PROFILES_ITSELF)
+        elif self._profile is not None:
+            self._profile, self._shared[0] = None, 0
+            self._give_up(PROFILES_ITSELF)
 
     def _give_up(self, problem: str) -> None:
         """Record no more, and write the rest of what poprun is to know."""
-        self._is_over, self._problem = True, problem
+        self._is_over = True
         while self._undo:
             self._undo.pop()()
         about = {**self._about, "pid": os.getpid(), "num_steps": self._num_steps, "problem": problem}
@@ -204,11 +203,9 @@ class Recording:
 
     def end_program(self) -> None:
         """Write what there is when the program ends before the window does."""
-        if self._is_over:
-            return
-        if self._profile is not None:
+        if self._is_own_thread():
             self._close()
-        else:
+        elif not self._is_over:
             self._give_up(f"it ended after {self._num_steps} optimizer steps")
 
     def go_on_in_child(self) -> None:

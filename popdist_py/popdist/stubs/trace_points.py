@@ -9,18 +9,7 @@ from typing import Any, NoReturn, Self
 
 from torch.profiler import record_function
 
-__all__ = [
-    "TraceChannel",
-    "Tracepoint",
-    "checkTraceChannel",
-    "createTraceChannel",
-    "disableTraceChannel",
-    "enableTraceChannel",
-    "listTraceChannel",
-    "traceDrivers",
-    "traceFramework",
-    "tracePoplar",
-]
+__all__ = ["TraceChannel", "Tracepoint", "createTraceChannel", "traceDrivers", "traceFramework", "tracePoplar"]
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -30,41 +19,17 @@ def __getattr__(name: str) -> NoReturn:
 
 
 class TraceChannel:
-    """A name under which spans are shown, which can be turned off."""
+    """A name under which spans are shown, unless it is not ``enabled``."""
 
     def __init__(self, name: str, enabled: bool = True) -> None:  # noqa: FBT001, FBT002 - as in libpvti
         self.name = name
         self.enabled = enabled
-        _channels.append(self)
 
-
-_channels: list[TraceChannel] = []
 
 createTraceChannel = TraceChannel  # noqa: N816 - libpvti's name, as those below
 traceDrivers = TraceChannel("Drivers")  # noqa: N816
 tracePoplar = TraceChannel("Poplar")  # noqa: N816
 traceFramework = TraceChannel("Framework")  # noqa: N816
-
-
-def enableTraceChannel(channel: TraceChannel) -> None:  # noqa: N802
-    """Show the spans of a channel from now on."""
-    channel.enabled = True
-
-
-def disableTraceChannel(channel: TraceChannel) -> None:  # noqa: N802
-    """Show no spans of a channel from now on."""
-    channel.enabled = False
-
-
-def checkTraceChannel(channel: TraceChannel) -> bool:  # noqa: N802
-    """Whether spans of a channel are shown."""
-    return channel.enabled
-
-
-def listTraceChannel() -> list[list[object]]:  # noqa: N802
-    """The name of each channel, and whether its spans are shown."""
-    return [[channel.name, channel.enabled] for channel in _channels]
-
 
 _open: defaultdict[tuple[str, str], list[AbstractContextManager[Any]]] = defaultdict(list)
 

@@ -118,7 +118,8 @@ def program_environment(
             if name not in user
         }
     env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
-    if plan.num_instances > 1 and not user.keys() & set(RECORDER_LENGTHS):
+    is_watched = plan.num_instances > 1 and plan.trace.folder is None  # a trace has the calls of whole steps
+    if is_watched and not user.keys() & set(RECORDER_LENGTHS):
         env[RECORDER_LENGTHS[0]] = str(RECORDED_CALLS)
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"

@@ -106,7 +106,7 @@ def read_about(text: str) -> About:
             exchanges=tuple(Exchange(*map(int, it)) for it in values["exchanges"] if it),
             calls=tuple(sorted((*calls, *waits), key=lambda it: it.begin_ns)),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"it is damaged: {error}") from None
 
 
@@ -124,7 +124,7 @@ def read_events(text: str, thread: int) -> Recorded:
             elif kind in "sf" and category is not None:
                 row, at_ns = _row(event, names), base_ns + round(event["ts"] * _NS_PER_US)
                 arrows.append(Arrow(row, category, int(event["id"]), kind == "f", at_ns))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"it is damaged: {error}") from None
     return Recorded(slices=slices, arrows=arrows, row_names=names)
 
@@ -179,6 +179,8 @@ def nested(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def _object(text: str) -> dict[str, Any]:
+    if not text:
+        raise ValueError("it is empty, as what is written to a full disk")
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")  # noqa: TRY004 - of the text, as other damage
