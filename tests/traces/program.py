@@ -56,12 +56,19 @@ class Samples(Dataset[torch.Tensor]):
         return torch.ones(LAYER, dtype=torch.float32)
 
 
-def compute(seconds: float) -> None:
-    """Multiply matrices for so long."""
-    matrix = torch.ones(64, 64, dtype=torch.float32)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def compute(num_rounds: int) -> None:
+    """Multiply matrices so often."""
+    matrix = torch.ones(128, 128, dtype=torch.float32)
+    for _ in range(num_rounds):
         matrix = torch.mm(matrix, matrix).clamp_(0.0, 1.0)
+
+
+def rounds_of(seconds: float) -> int:
+    """How many rounds of `compute` take so long."""
+    compute(20)
+    began = time.perf_counter()
+    compute(200)
+    return round(200 * seconds / (time.perf_counter() - began))
 
 
 def train(place: str, delay_seconds: float, num_steps: int, step_seconds: float) -> list[float]:
@@ -79,12 +86,15 @@ def train(place: str, delay_seconds: float, num_steps: int, step_seconds: float)
         model = nn.parallel.DistributedDataParallel(own)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     samples = Samples(num_steps, delay_seconds if is_late and place == "data" else 0.0)
-    lengths = []
+    lengths, num_rounds = [], rounds_of(step_seconds)
     began = time.perf_counter()
     for batch in DataLoader(samples, batch_size=1, num_workers=0 if place == "data" else 1):
         optimizer.zero_grad()
         for (part,) in model.micro_batches((batch,)) if place == "popdist" else ((batch,),):
-            compute(step_seconds + (delay_seconds if is_late and place == "compute" else 0.0))
+            compute(num_rounds)
+            end = time.monotonic() + (delay_seconds if is_late and place == "compute" else 0.0)
+            while time.monotonic() < end:
+                compute(1)
             if is_late and place in ("forward", "popdist"):
                 time.sleep(delay_seconds)
             model(part).sum().backward()
