@@ -5,7 +5,7 @@ Each tensor begins at a multiple of ``BLOCK_BYTES``, as direct reads and writes 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -35,16 +35,6 @@ class Form:
             dense = torch.empty(dense.shape, dtype=dense.dtype, device="meta")
         return cls(dtype=tensor.dtype, shape=tuple(tensor.shape), stride=dense.stride())
 
-    @classmethod
-    def from_json(cls, value: Any) -> Self:  # noqa: ANN401 - what a file holds
-        """Make the form from what :meth:`to_json` gave."""
-        dtype, shape, stride = value
-        return cls(dtype=getattr(torch, dtype), shape=tuple(shape), stride=tuple(stride))
-
-    def to_json(self) -> list[Any]:
-        """The form as a list."""
-        return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.stride)]
-
     @property
     def num_bytes(self) -> int:
         """The memory of its elements."""
@@ -53,9 +43,6 @@ class Form:
     def view(self, memory: Tensor) -> Tensor:
         """The tensor of this form at the beginning of ``memory``, which is flat and of bytes."""
         return memory[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
-
-    def __str__(self) -> str:
-        return f"{self.to_json()[0]}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -187,7 +188,8 @@ class _Folder:
 
     def __init__(self, path: Path, forms: Mapping[str, Form]) -> None:
         self.path = path
-        self._forms = {name: form.to_json() for name, form in forms.items()}
+        described = repr([(name, form.dtype, form.shape, form.stride) for name, form in forms.items()])
+        self._digest = blake2b(described.encode(), digest_size=16).hexdigest()
         self._lock = -1
         self._is_new = False
         forks.call_in_children(self._close_lock)
@@ -217,7 +219,7 @@ class _Folder:
 
     def write_header(self, step: int, *, is_torn: bool) -> None:
         """Say which step the store is at."""
-        header = {"format": FORMAT, "popdist": VERSION, "step": step, "is_torn": is_torn, "weights": self._forms}
+        header = {"format": FORMAT, "popdist": VERSION, "step": step, "is_torn": is_torn, "weights": self._digest}
         new = self.path / _new(_HEADER)
         try:
             new.write_text(json.dumps(header), encoding="utf-8")
@@ -274,26 +276,11 @@ class _Folder:
                 f"{self.path} was made by popdist {header['popdist']} in format {found}, and this is popdist "
                 f"{VERSION}, which has format {FORMAT}: name another folder, or remove this one"
             )
-        if differences := _differences(weights, self._forms):
+        if weights != self._digest:
             raise StoreError(
-                f"{self.path} is the store of another model: {'; '.join(differences)}. Name another folder, or "
-                "remove this one"
+                f"{self.path} is the store of another model, whose weights have other names, shapes or dtypes: "
+                "name another folder, or remove this one"
             )
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What differs between the weights of two models, in words."""
-    changed = [
-        f"{name} ({Form.from_json(there[name])} there, {Form.from_json(form)} here)"
-        for name, form in here.items()
-        if name in there and there[name] != form
-    ]
-    named = {
-        "only it has": [name for name in there if name not in here],
-        "it does not have": [name for name in here if name not in there],
-        "different are": changed,
-    }
-    return [f"{what} {name_first(names)}" for what, names in named.items() if names]
 
 
 def _create(path: Path | None, num_bytes: int) -> int:
