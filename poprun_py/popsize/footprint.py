@@ -142,7 +142,6 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
                 state_bytes=own * training.optimizer_bytes / sharing,
                 input_bytes=samples * before.output_bytes if before else 0.0,
                 running_bytes=samples * (running + layer.output_bytes),
-                updating_bytes=0.0,
                 forward_seconds=0.0,
                 backward_seconds=0.0,
                 update_seconds=0.0,

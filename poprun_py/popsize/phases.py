@@ -33,7 +33,6 @@ class UnitCost:
     state_bytes: float  # the optimizer's state that this instance reads and writes
     input_bytes: float  # its inputs, which are kept from its forward pass to its backward pass
     running_bytes: float  # what it needs while it runs: what its layers keep for their backward pass
-    updating_bytes: float  # what its update needs, beside weights, gradients and state
     forward_seconds: float  # its forward pass of a micro batch
     backward_seconds: float  # its backward pass of a micro batch, with the forward pass that is computed again
     update_seconds: float  # its update
@@ -247,12 +246,9 @@ def numbers_of_phases(most: int) -> list[int]:
 
 
 def _activation_bytes(units: Sequence[UnitCost]) -> list[float]:
-    """While each unit runs: the inputs that are kept, its gradients, and what its passes or its update need."""
+    """While each unit runs: the inputs that are kept, its gradients, and what its passes need."""
     kept = accumulate(unit.input_bytes for unit in units)
-    return [
-        inputs + unit.gradient_bytes + max(unit.running_bytes, unit.updating_bytes)
-        for inputs, unit in zip(kept, units, strict=True)
-    ]
+    return [inputs + unit.gradient_bytes + unit.running_bytes for inputs, unit in zip(kept, units, strict=True)]
 
 
 def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:

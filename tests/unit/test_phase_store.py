@@ -60,7 +60,6 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
     transfer = file.write(regions["big"].start, data)
     transfer.wait()
     transfer.wait()
-    assert transfer.is_done
     file.read(regions["big"].start, back).wait()
     assert torch.equal(back, data)
 

@@ -105,11 +105,6 @@ class Transfer:
     def __init__(self, pieces: Sequence[Future[None]] = ()) -> None:
         self._pieces = pieces
 
-    @property
-    def is_done(self) -> bool:
-        """Whether :meth:`wait` returns at once."""
-        return all(piece.done() for piece in self._pieces)
-
     def wait(self) -> None:
         """Wait until it is done; a StoreError if it failed. May be called again."""
         try:

@@ -211,7 +211,6 @@ class PhaseBudget:
             state_bytes=sum(sizes.get(Content("state", piece.index), 0) for piece in own),
             input_bytes=times.input_bytes / number,
             running_bytes=times.running_bytes,
-            updating_bytes=0,  # is in what the process has beside its phases
             forward_seconds=times.forward_seconds / number,
             backward_seconds=times.backward_seconds / number,
             update_seconds=times.update_seconds,
