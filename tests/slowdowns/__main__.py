@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from popdist.errors import name_instances
-from tests.slowdowns.cases import CONTROLS, FAULTS, Case
+from tests.slowdowns.cases import CONTROLS, DDP, FAULTS, Case
 
 _PROGRAM: Final = Path(__file__).with_name("program.py")
 _MOST_SECONDS: Final = 30.0  # from the first step until it is said who is slow
@@ -36,10 +36,13 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in 'kind: what'")
     parser.add_argument("--faults", action="store_true", help="no controls")
     parser.add_argument("--controls", action="store_true", help="nothing but controls")
+    parser.add_argument(
+        "--traceml", metavar="FOLDER", help="traceml's answers, too: of an environment with traceml-ai"
+    )
     options = parser.parse_args()
     chosen = [*([] if options.controls else FAULTS), *([] if options.faults else CONTROLS)]
     cases = [it for it in chosen if options.only in f"{it.kind}: {it.what}" and _is_possible(it)]
-    heads = ("training", "instances", "in instance 1", "right", "after", "poprun")
+    heads = ("training", "instances", "in instance 1", "right", "after", "poprun", "TraceML")
     sys.stdout.write(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
     rights = []
     for case in cases:
@@ -47,7 +50,8 @@ def main() -> int:
         rights.append(is_right(case, slowdowns))
         after = "" if seconds is None else f"{seconds:.0f} s"
         right = "yes" if rights[-1] else "**no**"
-        row = (case.kind, str(case.num_instances), case.what, right, after, describe(slowdowns))
+        theirs = ask_traceml(case, options.traceml) if options.traceml else ""
+        row = (case.kind, str(case.num_instances), case.what, right, after, describe(slowdowns), theirs)
         sys.stdout.write(f"| {' | '.join(row)} |\n")
         sys.stdout.flush()
     sys.stdout.write(f"\n{sum(rights)} of {len(rights)} are right.\n")
@@ -135,6 +139,22 @@ def _neighbour(core: int) -> Iterator[None]:
             yield
         finally:
             process.kill()
+
+
+def ask_traceml(case: Case, folder: str) -> str:
+    """The verdict and its reason in TraceML's summary of a job of DistributedDataParallel."""
+    if case.kind != DDP or case.fault in ("group", "disk", "core"):
+        return ""
+    with tempfile.TemporaryDirectory(prefix="slowdowns-") as logs:
+        words = [str(Path(folder, "bin", "traceml")), "run", "--mode", "summary", "--logs-dir", logs]
+        job = ["--run-name", "a", "--nproc-per-node", str(case.num_instances), str(_PROGRAM)]
+        program = ["--args", case.kind, case.fault, str(_MOST_SECONDS)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "WITH_TRACEML": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        finished = subprocess.run(
+            [*words, *job, *program], env=environ, capture_output=True, text=True, check=False, timeout=600
+        )
+    found = re.findall(r"(?:Verdict|Why): (.*?)\s*\|", finished.stdout)
+    return "; ".join(found[:2])
 
 
 def is_right(case: Case, slowdowns: list[dict[str, Any]]) -> bool:
