@@ -17,7 +17,7 @@ NUM_WINDOWS: Final = 4
 """So many windows in a row must agree."""
 
 _LEAST_SECONDS: Final = 0.004
-_LEAST_SHARE: Final = 0.06  # of a step
+_LEAST_SHARE: Final = 0.1  # of a step
 _LEAD: Final = 2.0  # so many times later than anybody else
 _LEAST_CERTAINTY: Final = 4.0
 _LONG_TRIP_SECONDS: Final = 0.002
