@@ -138,7 +138,7 @@ def test_each_host_gives_the_gpus_that_it_has_free(
     """Programs see what their own host has given: a GPU that somebody uses there stays out of it."""
     for name, host in own_network.hosts.items():
         command = tmp_path / f"nvidia-smi-{name}"
-        used = "GPU-a, 1" if name == "n2" else ""
+        used = "GPU-a, 2" if name == "n2" else ""  # which is not above poprun, as 1 is
         command.write_text(
             "#!/bin/sh\n"
             f'case "$*" in *query-compute*) echo "{used}" ;; *) printf "0, GPU-a\\n1, GPU-b\\n" ;; esac\n'

@@ -230,15 +230,16 @@ def test_a_gpu_on_which_others_compute_is_taken(
     poprun: Poprun, pool: Path, gpus: dict[str, str], tmp_path: Path
 ) -> None:
     """The error names the user and the process; it can be overruled, and free GPUs are taken first."""
-    busy = gpus | {"FAKE_PROCESSES": f"GPU-0, {os.getpid()}"}
-    words = (*LOCAL, "--pool", str(pool), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
-    alone = poprun("-n", "8", *words, env=busy)
-    shared = poprun("-n", "8", "--share-devices", "--no-tag-output", *words, env=busy)
-    seven = poprun("-n", "7", "--no-tag-output", *words, env=busy)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:  # one above poprun would not count
+        busy = gpus | {"FAKE_PROCESSES": f"GPU-0, {other.pid}"}
+        words = (*LOCAL, "--pool", str(pool), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+        alone = poprun("-n", "8", *words, env=busy)
+        shared = poprun("-n", "8", "--share-devices", "--no-tag-output", *words, env=busy)
+        seven = poprun("-n", "7", "--no-tag-output", *words, env=busy)
+        user = Path(f"/proc/{other.pid}").owner()
 
     assert alone.code == 69
-    user = Path(f"/proc/{os.getpid()}").owner()
-    assert f"GPU 0: memory is held outside the pool by process {os.getpid()} of {user}" in alone.err
+    assert f"GPU 0: memory is held outside the pool by process {other.pid} of {user}" in alone.err
     assert "--share-devices" in alone.err
     assert set(shared.succeeded().lines) == {"0,1,2,3,4,5,6,7"}
     assert set(seven.succeeded().lines) == {"1,2,3,4,5,6,7"}
