@@ -65,7 +65,7 @@ def test_cells_may_be_interrupted_and_run_again() -> None:
 
 
 def test_cells_may_launch_functions() -> None:
-    """Live, interrupted and with errors of their own; afterwards the kernel is as it was. More cells by hand."""
-    cells = [*range(7), -1]
+    """Live, training and interrupted; afterwards the kernel is as it was. The other cells by hand."""
+    cells = [0, 2, 4, 5, -1]
 
     run([sys.executable, "-m", "tests.contract.notebook_cells", *map(str, cells)]).succeeded()
