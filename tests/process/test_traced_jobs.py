@@ -141,6 +141,7 @@ layer(torch.ones(2))
 for sample in torch.utils.data.DataLoader(Slow(), num_workers=1):
     with pvti.Tracepoint(channel, "work"):
         layer(sample)
+        time.sleep(0.1)  # then the worker waits between two samples, which ends what is recorded of one
 """
     asked = json.dumps({"enable": "true", "directory": str(tmp_path / "trace")})
     finished = traced(poprun, tmp_path, 1, program, env={"PVTI_OPTIONS": asked}).succeeded()
