@@ -3,17 +3,12 @@
 Holds poprun.page.
 """
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from poprun.page import render_page
 from tests.measured_jobs import measured_job
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 ILLEGIBLE = """() => {
   const light = (color) => {
@@ -33,20 +28,6 @@ ILLEGIBLE = """() => {
   }).filter((it) => it[0] < 4.5);
 }"""
 """Texts whose contrast is below what WCAG 2.2 asks of small text (1.4.3)."""
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    """A Chromium without a window, and without the network."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(
-            f"there is no browser: none of {', '.join(BROWSERS)} is on PATH (Debian: apt install chromium)"
-        )
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def test_the_page_of_a_job(browser: Browser, tmp_path: Path) -> None:

@@ -1,20 +1,15 @@
 """The page of a plan in a real browser: what it shows, what keys and a pointer do, and that it loads nothing."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from poprun.plan.request import VipuSettings
 from poprun.render import render_plan
 from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned
-
-BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {},
@@ -51,20 +46,6 @@ ILLEGIBLE: Final = """() => {
   return bad;
 }"""
 """Texts that leave their shape, or whose contrast is below what WCAG 2.2 asks of small text (1.4.3)."""
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    """A Chromium without a window, and without the network."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(
-            f"there is no browser: none of {', '.join(BROWSERS)} is on PATH (Debian: apt install chromium)"
-        )
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def test_a_page_in_the_dark_and_in_the_light(browser: Browser, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from base64 import b64encode
 from collections import Counter
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser
 
 from poprun.trace.collection import TRACE_FILE
 from poprun.trace.time_table import TABLE_FILE
@@ -66,19 +66,7 @@ def traced(
     return poprun(*asked, sys.executable, str(file), str(folder / "trace"), env=env)
 
 
-def read_in_browser(file: Path) -> list[str]:
-    """The kinds of events that a browser finds in a trace; an empty list where there is no browser."""
-    path = shutil.which("chromium")
-    if path is None:
-        return []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        kinds: list[str] = browser.new_page().evaluate(PARSE, b64encode(file.read_bytes()).decode())
-        browser.close()
-    return kinds
-
-
-def test_a_job_and_who_was_late(tmp_path: Path) -> None:
+def test_a_job_and_who_was_late(browser: Browser, tmp_path: Path) -> None:
     """Rows for workers, an arrow for each collective of DDP's, a table that names who came last, and true clocks.
 
     Where there is faketime, the clock of instance 1 is three seconds ahead and runs faster.
@@ -107,7 +95,8 @@ def test_a_job_and_who_was_late(tmp_path: Path) -> None:
     for index, errors in clock_errors(document).items():
         assert len(errors) == 4
         assert max(errors) <= clocks[str(index)]["uncertainty_seconds"] + 1e-6
-    assert set(read_in_browser(tmp_path / TRACE_FILE)) <= {"M", "X", "f", "s"}
+    packed = b64encode((tmp_path / TRACE_FILE).read_bytes()).decode()
+    assert set(browser.new_page().evaluate(PARSE, packed)) == {"M", "X", "f", "s"}
 
 
 def test_programs_that_cannot_be_traced(poprun: Poprun, tmp_path: Path) -> None:
