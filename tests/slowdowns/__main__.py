@@ -74,7 +74,7 @@ def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
         if fault in _GROUPS:
             environ["SLOW_GROUP"] = str(stack.enter_context(_limited_group(fault)))
         if fault == "core":
-            stack.enter_context(_neighbour(1))
+            stack.enter_context(_neighbours(1))
         if fault == "disk":
             file = folder / "samples"
             file.write_bytes(os.urandom(8 << 20))
@@ -131,14 +131,15 @@ def _limited_group(fault: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _neighbour(core: int) -> Iterator[None]:
-    """A program that keeps a core busy."""
+def _neighbours(core: int) -> Iterator[None]:
+    """Three programs that keep a core busy, each in a session of its own, between which the kernel shares it."""
     burn = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", burn]) as process:
-        try:
-            yield
-        finally:
-            process.kill()
+    words = [sys.executable, "-c", burn]
+    with ExitStack() as stack:
+        for _ in range(3):
+            process = stack.enter_context(subprocess.Popen(words, start_new_session=True))
+            stack.callback(process.kill)
+        yield
 
 
 def ask_traceml(case: Case, folder: str) -> str:

@@ -55,7 +55,7 @@ FAULTS: Final = (
         cause="worker",
     ),
     Case(kind=DDP, what="its control group may use half a core", fault="group", phases=_ANY, cause="throttled"),
-    Case(kind=DDP, what="another program on its core", fault="core", phases=_ANY, cause="wanted a core"),
+    Case(kind=DDP, what="three other programs on its core", fault="core", phases=_ANY, cause="wanted a core"),
     Case(kind=DDP, what="its disk reads 512 KiB/s", fault="disk", phases=("data",), cause="disk"),
     Case(kind=DDP, what="Python collects garbage", fault="garbage", phases=_ANY, cause="garbage"),
     Case(kind=DDP, what="four times as many samples", fault="uneven", phases=_ANY),

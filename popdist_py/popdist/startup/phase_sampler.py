@@ -68,7 +68,8 @@ _OWN_PARTS = {
 _AROUND = {FORWARD: (DATA, BACKWARD, CHECKPOINT, START), COMMUNICATION: (START,)}
 """Phases that count in place of one that they are around, such as backward around what is computed again."""
 
-_MESSAGES, _PIPELINING = ("send", "recv", "isend", "irecv", "batch_isend_irecv"), "/torch/distributed/pipelining/"
+_TORCH_CALLS, _PIPELINING = "/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/"
+_MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _WORKERS = ("/selectors.py", "/multiprocessing/connection.py", "/threading.py", "/queue.py")
 """Where a loader waits for the next batch of its workers."""
 
@@ -96,8 +97,9 @@ class StackReader:
             phase = FORWARD if code.co_name == "forward" else phases.get(code.co_name) or phases.get("", "")
             if phase and (not found or phase in _AROUND.get(found, ())):
                 found = phase
-            if phase == COMMUNICATION and (code.co_name in _MESSAGES or _PIPELINING in code.co_filename):
-                self.has_messages = True
+            if phase == COMMUNICATION and not self.has_messages:
+                is_message = code.co_name in _MESSAGES and code.co_filename.endswith(_TORCH_CALLS)
+                self.has_messages = is_message or _PIPELINING in code.co_filename
             if is_programs and place is None:
                 place = (code.co_filename, frame.f_lineno, code.co_name)
             frame = frame.f_back
