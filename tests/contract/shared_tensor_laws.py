@@ -118,6 +118,19 @@ def law_who_has_no_such_tensor_has_all_go_the_other_way() -> None:
                 assert torch.equal(tensor, total)
 
 
+def law_after_many_plain_tensors_a_shared_one_is_soon_added_in_place() -> None:
+    """Then most calls of that length do not ask who has a place; one in sixteen still does."""
+    size = dist.get_world_size()
+    with group(None) as made:
+        plain, shared = torch.empty(LARGE), popdist.shared_empty([LARGE])
+        for _ in range(40):
+            assert not is_added_in_place(plain.fill_(1), made)
+            assert (plain == size).all()
+        are_in_place = [is_added_in_place(shared.fill_(1), made) for _ in range(32)]
+        assert (shared == size).all()
+        assert any(are_in_place[:16]) is all(are_in_place[16:]) is not is_one()
+
+
 def law_tensors_may_come_in_another_order() -> None:
     """Each rank brings the one that it likes, and each is added where it lies."""
     rank = dist.get_rank()

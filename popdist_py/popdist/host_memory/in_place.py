@@ -37,6 +37,9 @@ _NEW: Final = 1 << 61
 
 _MOST_PREPARED: Final = 1 << 8
 
+_MANY_REFUSALS: Final = 16
+_MOST_REFUSED: Final = 1 << 10
+
 _MOST_DESCRIPTORS: Final = 1 << 23
 _ANSWER: Final = 1 << 63
 
@@ -65,12 +68,24 @@ class InPlace:
         self._seen: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         """The lengths of storages that may be moved when they come again."""
         self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
+        self._num_refusals: dict[int, int] = {}
+        """Of each kind of call, how many in a row had a tensor without a place; the same on all ranks."""
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
-        """The places of all ranks' tensors, agreed on at a barrier; None if one of them has none."""
-        place = 0 if tensor is None else self._place_of(tensor, may_move)
-        posted = self._barriers.exchange(place, reason)
+        """The places of all ranks' tensors, agreed on at a barrier; None if one of them has none.
+
+        After many calls of one kind without places only some ask, as the barrier takes its time.
+        """
+        num_refusals = self._num_refusals.pop(reason, 0)
+        if num_refusals < _MANY_REFUSALS or num_refusals % _MANY_REFUSALS == 0:
+            place = 0 if tensor is None else self._place_of(tensor, may_move)
+            posted = self._barriers.exchange(place, reason)
+        else:
+            posted = [0]
         if tensor is None or 0 in posted:
+            if len(self._num_refusals) == _MOST_REFUSED:
+                self._num_refusals.clear()
+            self._num_refusals[reason] = num_refusals + 1
             self._unmap_gone()
             return None
         if max(posted) < _HAS_PLACE | _NEW:  # none is new
