@@ -7,6 +7,7 @@ from typing import Any
 
 from popdist.progress import Progress
 from poprun.job.performance.curves import JobCurves
+from poprun.job.performance.slowness import Slowness
 from poprun.job.record import JobEnd
 from poprun.job.report.report_file import job_to_dict
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
@@ -15,6 +16,16 @@ from tests.planning import CLUSTER_NODE, planned
 
 PHASES = {"start": 0.02, "data": 0.1, "forward": 0.2, "backward": 0.4, "checkpoint": 0.03, "communication": 0.1}
 """Shares of an instance's time; the rest is spent outside."""
+
+NETWORK = Slowness(
+    instance=None,
+    phase="communication",
+    delay_seconds=0.048,
+    share=0.39,
+    since_seconds=5.0,
+    since_step=120,
+    hosts=("n1", "n2"),
+)
 
 
 def measured_end(num_instances: int, seconds: float, began_seconds: float = 0.0, *, names: int = 2) -> JobEnd:
@@ -46,10 +57,12 @@ def measured_end(num_instances: int, seconds: float, began_seconds: float = 0.0,
 
 
 def measured_job(num_instances: int, seconds: float, **last_lines: str) -> dict[str, Any]:
-    """The report of a job of one attempt, one of whose instances is slow in data."""
+    """The report of a job of one attempt on a slow network."""
     end = replace(
         measured_end(num_instances, seconds),
         last_lines={index: [*last_lines.values()] for index in range(num_instances)},
+        slowdowns=[NETWORK],
+        warnings=["the memory grows"],
     )
     hosts = parse_hosts("localhost" if num_instances < 16 else f"node[0-{num_instances // 8 - 1}]")
     plan = planned(CLUSTER_NODE, num_instances=num_instances, hosts=hosts)

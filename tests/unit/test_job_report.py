@@ -56,6 +56,7 @@ def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
     assert "only because of that: instance 0" in text
     assert "last words | ValueError: \\x1b[2J\\x00" in text
     assert "slow instance 1 is slow in data since step 120: +48 ms a step (39%): its loader worker" in text
+    assert "warning memory" in text
     assert "0 localhost 0-1 exit code 0 2.2 120 2.9 KiB" in text
     assert "phase 0\n" in text
     assert "data 25%\nwaiting 75%" in text

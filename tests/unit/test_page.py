@@ -62,6 +62,7 @@ def test_the_page_says_what_ran_and_how_fast() -> None:
             "last lines of instance 3",
         ),
         *("epoch 1\nepoch 2", "localhost", "35,560"),
+        *("the network is slow in communication since step 120: +48 ms a step (39%)", "the memory grows"),
     ):
         assert words in text, words
     assert "not measured" not in text
@@ -104,15 +105,14 @@ HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\0
 
 
 def test_hostile_text_stays_text() -> None:
-    """In what is printed, in names of numbers, in the program and in a reason."""
+    """In what is printed, in names of numbers, in the program, in a slowdown and in a warning."""
     job = measured_job(4, 60.0, line=HOSTILE)
     job["plan"] = {**job["plan"], "program": ["python", HOSTILE]}
     job["error"] = job["job_id"] = job["provenance"] = HOSTILE
     job["provenance"] = {"torch": HOSTILE, "revision": HOSTILE}
     attempt = job["attempts"][0]
     attempt["printed"] = [HOSTILE]
-    slow = {"instance": 1, "phase": HOSTILE, "delay_seconds": 1, "share": 0.5, "since_seconds": 1}
-    attempt["slowdowns"] = [{**slow, "until_seconds": None, "reasons": [HOSTILE]}]
+    attempt["slowdowns"], attempt["warnings"] = [{"text": HOSTILE}], [HOSTILE]
     for instance in attempt["instances"]:
         instance["problem"] = instance["host"] = HOSTILE
         instance["curves"][f"numbers/{HOSTILE}"] = instance["curves"].pop("numbers/loss")

@@ -136,6 +136,7 @@ JOB = {
             "warnings": ["memory"],
             "slowdowns": [
                 {
+                    "text": "instance 1 is slow in data since step 20: +100 ms a step (50%): its disk",
                     "instance": 1,
                     "phase": "data",
                     "delay_seconds": 0.1,

@@ -414,7 +414,7 @@ class Attempt:
 
     def end(self, *, is_over: bool) -> JobEnd:
         """The end of the attempt, or how it stands."""
-        record, signals = self._record, self._signals
+        record, signals, watch = self._record, self._signals, self._record.performance
         return JobEnd(
             statuses=record.statuses,
             num_interrupts=signals.num_interrupts,
@@ -434,9 +434,9 @@ class Attempt:
             interrupted=self._streams.interrupted,
             evidence=record.evidence,
             verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
-            warnings=tuple(self._memory_warnings.values()),
-            slowdowns=record.performance.all_slowdowns if record.performance else (),
-            waiting_seconds=record.performance.waiting_seconds if record.performance else {},
+            warnings=(*self._memory_warnings.values(), *(watch.describe_pauses() if watch else ())),
+            slowdowns=watch.all_slowdowns if watch else (),
+            waiting_seconds=watch.waiting_seconds if watch else {},
             is_over=is_over,
             curves=record.curves,
             last_lines=self._streams.last_lines(),

@@ -437,7 +437,7 @@ class JobEnd:
     curves: "JobCurves | None" = None  # what was measured, where somebody asked for it
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # what instances printed last, as above
     verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job stopped for that
-    warnings: Sequence[str] = ()  # such as memory that grows without end
+    warnings: Sequence[str] = ()  # such as memory that grows without end, or a rank that validates alone
     slowdowns: Sequence["Slowness"] = ()  # who has kept the others waiting, by time
     waiting_seconds: Mapping[int, float] = field(default_factory=dict)  # for the slowest, by instance
     clock_rounds: Mapping[str, Sequence["Exchange"]] = field(default_factory=dict)  # with other hosts, by name

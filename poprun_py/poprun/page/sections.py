@@ -46,8 +46,8 @@ def render_sections(job: Json) -> Iterator[str]:
         attempts = job["attempts"]
         began = offsets(attempts)
         yield _section("Where the time went", *_time(time))
-        if slowdowns := _slowdowns(attempts, began):
-            yield _section("Slowdowns", slowdowns)
+        if remarks := _remarks(attempts):
+            yield _section("Slowdowns and warnings", remarks)
         if charts := charts_of(attempts, began):
             drawn = render_charts(charts, time.elapsed_seconds, began[1:])
             yield _section("Over time", element("div", drawn, class_="charts"))
@@ -185,23 +185,13 @@ def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
     return element("div", *(parts or [" "]), class_="parts", role="img", aria_label=f"{name}: {told}")
 
 
-def _slowdowns(attempts: Sequence[Json], began: Sequence[float]) -> str:
-    rows = []
-    for offset, attempt in zip(began, attempts, strict=True):
-        for slow in attempt.get("slowdowns", ()):
-            until = slow["until_seconds"]
-            end = "the end" if until is None else describe_duration(offset + until)
-            rows.append(
-                element(
-                    "li",
-                    element("b", escaped(f"instance {slow['instance']} in {slow['phase']}")),
-                    escaped(
-                        f" +{slow['delay_seconds'] * 1000:,.0f} ms a step ({slow['share']:.0%}), from "
-                        f"{describe_duration(offset + slow['since_seconds'])} to {end}"
-                    ),
-                    element("p", escaped("; ".join(slow["reasons"])), class_="faint") if slow["reasons"] else "",
-                )
-            )
+def _remarks(attempts: Sequence[Json]) -> str:
+    """Who was slow, and what the user was warned of, by attempt."""
+    rows = [
+        element("li", escaped(f"attempt {number}: {words}" if len(attempts) > 1 else words))
+        for number, attempt in enumerate(attempts)
+        for words in (*(slow["text"] for slow in attempt["slowdowns"]), *attempt["warnings"])
+    ]
     return element("ul", *rows, class_="entries") if rows else ""
 
 

@@ -100,6 +100,7 @@ class AttemptReport:
     verdict: VerdictReport | None = None
     instances: tuple[InstanceReport, ...]
     slowdowns: tuple[Slowness, ...] = ()
+    warnings: tuple[Text, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:

@@ -76,6 +76,7 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
     failed = [it for it in attempt.instances if it.index == attempt.first_failure]
     yield from _lines("last words", [f"| {line}" for it in failed for line in it.excerpt])
     yield from _lines("slow", [visible(describe_slowness(it)) for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
+    yield from _lines("warning", list(attempt.warnings))
     if not attempt.instances:
         return
     shown = _shown_instances(attempt)

@@ -18,6 +18,7 @@ from poprun.job.performance.slowness import (
     waits_for_workers,
 )
 from poprun.job.state import InstanceStatus
+from poprun.text.ranges import counted
 
 MOST_HELPERS: Final = 8
 """So many workers of a loader are asked where they stand."""
@@ -147,11 +148,14 @@ class PerformanceWatch:
 
     def summary(self) -> list[str]:
         """At most five lines about a whole attempt; none when it was balanced."""
-        lines = [describe_slowness(it) for it in self.all_slowdowns]
-        lines += [
-            f"{name_instances([instance])} alone: {phase}, {len(seconds)} times, {sum(seconds):.0f} s in all, "
-            "while the others waited"
-            for (instance, phase), seconds in self.pauses.items()
-        ]
+        lines = [*(describe_slowness(it) for it in self.all_slowdowns), *self.describe_pauses()]
         left = len(lines) - _MAX_LINES
         return lines if left <= 0 else [*lines[: _MAX_LINES - 1], f"and {left + 1} more: --report has all"]
+
+    def describe_pauses(self) -> list[str]:
+        """Which instances have saved or validated alone, a line each."""
+        return [
+            f"{name_instances([instance])} alone: {phase}, {counted(len(seconds), 'time')}, "
+            f"{sum(seconds):.0f} s in all, while the others waited"
+            for (instance, phase), seconds in self.pauses.items()
+        ]

@@ -12,6 +12,7 @@ from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
 from poprun.job.performance.phase_times import split_time
+from poprun.job.performance.slowness import Slowness, describe_slowness
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.report.printed_report import render_end
@@ -80,15 +81,18 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "printed": render_end(end, plan) if end.is_over else [],
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
         "warnings": list(end.warnings),
-        "slowdowns": [
-            {**asdict(it), "reasons": list(it.reasons), "hosts": list(it.hosts)} for it in end.slowdowns
-        ],
+        "slowdowns": [_slowdown_to_dict(it) for it in end.slowdowns],
         "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(recent_fits(end.clock_rounds).items())},
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
         ],
         "curves": folds_to_dict(end.curves.instances) if end.curves and len(end.statuses) > MAX_FOLDED else {},
     }
+
+
+def _slowdown_to_dict(slowdown: Slowness) -> dict[str, object]:
+    values = {**asdict(slowdown), "reasons": list(slowdown.reasons), "hosts": list(slowdown.hosts)}
+    return {"text": describe_slowness(slowdown), **values}
 
 
 def _verdict_to_dict(verdict: Verdict) -> dict[str, object]:
