@@ -110,7 +110,7 @@ running for 1:02:03 · attempt 1 · 3 instances · 6 replicas · 9.0 GiB
 
 
 def test_who_is_slow_stands_below_the_title() -> None:
-    """In one line, with the reason, as far as there is room; on a low screen an instance makes way."""
+    """In at most two lines, with the reason; on a low screen an instance makes way."""
     slow = Slowness(
         instance=1,
         phase="data",
@@ -129,7 +129,9 @@ def test_who_is_slow_stands_below_the_title() -> None:
 
     assert balanced.slow == ""
     assert lines[2] == "instance 1 is slow in data since step 120: +48 ms a step (39%): at \\x1b[1mtrain.py:7"
-    assert len(drawn(replace(JOB, slow="x"), [Rate()] * 3, height=10).splitlines()) <= 10
+    assert drawn(view, [Rate()] * 2, width=80).splitlines()[3].endswith("train.py:7")
+    for slow_words in ("x", "word " * 99):
+        assert len(drawn(replace(JOB, slow=slow_words), [Rate()] * 3, height=10).splitlines()) <= 10
 
 
 def test_what_programs_write_moves_no_cursor() -> None:

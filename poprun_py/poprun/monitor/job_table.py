@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -16,6 +17,7 @@ from poprun.text.ranges import describe_bytes
 from poprun.text.screen import visible
 
 _LINES_AROUND: Final = 7
+_LINES_OF_SLOW: Final = 2
 _SECONDS_PER_MINUTE: Final = 60
 _INSTANCE: Final = "instance"
 _HOST: Final = "host"
@@ -68,7 +70,8 @@ def _steps(view: InstanceView) -> int:
 
 def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
     """The job in at most ``height`` lines of ``width``: a title, and a row for each instance that fits."""
-    slow = [Text(fit(visible(job.slow), width), style="yellow")] if job.slow else []
+    words = wrap(visible(job.slow), width, max_lines=_LINES_OF_SLOW, placeholder=" …")
+    slow = [Text(fit(line, width), style="yellow") for line in words]
     shown = _most_telling(job, max(1, height - _LINES_AROUND - len(slow)))
     places = [job.parallelism.place_of(index) for index in shown]
     rows = [_cells(job.instances[index], speeds[index], place) for index, place in zip(shown, places, strict=True)]
