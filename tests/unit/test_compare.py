@@ -170,8 +170,9 @@ def test_what_has_no_steps_is_not_judged() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     """It prints what differs first; with ``--fail-on-worse`` what is worse exits with 1."""
-    files = {name: tmp_path / f"{name}.json" for name in ("usual", "slow", "other", "never")}
-    made = {"usual": job([100.0] * 20), "slow": job([80.0] * 20), "other": job([100.0] * 20)}
+    files = {name: tmp_path / f"{name}.json" for name in ("usual", "slow", "short", "other", "never")}
+    made = {name: job([100.0] * 20) for name in ("usual", "other")}
+    made |= {"slow": job([80.0] * 20), "short": job([100.0] * 3)}
     made["other"]["plan"]["program"] = ["/bin/other"]
     made["never"] = {**JOB, "attempts": [], "error": "no MPI"}
     for name, file in files.items():
@@ -187,5 +188,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert run("usual", "slow", "--fail-on-worse")[0] == 1
     assert run("usual", "usual", "--fail-on-worse") == run("usual", "usual")
     assert run("usual", "usual")[1].startswith("no difference\n")
+    assert run("usual", "short")[1].splitlines()[0] == "the whole run: not known"
     assert "two different programs: /bin/train --epochs 3 and /bin/other" in run("usual", "other")[1]
     assert "the job of the second report never ran: no MPI" in run("usual", "never")[1]

@@ -13,7 +13,7 @@ from popdist.errors import name_instances
 from poprun.job.performance.slowness import describe_slowness
 from poprun.job.verdict import describe_verdict
 from poprun.render.table import terminal_text
-from poprun.reports.compare import Comparison, Difference
+from poprun.reports.compare import Change, Comparison, Difference
 from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport
 from poprun.text.ranges import counted, describe_bytes, fold_hosts
 from poprun.text.screen import visible
@@ -32,7 +32,7 @@ def render_report(job: JobReport, *, width: int, has_color: bool) -> str:
 
 def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
     """The comparison: in the first line what differs, then all figures, and where differences come from."""
-    told = [f"{it.figure}: {_change(it)}" for it in found.differences if it.is_known]
+    told = [f"{it.figure}: {_change(it)}" for it in found.differences if it.change is not Change.NONE]
     rows = [
         {
             "figure": it.figure,
