@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +136,25 @@ def test_what_is_looked_at_is_added_up_on_the_page(page: int, monkeypatch: pytes
     }
     assert PhaseCounters.read(seen[: COUNTED_BYTES - 1]) is None
     assert PhaseCounters.read(bytes(PAGE_BYTES)) is None
+
+
+def test_who_wants_a_core_does_not_wait(page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass that uses no processor is a wait only where its thread sleeps."""
+    main = threading.get_ident()
+    monkeypatch.setattr(sys, "_current_frames", lambda: {main: stack(MINE, BACKWARD)})
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 0.0)
+    for state, waits in (("R", False), ("S", True)):
+        file = tmp_path / state
+        file.write_text(f"7 (python) {state} 1")
+        sampler = PhaseSampler(page, main)
+        os.close(sampler.process)
+        sampler.process = os.open(file, os.O_RDONLY)
+        sampler.inspect()
+        os.close(sampler.process)
+        counters = PhaseCounters.read(os.pread(page, PAGE_BYTES, 0))
+
+        assert counters is not None
+        assert (counters.idle_backward_seconds > 0.0) == waits
 
 
 def test_popdists_collectives_leave_their_moments_and_its_loaders_their_samples() -> None:

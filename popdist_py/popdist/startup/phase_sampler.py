@@ -182,11 +182,13 @@ class PhaseSampler:
         seconds, self._at_seconds = now_seconds - self._at_seconds, now_seconds
         is_idle = used_seconds - self._used_seconds < _IDLE_SHARE * seconds
         self._used_seconds = used_seconds
+        state = os.pread(self.process, 64, 0) if is_idle else b""
+        is_idle &= b") R " not in state  # a thread that wants a core does not wait for others
         self._has_begun |= phase in (DATA, FORWARD, BACKWARD, OPTIMIZER)
         self._seconds[phase if self._has_begun else START] += seconds
         if phase == BACKWARD and is_idle and is_inside:
             self._idle_seconds += seconds
-        if is_idle and b") D " in os.pread(self.process, 64, 0):
+        if b") D " in state:
             self._disk_seconds += seconds
         if phase == DATA and is_idle and waits_for_workers:
             self._worker_seconds += seconds
