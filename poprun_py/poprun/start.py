@@ -195,7 +195,7 @@ def run_job(
         while identity is not None:
             on_look = outcome.note_progress if plan.has_curves else None
             ends.append(_run_attempt(plan, environ, identity, signals, verbosity, on_look))
-            _collect_trace(plan, identity, ends[-1])
+            _collect_trace(plan, identity, ends[-1], signals)
             identity = _next_attempt(plan, identity, ends, signals, leased)
         _log_summary(ends, plan)
         return exit_code(ends[-1])
@@ -224,14 +224,19 @@ def _run_attempt(
             forget_key(plan, identity.network)
 
 
-def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd) -> None:
-    """Merge what the programs of an attempt have recorded, and say where it is."""
+def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
+    """Merge what the programs of an attempt have recorded, and say where it is; a further signal ends this."""
     if plan.trace.folder is None:
         return
     from poprun.trace.collection import collect_trace  # noqa: PLC0415 - as above
 
     rounds = end.clock_rounds if end.has_started else None
-    for line in collect_trace(plan, identity.job_id, identity.restart_count, rounds):
+    before = signals.num_interrupts, signals.is_terminated
+
+    def is_stopped() -> bool:
+        return (signals.num_interrupts, signals.is_terminated) != before
+
+    for line in collect_trace(plan, identity.job_id, identity.restart_count, rounds, is_stopped):
         screen.log(line)
 
 

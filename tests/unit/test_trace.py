@@ -221,6 +221,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert [line for line in collect_trace(plan, "job", 0, {}) if "cannot be written" in line]
 
 
+def test_a_user_who_does_not_wait_for_the_merging(tmp_path: Path) -> None:
+    """Nothing that was recorded is lost."""
+    parts = parts_of(str(tmp_path), 1)
+    record(parts, 0, [[0]], 0, Clock(0))
+    plan = planned(num_instances=1, trace=TraceSettings(folder=str(tmp_path)))
+    first, second = collect_trace(plan, "job", 0, {}, lambda: True)
+
+    assert first.endswith(f"cannot be written to {tmp_path}: it was interrupted")
+    assert second == f"  what was recorded is in {parts}"
+    assert not Path(tmp_path, TRACE_FILE).exists()
+    assert Path(parts, "instance-0.json").exists()
+
+
 @pytest.mark.parametrize(
     ("asked", "text"),
     [

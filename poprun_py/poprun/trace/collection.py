@@ -3,6 +3,7 @@
 Left out is a program that was killed, whose recording is damaged, or whose clock was never compared.
 """
 
+import errno
 import gzip
 import json
 import os
@@ -19,6 +20,7 @@ from poprun.messages.clock import Exchange, fit_clock
 from poprun.plan.plan import LaunchPlan
 from poprun.text.atomic_file import write_whole
 from poprun.text.fields import write_record
+from poprun.text.ranges import describe_bytes
 from poprun.trace.document import instance_events, joint_events, lanes_of, write_document
 from poprun.trace.joint_calls import find_joint_calls, with_ends
 from poprun.trace.recorded import About, CollectiveCall, Recorded, on_clock, read_about, read_events, read_workers
@@ -38,6 +40,7 @@ _METHOD: Final = "the closest of several answers of the agent, before and after;
 _COMPRESSION: Final = 5
 _MOST_WARNINGS: Final = 4
 _SECOND: Final = 1_000_000_000
+_MUCH_BYTES: Final = 200 * 10**6  # which takes ten seconds or so to merge
 _NUM_BEFORE: Final = 3
 _UNKNOWN_DRIFT: Final = 1e-4  # more than the clocks of computers differ in speed
 
@@ -62,21 +65,31 @@ def prepare_folder(plan: LaunchPlan, job_id: str, restart_count: int) -> None:
         raise UsageError(f"--trace {plan.trace.folder} cannot be written: {error.strerror}") from None
 
 
-def collect_trace(plan: LaunchPlan, job_id: str, restart_count: int, rounds: Rounds | None) -> Iterator[str]:
+def collect_trace(
+    plan: LaunchPlan,
+    job_id: str,
+    restart_count: int,
+    rounds: Rounds | None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[str]:
     """Merge what an attempt has recorded; yields what the user is to know of it, in lines.
 
     ``rounds`` are the exchanges with the clocks of other hosts; None for an attempt that started no program.
+    ``is_stopped`` says whether the user wants no more of it.
     """
     parts = plan.trace_parts(job_id, restart_count)
     folder = os.path.dirname(parts)
     if rounds is None:
         shutil.rmtree(parts, ignore_errors=True)
         return
-    merging = Merging(plan, parts, rounds)
+    merging = Merging(plan, parts, rounds, is_stopped)
     try:
+        if (num_bytes := _size_of(parts)) >= _MUCH_BYTES:
+            yield f"merges {describe_bytes(num_bytes)} of traces; Ctrl-C ends that"
         table = merging.write(folder)
     except OSError as error:
         yield f"warning: the trace cannot be written to {folder}: {error.strerror}"
+        yield f"  what was recorded is in {parts}"
         return
     if not merging.is_damaged:
         shutil.rmtree(parts, ignore_errors=True)
@@ -86,6 +99,11 @@ def collect_trace(plan: LaunchPlan, job_id: str, restart_count: int, rounds: Rou
         who = name_instances([it.index for it in table.instances])
         yield f"trace of {who}: {os.path.join(folder, TRACE_FILE)}"
         yield f"  open it at ui.perfetto.dev; in short: poprun-report trace {folder}"
+
+
+def _size_of(folder: str) -> int:
+    with os.scandir(folder) as entries:
+        return sum(entry.stat().st_size for entry in entries)
 
 
 def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock | None:
@@ -114,9 +132,10 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
 class Merging:
     """The recordings of an attempt on their way into one file."""
 
-    def __init__(self, plan: LaunchPlan, parts: str, rounds: Rounds) -> None:
+    def __init__(self, plan: LaunchPlan, parts: str, rounds: Rounds, is_stopped: Callable[[], bool]) -> None:
         self._plan = plan
         self._parts = parts
+        self._is_stopped = is_stopped
         self.problems: dict[str, list[int]] = defaultdict(list)  # instances by what is wrong with their recordings
         self.is_damaged = False  # whether one of them cannot be read
         self._abouts: dict[int, About] = {}
@@ -209,7 +228,10 @@ class Merging:
             self._add_times(index, recorded, calls)
             lanes[index] = {call.key: lane for lane, call in lanes_of(calls)}
             text = f"instance {index} ({self._plan.instance(index).host}, process {about.pid})"
-            yield from instance_events(index, text, recorded, thread, calls, origin_ns)
+            for event in instance_events(index, text, recorded, thread, calls, origin_ns):
+                if self._is_stopped():
+                    raise InterruptedError(errno.EINTR, "it was interrupted")
+                yield event
         yield from joint_events(self._joint, lanes, origin_ns)
 
     def _read_recorded(self, index: int, about: About) -> Recorded:
