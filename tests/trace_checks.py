@@ -23,6 +23,8 @@ def _unnamed(events: Sequence[Event], slices: Mapping[Row, object]) -> Iterator[
     given = [(it["name"], it["pid"], it.get("tid")) for it in events if it["ph"] == "M"]
     if len(set(given)) < len(given):
         yield "a name or a place is given twice"
+    if any(process == 0 for process, _ in slices):
+        yield "a process has number 0, which Perfetto takes for the kernel's"
     rows = {(name, *row) for row in slices for name in ("thread_name", "thread_sort_index")}
     processes = {(name, pid, None) for pid, _ in slices for name in ("process_name", "process_sort_index")}
     yield from (f"there is no {missing}" for missing in (rows | processes) - set(given))

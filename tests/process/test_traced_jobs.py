@@ -81,9 +81,9 @@ def test_a_job_and_who_was_late(browser: Browser, tmp_path: Path) -> None:
     rows = Counter(it["args"]["name"].split(" ")[0] for it in events if it["name"] == "thread_name")
     assert {"phases", "collectives", "main"} <= set(rows)
     arrows = [it for it in events if it.get("cat") == "collective" and it["ph"] in "sf"]
-    assert (len(arrows), {it["pid"] for it in arrows if it["ph"] == "f"}) == (8, {1})
+    assert (len(arrows), {it["pid"] for it in arrows if it["ph"] == "f"}) == (8, {2})
     steps = Counter(it["pid"] for it in events if it["name"].startswith("Optimizer.step"))
-    assert steps == {0: 4, 1: 4}
+    assert steps == {1: 4, 2: 4}
     early, late = table.instances
     assert (table.num_steps, table.num_collectives, late.num_last) == (4, 4, 4)
     assert early.waiting_for_others_seconds > 0.4
@@ -112,7 +112,7 @@ def test_programs_that_cannot_be_traced(poprun: Poprun, tmp_path: Path) -> None:
         assert f"trace of {text}" in finished.err
     document, _ = read(str(tmp_path / "trace"))
     assert faults(document) == []
-    assert {it["pid"] for it in document["traceEvents"]} == {1}  # until it began to profile itself
+    assert {it["pid"] for it in document["traceEvents"]} == {2}  # until it began to profile itself
 
 
 def test_what_programs_for_popvision_do(poprun: Poprun, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def clock_errors(document: Mapping[str, Any]) -> dict[int, list[float]]:
     told: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in document["traceEvents"]:
         if event["name"].startswith(("truth ", "until ")):
-            told[event["pid"]].append(event)
+            told[event["pid"] - 1].append(event)
     return {instance: _errors(sorted(own, key=lambda it: it["ts"]), zero_ns) for instance, own in told.items()}
 
 

@@ -20,7 +20,8 @@ from poprun.messages.clock import Exchange
 from poprun.plan.request import TraceSettings
 from poprun.trace.collection import TRACE_FILE, clock_of, collect_trace, prepare_folder
 from poprun.trace.document import lanes_of
-from poprun.trace.recorded import About, CollectiveCall
+from poprun.trace.joint_calls import find_joint_calls
+from poprun.trace.recorded import About, CollectiveCall, read_about
 from poprun.trace.time_table import TABLE_FILE, TraceTable, gains, minus, read_table, render_table, union
 from tests.planning import planned
 from tests.trace_checks import faults
@@ -83,7 +84,7 @@ def record(parts: str, index: int, steps: list[list[int]], data_ns: int, clock: 
         "ended_ns": clock.at(now),
         "exchanges": [clock.exchange(BEGAN_NS - MS), clock.exchange(now + MS)],
         "calls": calls,
-        "waits": [[number, "step", clock.at(now - 100 + number), clock.at(now)] for number in (1, 2)],
+        "waits": [[[], number, "step", clock.at(now - 100 + number), clock.at(now)] for number in (1, 2)],
     }
     Path(parts, f"instance-{index}.json").write_text(json.dumps(trace), encoding="utf-8")
     Path(parts, f"instance-{index}.about").write_text(json.dumps(about), encoding="utf-8")
@@ -146,7 +147,7 @@ def test_the_table_says_what_was_injected(job: tuple[list[list[int]], list[int],
     lasts = [step.index(max(step)) for step in steps]
     if number > 1 and all(max(step) - sorted(step)[-2] > MS for step in steps):
         reduced = [it for it in document["traceEvents"] if it["name"] == "gloo:all_reduce" and it["ph"] == "f"]
-        assert sorted(it["pid"] for it in reduced) == sorted(lasts)
+        assert sorted(it["pid"] - 1 for it in reduced) == sorted(lasts)
     assert render_table(table, width=100, has_color=False).count("\n") > 10
     assert sum(gains(table).values()) <= 1.0
 
@@ -163,7 +164,7 @@ def test_phases_and_rows_of_a_trace(tmp_path: Path) -> None:
     assert list(names.values())[:6] == [
         *("phases", "collectives", "collectives 2", "main thread", "loader worker 9", "thread 8")
     ]
-    phases = [it["name"] for it in events if it["ph"] == "X" and names[it["tid"]] == "phases" and it["pid"] == 1]
+    phases = [it["name"] for it in events if it["ph"] == "X" and names[it["tid"]] == "phases" and it["pid"] == 2]
     assert phases == ["data", "forward", "backward", "optimizer"]
     titles = [it["args"]["name"] for it in events if it["name"] == "process_name"]
     assert titles == ["instance 0 (localhost, process 5)", "instance 1 (localhost, process 5)"]
@@ -274,6 +275,20 @@ def test_clocks_of_other_hosts_count_with_their_uncertainty() -> None:
     assert clock.offset_seconds == pytest.approx(4.0)
     assert 5e-4 < clock.uncertainty_seconds < 2e-3
     assert clock_of(about, []) is None
+
+
+def test_groups_of_popdists_are_told_apart() -> None:
+    """Two that do the same at the same time, and all instances, who follow."""
+    about = {"pid": 1, "num_steps": 1, "problem": "", "thread": 1, "first_step": 0, "begun_ns": 0, "ended_ns": 9}
+    calls = {}
+    for index, members in enumerate(([0, 2], [1, 3], [0, 2], [1, 3])):
+        waits = [[members, 1, "step", index, 9], [[], 2, "barrier", index, 9]]
+        text = json.dumps({**about, "exchanges": [], "calls": [], "waits": waits})
+        calls[index] = read_about(text).calls
+    joint = find_joint_calls(calls)
+
+    assert [sorted(it.arrivals_ns) for it in joint.values()] == [[0, 2], [0, 1, 2, 3], [1, 3]]
+    assert [it.last for it in joint.values()] == [2, 3, 3]
 
 
 def test_a_damaged_table_is_refused() -> None:

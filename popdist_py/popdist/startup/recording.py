@@ -206,7 +206,8 @@ class Recording:
         if self._is_own_thread():
             self._close()
         elif not self._is_over:
-            self._give_up(f"it ended after {self._num_steps} optimizer steps")
+            begin = f"after step {self._first}" if self._first else "with the first call of a torch module"
+            self._give_up(f"it ended after {self._num_steps} optimizer steps, and the window begins {begin}")
 
     def go_on_in_child(self) -> None:
         """Record nothing in a forked child; in a worker of a DataLoader, what it loads."""
@@ -312,7 +313,7 @@ class Waits:
 
     def __init__(self) -> None:
         self._page: Any = None
-        self._waits: list[list[Any]] = []  # number, text, begin and end
+        self._waits: list[list[Any]] = []  # members (none for all), number, text, begin and end
 
     def begin(self) -> None:
         """Record from now on, if the program uses popdist."""
@@ -324,7 +325,7 @@ class Waits:
 
         def begin_recorded(text: str, members: Any = ()) -> None:  # noqa: ANN401 - a sequence, as there
             wait(text, members)
-            self._waits.append([page.read().num_waits, text, time.time_ns(), 0])
+            self._waits.append([list(members), page.read().num_waits, text, time.time_ns(), 0])
 
         def end_recorded() -> None:
             end_wait()

@@ -33,17 +33,22 @@ class InstanceRows:
 
     def place(self, row: str) -> dict[str, int]:
         """The process and thread of a row."""
-        return {"pid": self._index, "tid": self._numbers[row]}
+        return {"pid": _process(self._index), "tid": self._numbers[row]}
 
     def describe(self, text: str) -> Iterator[dict[str, object]]:
         """The events that name and order the process, which is called ``text``, and its rows."""
         values = ("process_name", {"name": text}), ("process_sort_index", {"sort_index": self._index})
         for name, arguments in values:
-            yield {"ph": "M", "pid": self._index, "name": name, "args": arguments}
+            yield {"ph": "M", "pid": _process(self._index), "name": name, "args": arguments}
         for row, name in self.names.items():
             place = self.place(row)
             yield {"ph": "M", **place, "name": "thread_name", "args": {"name": name}}
             yield {"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": place["tid"]}}
+
+
+def _process(index: int) -> int:
+    """The number of an instance's process: Perfetto takes number 0 for the kernel's idle process."""
+    return 1 + index
 
 
 def _number(index: int, place: int) -> int:
@@ -77,7 +82,7 @@ def joint_events(
         if len(came) < _A_PAIR:
             continue
         for kind, (at_ns, instance) in (("s", came[0]), ("f", came[-1])):
-            place = {"pid": instance, "tid": _number(instance, 1 + lanes[instance][key])}
+            place = {"pid": _process(instance), "tid": _number(instance, 1 + lanes[instance][key])}
             moment = {"ts": _microseconds(at_ns - origin_ns), **({"bp": "e"} if kind == "f" else {})}
             yield {"ph": kind, "id": number + 1, "cat": "collective", "name": joint.name, **place, **moment}
 
@@ -101,7 +106,9 @@ def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[CollectiveCa
     """The phases of a loop, by what its main thread and autograd's threads do; what is alike is joined."""
     made: list[Slice] = []
     waits = [
-        Slice(thread, it.name, "wait", it.begin_ns, it.end_ns, {}) for it in calls if it.group == POPDIST_GROUP
+        Slice(thread, it.name, "wait", it.begin_ns, it.end_ns, {})
+        for it in calls
+        if it.group.startswith(POPDIST_GROUP)
     ]
     for one in sorted((*_outermost(slices, thread), *waits), key=lambda it: it.begin_ns):
         phase = _phase(one)

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from poprun.messages.clock import Exchange
+from poprun.text.ranges import fold_numbers
 
 DATA_NAME: Final = "enumerate(DataLoader)"
 """How torch names the time in which a loop waits for its DataLoader."""
 
 COLLECTIVE_NAME: Final = "c10d::"
 POPDIST_GROUP: Final = "popdist"
+"""How the names of popdist's own groups begin; the members follow if they are not all instances."""
+
 GPU_ANNOTATION: Final = "gpu_user_annotation"
 GPU_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", GPU_ANNOTATION)
 _KEPT_ARGUMENTS: Final = ("stream", "device", "bytes")
@@ -94,8 +97,8 @@ def read_about(text: str) -> About:
             for group, number, name, at in values["calls"]
         ]
         waits = [
-            CollectiveCall(POPDIST_GROUP, int(number), str(name), int(begin), int(end))
-            for number, name, begin, end in values["waits"]
+            CollectiveCall(_popdist_group(members), int(number), str(name), int(begin), int(end))
+            for members, number, name, begin, end in values["waits"]
         ]
         return replace(
             about,
@@ -108,6 +111,10 @@ def read_about(text: str) -> About:
         )
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"it is damaged: {error}") from None
+
+
+def _popdist_group(members: Sequence[int]) -> str:
+    return f"{POPDIST_GROUP} {fold_numbers(members)}" if members else POPDIST_GROUP
 
 
 def read_events(text: str, thread: int) -> Recorded:
