@@ -107,6 +107,14 @@ def _leaves_nothing(_leaves_environment: None, monkeypatch: pytest.MonkeyPatch) 
     assert leftovers.abandoned_files(files) == []
 
 
+@pytest.fixture(autouse=True)
+def _leaves_job(_leaves_nothing: None) -> Iterator[None]:
+    """The job that a test, or a model of it, has joined ends with it: the next one is to read its environment."""
+    yield
+    if "popdist.context" in sys.modules:
+        sys.modules["popdist.context"].finalize()
+
+
 @pytest.fixture
 def limited_memory() -> Iterator[Callable[[int], ControlGroup]]:
     """Makes a control group in which commands have so many bytes of memory; skips where there is none."""

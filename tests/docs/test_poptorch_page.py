@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import popdist
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
 
@@ -18,7 +17,6 @@ PAGE = ROOT / "docs" / "poptorch.md"
 def _as_it_was() -> Iterator[None]:
     with torch.random.fork_rng():
         yield
-    popdist.finalize()
 
 
 def test_the_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:

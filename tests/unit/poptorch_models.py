@@ -1,21 +1,11 @@
 """Models that tests of poptorch train, and what they ask of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-import popdist
-
-
-@pytest.fixture(autouse=True)
-def job_of_one() -> Iterator[None]:
-    """Each test of a file that imports this has a job of its own."""
-    yield
-    popdist.finalize()
 
 
 class Net(nn.Module):

@@ -1,6 +1,6 @@
 """What a call cannot use is told in popdist's own words: what was given, and what was expected."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ DATASET = TensorDataset(torch.ones(20, 4))
 
 
 @pytest.fixture(autouse=True)
-def _job_of_one() -> Iterator[None]:
+def _job_of_one() -> None:
     popdist.init()
-    yield
-    popdist.finalize()
 
 
 def model(**options: Any) -> popdist.ReplicatedModel:  # noqa: ANN401 - the model's own

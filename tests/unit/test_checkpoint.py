@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ from popdist.checkpoint import load_latest, manifest, save
 
 
 @pytest.fixture(autouse=True)
-def _job_of_one() -> Iterator[None]:
+def _job_of_one() -> None:
     popdist.init()
-    yield
-    popdist.finalize()
 
 
 def make(width: int = 4, seed: int = 0) -> tuple[popdist.ReplicatedModel, torch.optim.Optimizer]:

@@ -15,9 +15,7 @@ from torch.nn import functional
 
 import poptorch
 from poptorch.executor.saved_models import read
-from tests.unit.poptorch_models import Affine, Forward, Net, job_of_one, random_batch, states_are_equal
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Affine, Forward, Net, random_batch, states_are_equal
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

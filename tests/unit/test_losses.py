@@ -13,9 +13,7 @@ import torch
 from torch.nn import functional
 
 import poptorch
-from tests.unit.poptorch_models import Affine, Forward, job_of_one, random_batch
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Affine, Forward, random_batch
 
 WRONG: Any = "max"
 

@@ -4,7 +4,6 @@ Holds popdist.metrics.mean.
 """
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -19,11 +18,9 @@ import popdist
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _job_of_one() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _job_of_one() -> None:
     popdist.init()
-    yield
-    popdist.finalize()
 
 
 @given(st.lists(NUMBERS, min_size=1), st.integers(1, 2**60) | st.floats(1e-300, 1e300))

@@ -6,9 +6,7 @@ from torch import Tensor, nn
 
 import poptorch
 from poptorch.executor.module_tensors import ModuleTensors
-from tests.unit.poptorch_models import Forward, job_of_one
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Forward
 
 
 def _assign(m: Forward, x: Tensor) -> Tensor:

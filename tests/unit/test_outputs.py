@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import poptorch
-from tests.unit.poptorch_models import Affine, Forward, job_of_one, random_batch
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Affine, Forward, random_batch
 
 
 def test_results_do_not_change_with_the_model() -> None:

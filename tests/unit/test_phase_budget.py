@@ -4,7 +4,6 @@ Holds popdist.parallel.measures.phase_budget.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,11 +18,9 @@ from popdist.parallel import PhasedOptimizer, phased
 from popdist.parallel.measures.phase_budget import limit_of
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _job_of_one() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _job_of_one() -> None:
     popdist.init()
-    yield
-    popdist.finalize()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import poptorch
-from tests.unit.poptorch_models import Affine, Net, job_of_one, random_batch
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Affine, Net, random_batch
 
 
 def test_an_unknown_option_of_popart_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import io
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import popdist
 import poptorch
 from poptorch._logging import logger
 from poptorch.blocks import (
@@ -36,12 +35,6 @@ from poptorch.blocks.report import IPU_MEMORY_BYTES, IpuMemory
 from poptorch.executor.module_tensors import ModuleTensors
 
 AUTO = poptorch.AutoStage
-
-
-@pytest.fixture(autouse=True)
-def _job_of_one() -> Iterator[None]:
-    yield
-    popdist.finalize()
 
 
 class Layers(nn.Module):

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import poptorch
-from tests.unit.poptorch_models import Forward, job_of_one
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Forward
 
 SERIAL = poptorch.MatMulSerializationMode
 

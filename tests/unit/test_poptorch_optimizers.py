@@ -542,4 +542,3 @@ def test_the_state_stays_when_a_model_is_destroyed() -> None:
     model = poptorch.trainingModel(module, poptorch.Options().useOfflineIpuTarget(), offline)
     model.compile(batch)
     assert offline.state_dict()["ipu_state"] is None
-    popdist.finalize()

@@ -6,7 +6,6 @@ Holds popdist.training.ddp_answers.
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ import popdist
 
 
 @pytest.fixture(autouse=True)
-def _job_of_one() -> Iterator[None]:
+def _job_of_one() -> None:
     popdist.init()
-    yield
-    popdist.finalize()
 
 
 class Named(nn.Module):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -14,11 +13,9 @@ import popdist
 from popdist.gradients.stored_gradients import StoredGradient, stored_gradient, updated_gradient
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _job_of_one() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _job_of_one() -> None:
     popdist.init()
-    yield
-    popdist.finalize()
 
 
 def store(model: nn.Module, *, size: float = 1.0) -> list[Tensor]:
@@ -66,7 +63,6 @@ def test_torch_clips_and_unscales_a_stored_gradient(model: Model) -> None:
     stored = store(model, size=100.0)
     before, twin = copy.deepcopy(stored), copies_of(model, stored)
     scalers = [GradScaler("cpu", init_scale=8.0) for _ in range(2)]
-    popdist.init()
     for scaler, it in zip(scalers, (model, twin), strict=True):
         optimizer = torch.optim.SGD(it.parameters())
         scaler.scale(torch.ones((), dtype=torch.float32))
@@ -142,7 +138,6 @@ def test_a_used_gradient_says_so_whatever_reads_it(model: Model) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     for name, parameter in model.named_parameters():
         parameter.grad = updated_gradient(name, parameter)
-    popdist.init()
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones((), dtype=torch.float32))
     gradient = model.weight.grad

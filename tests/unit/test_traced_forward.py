@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import poptorch
-from tests.unit.poptorch_models import Affine, Forward, job_of_one, random_batch
-
-__all__ = ["job_of_one"]
+from tests.unit.poptorch_models import Affine, Forward, random_batch
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
