@@ -61,7 +61,9 @@ def trace(folder: str) -> None:
 
     DIR is the folder that was given to `poprun --trace DIR`.
     """
-    table = read_table(read_text(os.path.join(folder, TABLE_FILE), "the trace's table", MOST_BYTES), folder)
+    table = read_table(
+        read_text(os.path.join(folder, TABLE_FILE), "the table of poprun --trace,", MOST_BYTES), folder
+    )
     print_out(render_table(table, width=width(), has_color=has_color()))
 
 

@@ -221,8 +221,8 @@ def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
 _PARTS: Final = {
     "compute_seconds": "compute",
     "communication_seconds": "communication",
-    "waiting_for_others_seconds": "waiting for others",
-    "waiting_for_data_seconds": "waiting for data",
+    "waiting_for_others_seconds": "waiting\nfor others",
+    "waiting_for_data_seconds": "waiting\nfor data",
     "idle_seconds": "idle",
 }
 """The parts of an instance's time, and their headings."""
@@ -243,9 +243,10 @@ def gains(table: TraceTable) -> dict[str, float]:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
+        is_name = number == 0
+        made.add_column(heading, justify="left" if is_name else "right", overflow="fold", no_wrap=not is_name)
     for row in rows:
         made.add_row(*map(Text, row))
     return made
