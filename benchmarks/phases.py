@@ -18,20 +18,19 @@ outside. Processes that are compared take steps by turns. A row that fails says 
 """
 
 import argparse
-import json
 import os
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from measuring.control_group import NoControlGroupError, control_group
 from measuring.documents import put, table
-from measuring.medians import ratio
+from measuring.medians import median, ratio
 from measuring.trainings import STATE_TENSORS, FailedError, Process, Training, started
 
 MIB, GIB = 1024**2, 1024**3
@@ -44,66 +43,19 @@ WARM_STEPS = 3
 
 LEAST_ROUNDS, ROUNDS_SECONDS = 2, 40.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A ratio that was measured, and what it has to be; or why it could not be."""
-
-    what: str
-    against: str
-    least: float
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    fault: str = ""
-
-    @property
-    def cells(self) -> list[str]:
-        """It as a row of a table."""
-        if self.fault:
-            return [self.what, self.against, self.fault, "", "", f"≥ {self.least}", says(holds=False)]
-        found = ratio(self.theirs, self.ours)
-        times = f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})"
-        seconds = [f"{sorted(it)[len(it) // 2]:.3g} s" for it in (self.ours, self.theirs)]
-        return [
-            self.what,
-            self.against,
-            *seconds,
-            times,
-            f"≥ {self.least}",
-            says(holds=found.value >= self.least),
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bits:
-    """Whether a model learned the same in phases and in memory."""
-
-    training: Training
-    found: str  # "yes", or what was found
-
-    @property
-    def cells(self) -> list[str]:
-        """It as a row of a table."""
-        name, size = self.training.optimizer, self.training.weights_bytes
-        whole = (2 + STATE_TENSORS[name]) * size
-        return [name, f"{size / GIB:.2f} GiB", f"{whole / GIB:.2f} GiB", self.found]
-
-
-def says(*, holds: bool) -> str:
-    """Whether something holds."""
-    return "yes" if holds else "NO"
+Turns = Iterator[tuple[float, float]]
+"""Our seconds and theirs, of steps that were taken by turns."""
 
 
 class Measuring:
     """Makes trainings of models that are so many times larger than a limit."""
 
-    def __init__(self, folder: Path, limit_bytes: int, width: int, rounds: int, read_speed: int) -> None:
-        self._folder, self._limit_bytes, self._width, self._rounds = folder, limit_bytes, width, rounds
-        self._read_speed = read_speed
+    def __init__(self, folder: Path, limit_bytes: int, rounds: int, read_speed: int) -> None:
+        self._folder, self._limit_bytes, self._rounds, self._read_speed = folder, limit_bytes, rounds, read_speed
 
     def training(self, factor: float, tokens: int, optimizer: str = "AdamW") -> Training:
         """By phases, of a model ``factor`` times as large as the limit."""
-        one = Training(way="phases", layers=1, tokens=tokens, width=self._width, optimizer=optimizer)
+        one = Training(way="phases", layers=1, tokens=tokens, optimizer=optimizer)
         tensors = 2 + STATE_TENSORS[optimizer] if STATE_TENSORS[optimizer] else 1
         layers = -int(-factor * self._limit_bytes // (tensors * one.weights_bytes))
         return replace(one, layers=layers, memory_bytes=int(0.95 * self._limit_bytes))
@@ -121,68 +73,63 @@ class Measuring:
         ):
             yield process
 
-    def bits(self, factor: float, optimizer: str) -> Bits:
-        """Whether a model trains to the bits of the one in memory."""
+    def bits(self, factor: float, optimizer: str) -> list[str]:
+        """Whether a model trains to the bits of the one in memory: a row of a table."""
         training = self.training(factor, READING_TOKENS, optimizer)
         try:
             with self.limited(training) as process:
                 found = warmed(process).checksum()
             with started(replace(training, way="memory")) as other:
-                return Bits(training=training, found=says(holds=warmed(other).checksum() == found))
+                told = says(holds=warmed(other).checksum() == found)
         except FailedError as error:
-            return Bits(training=training, found=f"NO: {error}")
+            told = f"NO: {error}"
+        whole = (2 + STATE_TENSORS[optimizer]) * training.weights_bytes
+        return [optimizer, f"{training.weights_bytes / GIB:.2f} GiB", f"{whole / GIB:.2f} GiB", told]
 
-    def computing(self, factor: float) -> Row:
+    def computing(self, factor: float) -> Turns:
         """Steps that compute longer than they read, against the model in memory."""
         training = self.training(factor, COMPUTING_TOKENS)
-        what = f"{factor:g} times the limit, {COMPUTING_TOKENS:,} tokens a step"
+        with self.limited(training) as process, started(replace(training, way="memory")) as other:
+            warmed(process), warmed(other, 1)
+            for _ in bounded(self._rounds):
+                yield process.step().seconds, other.step().seconds
 
-        def turns() -> Iterator[tuple[float, float]]:
-            with self.limited(training) as process, started(replace(training, way="memory")) as other:
-                warmed(process), warmed(other, 1)
-                for _ in bounded(self._rounds):
-                    yield process.step().seconds, other.step().seconds
-
-        return row(what, "the model in memory", OF_MEMORY, turns)
-
-    def reading(self, factor: float) -> Row:
+    def reading(self, factor: float) -> Turns:
         """Steps that hardly compute, on a slow disk, against that disk."""
         training = self.training(factor, READING_TOKENS)
-        speed = f"{self._read_speed / 1e9:g} GB/s"
-        what = f"{factor:g} times the limit, {READING_TOKENS} tokens a step, reads of {speed}"
+        with self.limited(training, slow=True) as process, self.limited(self._folder, slow=True) as disk:
+            warmed(process)
+            for _ in bounded(self._rounds):
+                taken, (reading, writing) = process.step(), disk.speeds()
+                num_read = min(training.read_bytes, taken.read_bytes)
+                num_written = min(training.written_bytes, taken.written_bytes)
+                yield taken.seconds, num_read / reading + num_written / writing
 
-        def turns() -> Iterator[tuple[float, float]]:
-            with self.limited(training, slow=True) as process, self.limited(self._folder, slow=True) as disk:
-                warmed(process)
-                for _ in bounded(self._rounds):
-                    taken, (reading, writing) = process.step(), disk.speeds()
-                    num_read = min(training.read_bytes, taken.read_bytes)
-                    num_written = min(training.written_bytes, taken.written_bytes)
-                    yield taken.seconds, num_read / reading + num_written / writing
-
-        return row(what, "the disk's own bound", OF_DISK, turns)
-
-    def mapped(self, factor: float) -> Row:
+    def mapped(self, factor: float) -> Turns:
         """Steps that hardly compute, against mapped files."""
         training = self.training(factor, READING_TOKENS)
-
-        def turns() -> Iterator[tuple[float, float]]:
-            with self.limited(training) as process, self.limited(replace(training, way="mapped")) as other:
-                warmed(process), warmed(other, 1)
-                for _ in bounded(self._rounds):
-                    os.sync()  # what the kernel has not written yet of the mapped files
-                    yield process.step().seconds, other.step().seconds
-
-        return row(f"{factor:g} times the limit, {READING_TOKENS} tokens a step", "plain mmap", OF_MAPPED, turns)
+        with self.limited(training) as process, self.limited(replace(training, way="mapped")) as other:
+            warmed(process), warmed(other, 1)
+            for _ in bounded(self._rounds):
+                os.sync()  # what the kernel has not written yet of the mapped files
+                yield process.step().seconds, other.step().seconds
 
 
-def row(what: str, against: str, least: float, turns: Callable[[], Iterator[tuple[float, float]]]) -> Row:
-    """The row of a comparison, whose turns give our seconds and theirs."""
+def row(what: str, against: str, least: float, turns: Turns) -> list[str]:
+    """A comparison as a row of a table, with what the ratio has to be; or why it could not be measured."""
     try:
-        ours, theirs = zip(*turns(), strict=True)
+        ours, theirs = zip(*turns, strict=True)
     except (FailedError, NoControlGroupError) as error:
-        return Row(what=what, against=against, least=least, fault=str(error))
-    return Row(what=what, against=against, least=least, ours=[*ours], theirs=[*theirs])
+        return [what, against, str(error), "", "", f"≥ {least}", says(holds=False)]
+    found = ratio(theirs, ours)
+    seconds = [f"{median(it).value:.3g} s" for it in (ours, theirs)]
+    times = f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})"
+    return [what, against, *seconds, times, f"≥ {least}", says(holds=found.value >= least)]
+
+
+def says(*, holds: bool) -> str:
+    """Whether something holds."""
+    return "yes" if holds else "NO"
 
 
 def bounded(rounds: int) -> Iterator[int]:
@@ -200,25 +147,11 @@ def warmed(process: Process, num_steps: int = WARM_STEPS) -> Process:
     return process
 
 
-def described(bits: Sequence[Bits], rows: Sequence[Row], limit: str, command: str) -> str:
-    """Everything in words and tables."""
-    sizes_head = ["optimizer", "weights", "with gradients and state", "bits of the model in memory"]
-    head = ["model", "against", "a step", "theirs", "times as long", "limit", "holds"]
-    return "\n\n".join(
-        [
-            f"A control group of {limit}, {len(os.sched_getaffinity(0))} cores: `{command}`",
-            table(sizes_head, [it.cells for it in bits]),
-            table(head, [it.cells for it in rows]),
-        ]
-    )
-
-
 def main() -> None:
     """Measure, print tables, and write the files that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk that is measured (.)")
     parser.add_argument("--limit", type=int, default=512, help="MiB of memory of a training (512)")
-    parser.add_argument("--width", type=int, default=512, help="of the layers (512)")
     parser.add_argument("--rounds", type=int, default=5, help="how often those that are compared take a step (5)")
     parser.add_argument("--reads", type=int, default=500, help="MB that the slow disk reads in a second (500)")
     parser.add_argument(
@@ -227,33 +160,34 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=["bits", "computing", "reading", "mapped"], help="of the parts"
     )
-    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `phases` gets the tables")
     options = parser.parse_args()
-    measuring = Measuring(
-        options.folder, options.limit * MIB, options.width, options.rounds, options.reads * 10**6
-    )
+    measuring = Measuring(options.folder, options.limit * MIB, options.rounds, options.reads * 10**6)
     least, most = min(options.factors), max(options.factors)
-    bits: list[Bits] = []
-    rows: list[Row] = []
+    few, reads = f"{READING_TOKENS} tokens a step", f"reads of {options.reads / 1000:g} GB/s"
+    bits, rows = [], []
     try:
         with control_group(options.limit * MIB):
             pass
         if "bits" in options.only:
             bits += [measuring.bits(most, name) for name in STATE_TENSORS]
         if "computing" in options.only:
-            rows.append(measuring.computing(least))
-        if "reading" in options.only:
-            rows += [measuring.reading(factor) for factor in sorted({least, most})]
-        if "mapped" in options.only:
-            rows += [measuring.mapped(factor) for factor in options.factors]
+            what = f"{least:g} times the limit, {COMPUTING_TOKENS:,} tokens a step"
+            rows.append(row(what, "the model in memory", OF_MEMORY, measuring.computing(least)))
+        for factor in sorted({least, most}) if "reading" in options.only else ():
+            what = f"{factor:g} times the limit, {few}, {reads}"
+            rows.append(row(what, "the disk's own bound", OF_DISK, measuring.reading(factor)))
+        for factor in options.factors if "mapped" in options.only else ():
+            what = f"{factor:g} times the limit, {few}"
+            rows.append(row(what, "plain mmap", OF_MAPPED, measuring.mapped(factor)))
     except NoControlGroupError as error:
         raise SystemExit(str(error)) from None
-    text = described(bits, rows, f"{options.limit} MiB", shlex.join(["python", *sys.argv]))
+    command = shlex.join(["python", *sys.argv])
+    told = f"A control group of {options.limit} MiB, {len(os.sched_getaffinity(0))} cores: `{command}`"
+    sizes = table(["optimizer", "weights", "with gradients and state", "bits of the model in memory"], bits)
+    speeds = table(["model", "against", "a step", "theirs", "times as long", "limit", "holds"], rows)
+    text = f"{told}\n\n{sizes}\n\n{speeds}"
     print(text)
-    if options.json:
-        found = {"bits": [asdict(it) for it in bits], "rows": [asdict(it) for it in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.document:
         put(options.document, "phases", text)
 
