@@ -20,7 +20,7 @@ _WALKED: Final = 4
 _EQUALLY_FAST: Final = 1.01
 
 _FINE: Final = 16
-"""Up to so many phases each number is tried; above it two neighbours of each eighth more."""
+"""Up to so many phases each number is tried; above it two neighbours at so many places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,67 +111,32 @@ class PhasePlan:
     memory: PhaseMemory
     step: PhaseStep
 
-    @property
-    def sentence(self) -> str:
-        """What a person reads when a program starts."""
-        number, step = len(self.cuts), self.step
-        slots = self.memory.total - self.memory.activations
+    def sentence(self, beside_bytes: float) -> str:
+        """What a person reads when a program starts, which needs so much memory beside what is planned."""
+        number, step, rest = len(self.cuts), self.step, self.memory.activations
         return (
-            f"{number} phase{'s' if number > 1 else ''}: {_shown(slots)} for {min(2, number)} at once and "
-            f"{_shown(self.memory.activations)} for activations. A step is predicted to take "
+            f"{number} phase{'s' if number > 1 else ''}: {_shown(self.memory.total - rest)} for {min(2, number)} "
+            f"at once and {_shown(rest + beside_bytes)} for the rest. A step is predicted to take "
             f"{step.seconds:.3g} s: {step.computing:.3g} s computing, {step.reading:.3g} s waiting for "
             f"reads, {step.writing:.3g} s waiting for writes."
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TooLarge:
-    """No phases fit."""
-
-    budget_bytes: float  # what there is
-    memory: PhaseMemory  # of the phases that need least
-    largest_unit: int  # the unit that takes most of a slot
-    fullest_unit: int  # the unit that runs at the moment with most activations
-
-    @property
-    def needed_bytes(self) -> float:
-        """The least budget that would do."""
-        return self.memory.total
-
-    def sentence(self, names: Sequence[str]) -> str:
-        """What lacks, and what would do; ``names`` are those of the units."""
-        activations = self.memory.activations
-        return (
-            f"the smallest phases need {_shown(self.needed_bytes)} and have {_shown(self.budget_bytes)}: "
-            f"{_shown(self.needed_bytes - activations)} for two at once, of which {names[self.largest_unit]} is "
-            f"the largest layer, and {_shown(activations)} for activations while {names[self.fullest_unit]} runs, "
-            "which smaller micro batches lessen"
-        )
-
-
 def plan_phases(
     units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop = ONE_MICRO_BATCH
-) -> PhasePlan | TooLarge:
+) -> PhasePlan | PhaseMemory:
     """The fewest phases that fit into ``budget_bytes`` and take at most a hundredth longer than the fastest.
 
-    The largest phases need not be fastest: nothing is computed while the last one is written, and little while the
-    first state of the optimizer is read.
+    Where none fit, the memory of those that need least. The largest phases need not be fastest: nothing is
+    computed while the last one is written, and little while the first state of the optimizer is read.
     """
-    every = [phase_cuts(units, number, loop) for number in numbers_of_phases(len(units))]
-    needed = [memory_with(units, cuts, loop) for cuts in every]
-    fitting = [cuts for cuts, memory in zip(every, needed, strict=True) if memory.total <= budget_bytes]
-    if fitting:
-        plans = [plan_with(units, cuts, speed, loop) for cuts in fitting]
-        fastest = min(plan.step.seconds for plan in plans)
-        return next(plan for plan in plans if plan.step.seconds <= fastest * _EQUALLY_FAST)
-    sizes = [unit.slot_bytes(has_sums=loop.has_sums) for unit in units]
-    activations = _activation_bytes(units)
-    return TooLarge(
-        budget_bytes=budget_bytes,
-        memory=min(needed, key=attrgetter("total")),
-        largest_unit=sizes.index(max(sizes)),
-        fullest_unit=activations.index(max(activations)),
-    )
+    numbers = numbers_of_phases(len(units))
+    plans = [plan_with(units, phase_cuts(units, number, loop), speed, loop) for number in numbers]
+    fitting = [plan for plan in plans if plan.memory.total <= budget_bytes]
+    if not fitting:
+        return min((plan.memory for plan in plans), key=attrgetter("total"))
+    fastest = min(plan.step.seconds for plan in fitting)
+    return next(plan for plan in fitting if plan.step.seconds <= fastest * _EQUALLY_FAST)
 
 
 def plan_with(
@@ -191,11 +156,14 @@ def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop = ONE
     phases = _joined(units, cuts)
     size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
     slots = [max(part, key=size) for part in (phases[::2], phases[1::2]) if part]
+    inputs = accumulate(unit.input_bytes for unit in units)
     return PhaseMemory(
         weights=sum(phase.weight_bytes for phase in slots),
         state=sum(phase.state_bytes for phase in slots),
         sums=sum(phase.gradient_bytes for phase in slots) if loop.has_sums else 0.0,
-        activations=max(_activation_bytes(units)),
+        activations=max(
+            kept + it.gradient_bytes + it.running_bytes for kept, it in zip(inputs, units, strict=True)
+        ),
     )
 
 
@@ -210,45 +178,25 @@ def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
     least, most = max(*sizes, sum(sizes) / number), sum(sizes)
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
-        least, most = (least, middle) if _parts_behind(sizes, middle)[0] <= number else (middle, most)
-    behind = _parts_behind(sizes, most)
-    cuts, filled, left = [0], 0.0, sum(sizes)  # bytes of the last part so far, and of all from it on
-    for place, size in enumerate(sizes):
-        parts = number - len(cuts)
-        is_full = filled + size > most or filled + size / 2 > left / (parts + 1)
-        if place > cuts[-1] and (len(sizes) - place == parts or (is_full and behind[place] <= parts)):
-            cuts.append(place)
-            left -= filled
-            filled = 0.0
-        filled += size
-    return tuple(cuts)
+        least, most = (least, middle) if len(_filled(sizes, 1, middle)) <= number else (middle, most)
+    return _filled(sizes, number, most)
 
 
-def _parts_behind(sizes: tuple[float, ...], most: float) -> list[int]:
-    """How few parts of up to ``most`` have what is at each place and behind it."""
-    parts, end, filled = [0] * (len(sizes) + 1), len(sizes), 0.0
-    for place in reversed(range(len(sizes))):
+def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ...]:
+    """Where parts of up to ``most`` begin, ``number`` at least, of which the last ones are filled first."""
+    begins, filled = list[int](), 0.0
+    for place in reversed(range(1, len(sizes))):
         filled += sizes[place]
-        while filled > most and end > place + 1:
-            end -= 1
-            filled -= sizes[end]
-        parts[place] = 1 + parts[end]
-    return parts
+        if filled + sizes[place - 1] > most or place == number - len(begins) - 1:
+            begins.append(place)
+            filled = 0.0
+    return (0, *reversed(begins))
 
 
 def numbers_of_phases(most: int) -> list[int]:
     """The numbers of phases that are tried, even and odd ones."""
-    numbers, number = {max(1, most - 1), most}, 1
-    while number < most:
-        numbers |= {number, min(number + 1, most)}
-        number += 1 if number < _FINE else number // 8
-    return sorted(numbers)
-
-
-def _activation_bytes(units: Sequence[UnitCost]) -> list[float]:
-    """While each unit runs: the inputs that are kept, its gradients, and what its passes need."""
-    kept = accumulate(unit.input_bytes for unit in units)
-    return [inputs + unit.gradient_bytes + unit.running_bytes for inputs, unit in zip(kept, units, strict=True)]
+    step = most // _FINE + 1
+    return [it for it in range(1, most + 1) if it <= _FINE or it % step in (0, 1) or it >= most - 1]
 
 
 def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:

@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy, relu
 
 import popdist
 from popdist import context
-from popdist.optim import LowPrecision
 from popdist.parallel import PhasedOptimizer, phased, recompute
 from popdist.parallel.mesh import device_mesh
 from tests.contract.collective_laws import refused
@@ -380,17 +379,6 @@ def law_a_weight_is_used_in_its_layer_only(folder: str) -> None:
     optimizer = PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
     with refused(popdist.WeightsError, "layers.0.up.weight was used outside"):
         losses_of(model, optimizer)
-    model.close()
-
-
-def law_weights_may_be_narrow(folder: str) -> None:
-    """With an optimizer that rounds by chance, too."""
-    whole = popdist.ReplicatedModel(recompute(net().bfloat16()))
-    model = phased(net().bfloat16(), phases=3, store=folder)
-    settings: Any = {"optimizer_class": torch.optim.AdamW, "lr": 0.01}
-    wanted = losses_of(whole, LowPrecision(whole.parameters(), **settings), 2)
-    assert losses_of(model, PhasedOptimizer(model, LowPrecision, **settings), 2) == wanted
-    assert_equal(state_of(model), state_of(whole))
     model.close()
 
 

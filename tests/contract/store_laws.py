@@ -32,17 +32,17 @@ def _shared(place: str, index: int, size: int) -> list[int]:
     assert (store.host_index, store.host_size) == (index, size)
     store.begin_step(1)
     own = make_buffer(BLOCK_BYTES).fill_(index + 1)
-    store.end_step(1, [store.weights.write(index * BLOCK_BYTES, own)])
+    store.end_step(1, [store.weights.file.write(index * BLOCK_BYTES, own)])
     back = make_buffer(BLOCK_BYTES)
-    store.weights.read((size - 1 - index) * BLOCK_BYTES, back).wait()
+    store.weights.file.read((size - 1 - index) * BLOCK_BYTES, back).wait()
     store.wait_for_host()
 
     too_large = {"weight": Form(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
     with pytest.raises(popdist.StoreError, match=f"needs {4 << 50} bytes"):  # on each, though one has tried
-        store.create_gradients(too_large)
+        store.add("gradients", too_large)
     if index == 0:
-        os.truncate(store.weights.descriptor, 0)
-    failures = [] if index else [store.weights.read(0, own)]
+        os.truncate(store.weights.file.descriptor, 0)
+    failures = [] if index else [store.weights.file.read(0, own)]
     with pytest.raises(popdist.StoreError, match="instance 0 could not write" if index else "ends at byte 0"):
         store.end_step(2, failures)
     store.close()

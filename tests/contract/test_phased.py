@@ -1,6 +1,6 @@
 """Models of which a few layers at a time are in memory: they learn what they learn in memory, bit by bit.
 
-Holds popdist.gradients.phased_sums, popdist.parallel.phase_memory, popdist.parallel.phased_layers,
+Holds popdist.parallel.phased_sums, popdist.parallel.phase_memory, popdist.parallel.phased_layers,
 popdist.parallel.phased_model and popdist.parallel.phased_run.
 """
 

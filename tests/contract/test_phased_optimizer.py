@@ -1,11 +1,9 @@
-"""The optimizer of a model in phases obeys the same laws in jobs of every size.
+"""The optimizer of a model in phases among several instances: tests/unit has it in a job of one.
 
-Holds popdist.parallel.phased_optimizer and popdist.parallel.stored_pieces.
+Holds popdist.parallel.phased_optimizer.
 """
 
 from pathlib import Path
-
-import pytest
 
 from tests.contract import phased_optimizer_laws
 from tests.contract.forked_calls import ForkedWorlds
@@ -14,13 +12,9 @@ from tests.running import DEADLINE_SECONDS
 NUM_LAWS = len([name for name in vars(phased_optimizer_laws) if name.startswith("law_")])
 
 
-@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (2, 2)])
-def test_laws(forked_world: ForkedWorlds, disk_folder: Path, num_instances: int, num_replicas: int) -> None:
+def test_laws(forked_world: ForkedWorlds, disk_folder: Path) -> None:
     """Every law of phased_optimizer_laws.py, on every instance."""
     counts = forked_world(
-        *(phased_optimizer_laws.run_all, disk_folder),
-        num_instances=num_instances,
-        num_replicas=num_replicas,
-        timeout_seconds=DEADLINE_SECONDS,
+        phased_optimizer_laws.run_all, disk_folder, num_instances=2, timeout_seconds=DEADLINE_SECONDS
     )
-    assert counts == [NUM_LAWS] * num_instances
+    assert counts == [NUM_LAWS] * 2

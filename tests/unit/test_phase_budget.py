@@ -70,7 +70,7 @@ def test_phases_are_planned_behind_two_steps(disk_folder: Path, capsys: pytest.C
     assert all(torch.equal(one, other) for one, other in zip(planned, given, strict=True))
     assert len(lines) == 2
     assert re.fullmatch(
-        r"popdist: \d phases?: [\d.]+ MiB for [12] at once and [\d.]+ MiB for activations\. A step is predicted "
+        r"popdist: \d phases?: [\d.]+ MiB for [12] at once and [\d.]+ MiB for the rest\. A step is predicted "
         r"to take [\de.-]+ s: [\de.-]+ s computing, [\de.-]+ s waiting for reads, [\de.-]+ s waiting for writes\.",
         lines[0],
     )

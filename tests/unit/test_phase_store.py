@@ -55,7 +55,8 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
     """In pieces and mapped; what is written into a mapped tensor stays there."""
     store = open_store(place or tmp_path / "run" / "store")
     big = Form.of(torch.zeros(PIECE_BYTES + BLOCK_BYTES, dtype=torch.uint8))
-    file, regions = store.create_state({"first": WEIGHT, "big": big})
+    state = store.add("state", {"first": WEIGHT, "big": big})
+    file, regions = state.file, state.regions
     data, back = bytes_of(regions["big"].length), make_buffer(regions["big"].length)
     transfer = file.write(regions["big"].start, data)
     transfer.wait()
@@ -72,10 +73,9 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
     assert torch.equal(back, data)
     del mapped
     values = torch.arange(2100).view(700, 3).T
-    file.write_tensor(regions["first"], WEIGHT, values)
-    assert torch.equal(file.mapped(regions["first"], WEIGHT), values.to(torch.float32))
-    file.write_tensor(regions["big"], big, data + 1)
-    assert torch.equal(file.mapped(regions["big"], big), data + 1)
+    for name, content in {"first": values.to(torch.float32), "big": data + 1}.items():
+        state.write(name, content)
+        assert torch.equal(state.mapped(name), content)
     store.close()
     store.close()
 
@@ -83,8 +83,8 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
 def test_a_file_is_copied(tmp_path: Path) -> None:
     """Whole, with the digest of what stands in the copy."""
     store = open_store(tmp_path / "store", {"w": Form.of(torch.zeros(2 * PIECE_BYTES + 5, dtype=torch.uint8))})
-    store.weights.write(0, bytes_of(store.weights.num_bytes)).wait()
-    digest = store.weights.copy_to(tmp_path / "copy")
+    store.weights.file.write(0, bytes_of(store.weights.file.num_bytes)).wait()
+    digest = store.weights.file.copy_to(tmp_path / "copy")
     store.close()
 
     content = (tmp_path / "copy").read_bytes()
@@ -95,40 +95,39 @@ def test_a_file_is_copied(tmp_path: Path) -> None:
 
 
 def test_a_torn_store_says_so(tmp_path: Path) -> None:
-    """Between the begin and the end of a step, here and in the folder; a failed write leaves it so."""
+    """Between the begin and the end of a step; a failed write leaves it so."""
     store = open_store(tmp_path)
     store.check_whole()
     store.begin_step(17)
     with pytest.raises(popdist.StoreError, match=r"step 17 is half made.*load_latest"):
         store.check_whole()
-    assert json.loads((tmp_path / "store.json").read_bytes())["is_torn"]
     os.truncate(tmp_path / "weights", BLOCK_BYTES)
-    failed = store.weights.read(0, make_buffer(store.weights.num_bytes))
+    failed = store.weights.file.read(0, make_buffer(store.weights.file.num_bytes))
     with pytest.raises(popdist.StoreError, match=rf"weights ends at byte {BLOCK_BYTES}"):
         store.end_step(17, [failed])
     assert store.is_torn
     store.end_step(17)
-    assert not json.loads((tmp_path / "store.json").read_bytes())["is_torn"]
+    store.check_whole()
     for start, data in ((0, make_buffer(100)), (8, make_buffer(BLOCK_BYTES)), (1 << 20, make_buffer(BLOCK_BYTES))):
         with pytest.raises(popdist.StoreError, match=r"are not (whole blocks|in )"):
-            store.weights.write(start, data)
+            store.weights.file.write(start, data)
     store.close()
     with pytest.raises(popdist.StoreError, match="closed"):
-        store.weights.read(0, make_buffer(BLOCK_BYTES))
+        store.weights.file.read(0, make_buffer(BLOCK_BYTES))
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
     """By the process that has it; after its end the same model takes it over, a larger one does not."""
     store = open_store(tmp_path)
-    store.weights.write(0, bytes_of(store.weights.num_bytes)).wait()
+    store.weights.file.write(0, bytes_of(store.weights.file.num_bytes)).wait()
     with pytest.raises(popdist.StoreError, match=rf"in use by process {os.getpid()} on "):
         open_store(tmp_path)
-    child = forked(lambda: store.weights.read(0, make_buffer(BLOCK_BYTES)))
+    child = forked(lambda: store.weights.file.read(0, make_buffer(BLOCK_BYTES)))
     assert "forked" in child
     store.close()
 
     again, back = open_store(tmp_path), make_buffer(BLOCK_BYTES)
-    again.weights.read(0, back).wait()
+    again.weights.file.read(0, back).wait()
     assert back.any()
     again.close()
     kept = (tmp_path / "weights").read_bytes()
@@ -185,6 +184,6 @@ def test_a_place_that_will_not_do(tmp_path: Path) -> None:
     assert not (Path("/dev/shm") / f"popdist-{os.getpid()}").exists()
     store = open_store(tmp_path / "new")
     with pytest.raises(popdist.StoreError, match=re.escape(str(tmp_path / "new" / "gradients"))):
-        store.create_gradients(too_large)
-    assert store.weights.mapped(Region(start=0, num_bytes=0), Form.of(torch.zeros(0, 2))).shape == (0, 2)
+        store.add("gradients", too_large)
+    assert store.weights.file.mapped(Region(start=0, num_bytes=0), Form.of(torch.zeros(0, 2))).shape == (0, 2)
     store.close()

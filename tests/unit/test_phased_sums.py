@@ -1,17 +1,18 @@
 """Sums of gradients that wait in a store, against the tree over all of them.
 
-Holds popdist.gradients.phased_sums.
+Holds popdist.parallel.phased_sums.
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.gradients.phased_sums import PieceGradient, StepSums, merges_of, node_weights
 from popdist.layout import ReplicaLayout
+from popdist.parallel.phased_sums import PieceGradient, StepSums, merges_of, node_weights
 from popdist.tree import Node, TreeSum, aligned_nodes, finish
 
 SIZE = 5
@@ -53,7 +54,8 @@ def sums_of(layout: ReplicaLayout, instance: int, accumulation: int, filled: set
     merges, num_planes = merges_of(layout, instance, accumulation)
     first = instance * len(merges)
     weights = [weight_at(first + number) for number in range(len(merges))]
-    sums = StepSums({0: gradient}, merges, weights, lambda: 3.0, Store(gradient, num_planes))
+    places: Any = Store(gradient, num_planes)
+    sums = StepSums({0: gradient}, merges, weights, lambda: 3.0, places)
     mine = sorted(filled & {*range(len(merges))})
     for number in mine[:-1]:
         parameter.grad = gradient_at(first + number)

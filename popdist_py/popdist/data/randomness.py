@@ -19,11 +19,21 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from popdist.data.epoch import GOLDEN, round_keys, scramble
-from popdist.errors import WeightsError
+from popdist.errors import BatchError, WeightsError, seed_number
 
 T = TypeVar("T")
 
 _CPU: Final = torch.device("cpu")
+
+
+def checked_seed(seed: int | None, num_replicas: int) -> int | None:
+    """The seed of a model that so many replicas train; a BatchError if it will not do."""
+    if seed is None and num_replicas > 1:
+        raise BatchError(
+            f"seed=None, and the model has {num_replicas} replicas, each of which draws from states of its own: "
+            "give them a seed, the same on all instances"
+        )
+    return None if seed is None else seed_number(seed, BatchError)
 
 
 class _PythonState(NamedTuple):

@@ -27,6 +27,11 @@ _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Te
 class GradientElsewhere(Tensor):
     """A gradient whose numbers, or some of them, are not in its own memory."""
 
+    @property
+    def whole(self) -> Tensor:
+        """The gradient as an ordinary tensor."""
+        raise NotImplementedError
+
     @classmethod
     def __torch_function__(
         cls,
@@ -128,13 +133,13 @@ def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
     return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
 
 
-READS_OF_MEMORY: Final = (
+_READS_OF_MEMORY: Final = (
     "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
 )
-"""Methods that read memory without one of torch's operations: this tensor has none of its own."""
+"""Methods that read memory without one of torch's operations: these tensors have none of their own."""
 
-for _name in READS_OF_MEMORY.split():
-    setattr(PartialGradient, _name, _read_whole(_name))
+for _name in _READS_OF_MEMORY.split():
+    setattr(GradientElsewhere, _name, _read_whole(_name))
 
 
 class StepGradients:

@@ -84,7 +84,7 @@ class GradientSum:
         self._adds = False
         self._scales = False
         self._weight_scale: float | None = 1.0
-        self._is_awaited = True  # whether the other instances wait for this one's word at the end of the step
+        self.is_awaited = True  # whether the other instances wait for this one's word at the end of the step
         self._early: OverlappedSum | None = None
 
     def begin(
@@ -124,7 +124,7 @@ class GradientSum:
             try:
                 self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)
             except PopdistError:
-                self._is_awaited = False
+                self.is_awaited = False
                 raise
         return self._weight_scale or 1.0
 
@@ -197,7 +197,7 @@ class GradientSum:
         self, reduction: MeanOrSum, not_finite: NotFinite | None, fault: str | None, *, add: bool
     ) -> None:
         scale = self.weight_scale()
-        self._is_awaited, self._adds = False, add
+        self.is_awaited, self._adds = False, add
         parts = self._parts()
         way = 0 if self._early is None else self._early.close(self._tree.values)
         way = way if parts is None else parts.number
@@ -232,14 +232,14 @@ class GradientSum:
     def abandon(self) -> None:
         """Say to the others, unless all know already, that there will be no gradient. Never raises."""
         try:
-            if self._is_awaited:
+            if self.is_awaited:
                 with suppress(PopdistError):
                     try:
                         self._send_abandonment(ABANDON_SECONDS)
                     except BackendError:
                         self._group.send_before_next(self._send_late)  # for those that come late to their loop
         finally:
-            self._is_awaited = False
+            self.is_awaited = False
             self._end_early()
 
     def _send_late(self) -> None:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from popdist import torch_private
 from popdist.errors import OptimizerError
-from popdist.gradients.partial_gradients import READS_OF_MEMORY, GradientElsewhere
+from popdist.gradients.partial_gradients import GradientElsewhere
 from popdist.local_tensors import local_part
 
 _CHANGES: Final = (
@@ -190,14 +190,6 @@ def _unscale(
             continue
         unscaler([gradient.whole.clone()], found_inf, inv_scale)
         gradient.source.changes.append(lambda elements: unscaler([elements], torch.zeros_like(factor), factor))
-
-
-def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
-    return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
-
-
-for _name in READS_OF_MEMORY.split():
-    setattr(StoredGradient, _name, _read_whole(_name))
 
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:

@@ -5,18 +5,19 @@ optimizer's state of those that this instance updates, and room for a partial su
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from time import perf_counter
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from popdist.local_tensors import local_part
-from popdist.parallel.phase_layout import Form, Region, span
+from popdist.parallel.phase_layout import Region, span
+from popdist.parallel.phase_store import StoredTensors
 from popdist.parallel.phased_layers import PhasedLayers, PhasePiece, make_absent
 from popdist.parallel.store_file import StoreFile, make_buffer
 
@@ -41,35 +42,7 @@ class FileRange(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StoredTensors:
-    """Tensors in one file of a store, by name."""
-
-    file: StoreFile
-    regions: dict[str, Region]
-    forms: dict[str, Form]
-
-    @classmethod
-    def of(cls, made: tuple[StoreFile, dict[str, Region]], forms: dict[str, Form]) -> Self:
-        """Those of these forms in a file that a store has made."""
-        return cls(file=made[0], regions=made[1], forms=forms)
-
-    def mapped(self, name: str) -> Tensor:
-        """A tensor as it is in the file."""
-        return self.file.mapped(self.regions[name], self.forms[name])
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Write a tensor, and wait until it is there."""
-        self.file.write_tensor(self.regions[name], self.forms[name], local_part(value))
-
-    def in_order(self, names: Iterable[str]) -> tuple[tuple[FileRange, ...], dict[str, int], int]:
-        """Where these lie, where each begins if they lie one behind the other in memory, and all bytes."""
-        ranges, offsets, position = list[FileRange](), dict[str, int](), 0
-        for name in names:
-            ranges.append(FileRange(self.file, self.regions[name], position))
-            offsets[name] = position
-            position += self.regions[name].length
-        return tuple(ranges), offsets, position
+Ranges: TypeAlias = tuple[FileRange, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,7 +53,7 @@ class _Slot:
     phase: int | None = None
     places: dict[Content, tuple[int, int]] = field(default_factory=dict)  # begin and end in the memory
     # what is there, or on its way: where it was read from, and when it has come
-    present: dict[Content, tuple[tuple[FileRange, ...], "Future[None] | None"]] = field(default_factory=dict)
+    present: dict[Content, tuple[Ranges, "Future[None] | None"]] = field(default_factory=dict)
     unwritten: list[tuple[Content, FileRange]] = field(default_factory=list)
     writing: "Future[None] | None" = None
 
@@ -97,11 +70,11 @@ class PhaseMemory:
         self.layers = layers
         self.device = device
         self.sizes: dict[Content, int] = {}  # of all that may be in memory
-        self.stored: dict[Content, tuple[FileRange, ...]] = {}  # of weights and state: where they lie
+        self.stored: dict[Content, Ranges] = {}  # of weights: where they lie
         self.phases: list[tuple[int, ...]] = []  # the units of each
         self.phase_of: dict[int, int] = {}  # by unit
         self.bind: Callable[[PhasePiece, Tensor], None] = lambda *_: None  # lets weights have these bytes
-        self.wanted_back: Callable[[PhasePiece], Iterable[tuple[Content, tuple[FileRange, ...]]]] = lambda _: ()
+        self.wanted_back: Callable[[PhasePiece], Iterable[tuple[Content, Ranges]]] = lambda _: ()
         self._slots: list[_Slot] = []
         self._current: tuple[int, bool] | None = None
         self._bound: list[PhasePiece] = []
@@ -218,11 +191,11 @@ class PhaseMemory:
     def _slot_of(self, phase: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.phase == phase), None)
 
-    def _weights(self, phase: int) -> list[tuple[Content, tuple[FileRange, ...]]]:
+    def _weights(self, phase: int) -> list[tuple[Content, Ranges]]:
         contents = [Content("weights", piece.index) for piece in self.pieces_of(phase)]
         return [(content, self.stored[content]) for content in contents]
 
-    def _wanted_back(self, phase: int) -> list[tuple[Content, tuple[FileRange, ...]]]:
+    def _wanted_back(self, phase: int) -> list[tuple[Content, Ranges]]:
         pieces = [piece for piece in self.pieces_of(phase) if self.last_phase(piece) == phase]
         return [wanted for piece in pieces for wanted in self.wanted_back(piece)]
 
@@ -239,7 +212,7 @@ class PhaseMemory:
         if moves:
             slot.writing = self._mover.submit(self._move, "write", moves)
 
-    def _request(self, slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> None:
+    def _request(self, slot: _Slot, wanted: Sequence[tuple[Content, Ranges]]) -> None:
         """Begin to read what is not there yet."""
         lacking = [it for it in wanted if slot.present.get(it[0], ((), None))[0] != it[1]]
         if not lacking:
@@ -250,7 +223,7 @@ class PhaseMemory:
         for content, ranges in lacking:
             slot.present[content] = (ranges, reading)
 
-    def _arrive(self, slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> None:
+    def _arrive(self, slot: _Slot, wanted: Sequence[tuple[Content, Ranges]]) -> None:
         """Wait until it is there."""
         for content, _ in wanted:
             ranges, reading = slot.present[content]
@@ -262,16 +235,16 @@ class PhaseMemory:
                     raise
                 slot.present[content] = (ranges, None)
 
-    def bytes_of(self, content: Content) -> Tensor:
-        """The bytes of ``content`` in the phase that computes."""
-        return self._home(content).room(content)
-
     def _home(self, content: Content) -> _Slot:
         resident = not self.layers.pieces[content.piece].units
         phase = RESIDENT if resident else self._current_phase
         return next(slot for slot in self._slots if slot.phase == phase)
 
-    def load(self, content: Content, ranges: tuple[FileRange, ...]) -> Tensor:
+    def is_room(self, content: Content, value: Tensor) -> bool:
+        """Whether ``value`` begins where ``content`` does in the phase that computes."""
+        return content in self.sizes and self._home(content).room(content).data_ptr() == value.data_ptr()
+
+    def load(self, content: Content, ranges: Ranges) -> Tensor:
         """The bytes of ``content`` as they lie in the store; waits for them."""
         slot = self._home(content)
         self._request(slot, [(content, ranges)])
@@ -289,7 +262,7 @@ class PhaseMemory:
             self._wait_for(reading)
         return slot.room(content)
 
-    def write_behind(self, content: Content, ranges: Iterable[FileRange], whole: tuple[FileRange, ...]) -> None:
+    def write_behind(self, content: Content, ranges: Iterable[FileRange], whole: Ranges) -> None:
         """Note that these parts of ``content`` have changed; all of it lies at ``whole`` when they are written."""
         home = self._home(content)
         home.present[content] = (whole, None)
@@ -366,7 +339,7 @@ Move = tuple[StoreFile, int, Tensor]
 """Bytes of a file from a place on, and the memory that they are read into or written from."""
 
 
-def _joined(slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]) -> list[Move]:
+def _joined(slot: _Slot, wanted: Sequence[tuple[Content, Ranges]]) -> list[Move]:
     """What is to be moved, where neighbours in the file and in memory are moved together."""
     found: list[tuple[StoreFile, Region, int]] = []
     parts = [
@@ -382,3 +355,71 @@ def _joined(slot: _Slot, wanted: Sequence[tuple[Content, tuple[FileRange, ...]]]
                 continue
         found.append((file, region, begin))
     return [(file, region.start, slot.memory[begin : begin + region.length]) for file, region, begin in found]
+
+
+class StoredPieces:
+    """Tensors of each piece that wait in one file, and come into the memory of one content together."""
+
+    def __init__(
+        self, what: What, memory: PhaseMemory, stored: StoredTensors, names: Mapping[int, Sequence[str]]
+    ) -> None:
+        self.stored = stored
+        self._what = what
+        self._memory = memory
+        self._offsets = dict[int, dict[str, int]]()  # of each in the memory of its piece
+        self.num_bytes = dict[int, int]()  # of the memory of each piece
+        for piece, own in names.items():
+            ends = [0, *accumulate(stored.regions[name].length for name in own)]
+            self._offsets[piece] = dict(zip(own, ends, strict=False))
+            self.num_bytes[piece] = ends[-1]
+
+    def ranges(self, piece: int) -> Ranges:
+        """Where those of a piece lie in the store."""
+        file, regions = self.stored.file, self.stored.regions
+        return tuple(FileRange(file, regions[name], offset) for name, offset in self._offsets[piece].items())
+
+    def load(self, piece: int) -> dict[str, Tensor]:
+        """Those of a piece by name, in memory that may be written."""
+        self._memory.load(Content(self._what, piece), self.ranges(piece))
+        return self.room(piece)
+
+    def room(self, piece: int) -> dict[str, Tensor]:
+        """Memory for those of a piece, by name."""
+        memory = self._memory.make_writable(Content(self._what, piece))
+        forms = self.stored.forms
+        return {name: forms[name].view(memory[begin:]) for name, begin in self._offsets[piece].items()}
+
+    def write_behind(self, piece: int) -> None:
+        """Write those of a piece that are in memory."""
+        self._memory.write_behind(Content(self._what, piece), self.ranges(piece), self.ranges(piece))
+
+
+class StoredSums:
+    """Where sums of gradients wait."""
+
+    def __init__(self, memory: PhaseMemory, stored: StoredTensors, first_plane: int) -> None:
+        self._memory = memory
+        self._stored = stored
+        self._first_plane = first_plane  # of this instance
+
+    def room(self, piece: int) -> Tensor:
+        """The room of a piece, which may be written."""
+        return self._memory.make_writable(Content("sum", piece))
+
+    def is_room(self, piece: int, value: Tensor) -> bool:
+        """Whether ``value`` lies in the room of a piece."""
+        return self._memory.is_room(Content("sum", piece), value)
+
+    def load(self, piece: int, plane: int) -> Tensor:
+        """The room of a piece with the sum that waits in ``plane``."""
+        self._memory.load(Content("sum", piece), self.ranges(piece, plane))
+        return self.room(piece)
+
+    def keep(self, piece: int, plane: int) -> None:
+        """Let the sum that is in the room of a piece wait in ``plane``."""
+        ranges = self.ranges(piece, plane)
+        self._memory.write_behind(Content("sum", piece), ranges, ranges)
+
+    def ranges(self, piece: int, plane: int) -> Ranges:
+        """Where a sum lies in the store."""
+        return (FileRange(self._stored.file, self._stored.regions[f"{self._first_plane + plane}/{piece}"], 0),)

@@ -11,12 +11,14 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Self
 
 import psutil
 import torch
+from torch import Tensor
 
 from popdist.collectives import gather_bytes
 from popdist.contract import VERSION
@@ -24,8 +26,10 @@ from popdist.errors import StoreError, name_first, name_instances
 from popdist.groups import Group
 from popdist.host_memory import forks
 from popdist.host_memory.segments import open_through_proc
+from popdist.local_tensors import local_part
 from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, lay_out, total_bytes
 from popdist.parallel.store_file import StoreFile, StoreThreads, Transfer, allocate
+from popdist.transport.hosts import machine
 
 HOST_MEMORY: Final = "host"
 """In place of a folder: the store is in the memory of the host."""
@@ -34,29 +38,44 @@ FORMAT: Final = 1
 
 _HEADER: Final = "store.json"
 _LOCK: Final = "lock"
-_FILES: Final = ("weights", "state", "gradients")
+_NEW_HEADER: Final = "store.json.new"
+_OWN: Final = frozenset({"weights", "state", "gradients", _LOCK, _HEADER, _NEW_HEADER})
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
-_NAMESPACES: Final = ("/proc/self/ns/mnt", "/proc/self/ns/pid")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredTensors:
+    """Tensors in one file of a store, by name."""
+
+    file: StoreFile
+    regions: dict[str, Region]
+    forms: Mapping[str, Form]
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor as it is in the file."""
+        return self.file.mapped(self.regions[name], self.forms[name])
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write a tensor, and wait until it is there."""
+        self.file.write_tensor(self.regions[name], self.forms[name], local_part(value))
 
 
 class PhaseStore:
     """The store of one model on one host; made by :meth:`open`.
 
     Attributes:
-        weights: The file of the weights.
-        regions: Where each weight lies in it, by name.
+        weights: The weights by name, in a file of theirs.
         host_index: The number of this instance among those that share the store.
         host_size: How many share it.
         step: The last step that was begun.
         is_torn: Whether that step has not ended, so that some of the weights are those of the step before.
     """
 
-    weights: StoreFile
-    regions: dict[str, Region]
+    weights: StoredTensors
 
     def __init__(self, folder: "_Folder | None", group: Group, device: torch.device) -> None:
         place = HOST_MEMORY if folder is None else f"{folder.path.resolve()}"
-        places = _on_all(group, "phased(), its stores", lambda: f"{_machine()} {place}")
+        places = _on_all(group, "phased(), its stores", lambda: f"{machine()} {place}")
         own = group.instances.index(group.backend.instance_index)
         sharing = [index for index, it in enumerate(places) if it == places[own]]
         self.host_index, self.host_size = sharing.index(own), len(sharing)
@@ -87,8 +106,7 @@ class PhaseStore:
         store = cls(None if is_in_memory else _Folder(Path(place).absolute(), forms), group, device)
         try:
             _on_all(group, "phased(), its folder", lambda: store._claim(device))
-            store.weights, store.regions = store._add("weights", forms)
-            store.end_step(0)
+            store.weights = store.add("weights", forms)
         except BaseException:
             store.close()
             if store.folder is not None and store.host_index == 0:
@@ -96,17 +114,9 @@ class PhaseStore:
             raise
         return store
 
-    def create_state(self, forms: Mapping[str, Form]) -> tuple[StoreFile, dict[str, Region]]:
-        """Make the file of the optimizer's state, with room for these tensors; all instances call it."""
-        return self._add("state", forms)
-
-    def create_gradients(self, forms: Mapping[str, Form]) -> tuple[StoreFile, dict[str, Region]]:
-        """Make the file of the gradients; as :meth:`create_state`."""
-        return self._add("gradients", forms)
-
     def begin_step(self, step: int) -> None:
         """Mark the store as torn: from now on weights of ``step`` stand beside those of the step before."""
-        self._mark(step, is_torn=True)
+        self.step, self.is_torn = step, True
 
     def end_step(self, step: int, transfers: Iterable[Transfer] = ()) -> None:
         """Wait for ``transfers`` and for all instances, and mark the store as whole; all instances call it."""
@@ -119,7 +129,7 @@ class PhaseStore:
         told = self._group.start("phased(), the end of a step", [failure is not None]).wait()
         if failed := [index for index, (is_failed,) in zip(self._group.instances, told, strict=True) if is_failed]:
             raise failure or StoreError(f"{self._group.name(failed)} could not write weights of step {step}")
-        self._mark(step, is_torn=False)
+        self.step, self.is_torn = step, False
 
     def check_whole(self) -> None:
         """Raise a StoreError if a step was begun and has not ended."""
@@ -133,7 +143,7 @@ class PhaseStore:
         """Wait until all instances are here: each sees then what the others have written before."""
         self._group.agree("phased(), reading what others wrote")
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[StoreFile, int] | None:
+    def place_of(self, tensor: Tensor) -> tuple[StoreFile, int] | None:
         """The file, and the place in it, of a tensor that :meth:`StoreFile.mapped` has given."""
         for file in self._files:
             if (start := file.start_of(tensor)) is not None:
@@ -148,8 +158,8 @@ class PhaseStore:
         if self.folder is not None and self.host_index == 0:
             self.folder.claim(is_on_cpu=device.type == "cpu")
 
-    def _add(self, name: str, forms: Mapping[str, Form]) -> tuple[StoreFile, dict[str, Region]]:
-        """Make, or open, a file with room for tensors of these forms."""
+    def add(self, name: str, forms: Mapping[str, Form]) -> StoredTensors:
+        """Make the file ``weights``, ``state`` or ``gradients`` with room for tensors; all instances call it."""
         regions = lay_out(forms)
         num_bytes = max(total_bytes(regions), BLOCK_BYTES)
         path = None if self.folder is None else self.folder.path / name
@@ -175,12 +185,7 @@ class PhaseStore:
             raise
         file = StoreFile(descriptors[0], path, num_bytes, self._threads)
         self._files.append(file)
-        return file, regions
-
-    def _mark(self, step: int, *, is_torn: bool) -> None:
-        self.step, self.is_torn = step, is_torn
-        if self.folder is not None and self.host_index == 0:
-            self.folder.write_header(step, is_torn=is_torn)
+        return StoredTensors(file=file, regions=regions, forms=forms)
 
 
 class _Folder:
@@ -205,32 +210,21 @@ class _Folder:
                     f"{self.path} is on a {kind}, which is the memory that the store is to save: name a folder on "
                     "a disk"
                 )
-            if strange := sorted(
-                {it.name for it in self.path.iterdir()} - {*_FILES, _LOCK, _HEADER, _new(_HEADER)}
-            ):
+            if strange := sorted({it.name for it in self.path.iterdir()} - _OWN):
                 raise StoreError(
                     f"{self.path} is no store, and not empty: it has {name_first(strange)}. Name an empty folder, "
                     "or one that is not there"
                 )
             self._acquire_lock()
             self._check_same()
+            self._write_header()
         except OSError as error:
             raise StoreError(f"{self.path} cannot be a store: {error.strerror} ({error.filename})") from error
-
-    def write_header(self, step: int, *, is_torn: bool) -> None:
-        """Say which step the store is at."""
-        header = {"format": FORMAT, "popdist": VERSION, "step": step, "is_torn": is_torn, "weights": self._digest}
-        new = self.path / _new(_HEADER)
-        try:
-            new.write_text(json.dumps(header), encoding="utf-8")
-            new.rename(self.path / _HEADER)
-        except OSError as error:
-            raise StoreError(f"{new} could not be written: {error.strerror}") from error
 
     def remove_if_new(self) -> None:
         """Remove what was made here, if there was nothing before."""
         if self._is_new:
-            for name in (*_FILES, _LOCK, _HEADER, _new(_HEADER)):
+            for name in _OWN:
                 (self.path / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
@@ -259,6 +253,13 @@ class _Folder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _write_header(self) -> None:
+        """Say whose store it is."""
+        header = {"format": FORMAT, "popdist": VERSION, "weights": self._digest}
+        new = self.path / _NEW_HEADER
+        new.write_text(json.dumps(header), encoding="utf-8")
+        new.rename(self.path / _HEADER)
 
     def _check_same(self) -> None:
         """Refuse the store of another model or format."""
@@ -319,25 +320,10 @@ def _opened(path: Path, flags: int) -> int:
         raise StoreError(f"{path} cannot be opened: {error.strerror}") from error
 
 
-def _new(name: str) -> str:
-    return f"{name}.new"
-
-
 def _file_system_of(path: Path) -> str:
     """The kind of the file system on which ``path`` is."""
     mounts = [it for it in psutil.disk_partitions(all=True) if path.is_relative_to(it.mountpoint)]
     return max(reversed(mounts), key=lambda it: len(it.mountpoint)).fstype if mounts else ""
-
-
-def _machine() -> str:
-    """What is equal for two processes if they have the same files and see each other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = socket.gethostname()
-    with suppress(OSError):
-        boot += "".join(f" {Path(name).readlink()}" for name in _NAMESPACES)
-    return boot
 
 
 def _on_all(group: Group, text: str, make: Callable[[], Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -126,31 +126,22 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
     for index, module in enumerate(modules.values()):
         for parameter in module.parameters():
             users.setdefault(parameter, []).append(index)
-    outside = _resident(model, set(modules.values()))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups: dict[tuple[int, ...], list[Parameter]] = {}
-    for parameter, indices in users.items():
-        groups.setdefault(() if parameter in outside else tuple(indices), []).append(parameter)
-    for parameter in names:
-        if parameter not in users:
-            groups.setdefault((), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: item[0] or (len(modules),))
-    pieces = tuple(
-        PhasePiece(index=index, names=tuple(names[it] for it in members), parameters=tuple(members), units=used_by)
-        for index, (used_by, members) in enumerate(ordered)
+    inside = {part for unit in modules.values() for part in unit.modules()}
+    outside = {it for part in model.modules() if part not in inside for it in part.parameters(recurse=False)}
+    groups: dict[tuple[int, ...], list[tuple[str, Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(() if parameter in outside else tuple(users[parameter]), []).append((name, parameter))
+    pieces = list[PhasePiece]()
+    for units, named in sorted(groups.items(), key=lambda item: item[0] or (len(modules),)):
+        names, parameters = zip(*named, strict=True)
+        pieces.append(PhasePiece(index=len(pieces), names=names, parameters=parameters, units=units))
+    return PhasedLayers(
+        units=tuple(
+            Unit(index=index, name=name, module=module, pieces=tuple(it for it in pieces if index in it.units))
+            for index, (name, module) in enumerate(modules.items())
+        ),
+        pieces=tuple(pieces),
     )
-    units = tuple(
-        Unit(index=index, name=name, module=module, pieces=tuple(it for it in pieces if index in it.units))
-        for index, (name, module) in enumerate(modules.items())
-    )
-    return PhasedLayers(units=units, pieces=pieces)
-
-
-def _resident(model: nn.Module, units: set[nn.Module]) -> set[Parameter]:
-    """The parameters that modules outside the units hold directly."""
-    inside = {part for unit in units for part in unit.modules()}
-    outside = (part for part in model.modules() if part not in inside)
-    return {parameter for part in outside for parameter in part.parameters(recurse=False)}
 
 
 @lru_cache(maxsize=64)
@@ -272,9 +263,6 @@ class LayerRunner(Protocol):
     def running(self, unit: Unit, *, backward: bool) -> AbstractContextManager[None]:
         """Within it the weights of ``unit`` are in memory."""
 
-    def begin_call(self, unit: Unit, inputs: Sequence[Tensor]) -> object:
-        """Note a forward pass that keeps ``inputs`` for a backward pass; gives the micro batch."""
-
     def end_call(self, unit: Unit) -> None:
         """Take the gradients that a backward pass of ``unit`` has left in ``.grad``."""
 
@@ -357,7 +345,7 @@ class _Call:
 
     def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of the forward pass."""
-        self._micro_batch = self.runner.begin_call(self.unit, tensors)
+        self._micro_batch = self.runner.calls.begin(self.unit)
         with self.runner.running(self.unit, backward=False), self._state.watched(), self._casting():
             result = self._compute(tensors)
         outputs: list[Tensor] = []
@@ -371,7 +359,10 @@ class _Call:
         with self.runner.running(self.unit, backward=True):
             with self._as_first(), torch.enable_grad(), self._casting():
                 outputs: list[Tensor] = []
-                inputs = [_with_gradient_in(found, place, it) for place, it in enumerate(tensors)]
+                inputs = [it.detach().requires_grad_(it.requires_grad) for it in tensors]
+                for place, it in enumerate(inputs):
+                    if it.requires_grad:  # ``.grad`` may be in another order of memory, which shows in sums
+                        it.register_hook(partial(found.__setitem__, place))
                 _take_out(self._compute(inputs), outputs)
             pairs = [
                 (output, gradient)
@@ -405,32 +396,6 @@ class _Call:
             for device, state in zip(self._devices, self._cuda_states, strict=True):
                 torch.cuda.set_rng_state(state, device)
             yield
-
-
-def _with_gradient_in(found: dict[int, Tensor], place: int, tensor: Tensor) -> Tensor:
-    """``tensor``, cut off from its graph; its gradient goes to ``found``."""
-    tensor = tensor.detach().requires_grad_(tensor.requires_grad)
-    if not tensor.requires_grad:
-        return tensor
-    taken: Tensor = _GradientTaker.apply(found, place, tensor)  # type: ignore[no-untyped-call] # torch's
-    return taken
-
-
-class _GradientTaker(torch.autograd.Function):
-    """Takes a gradient as it comes: ``.grad`` would be a copy in another order of memory, which shows in sums."""
-
-    @staticmethod
-    def forward(ctx: Any, found: dict[int, Tensor], place: int, tensor: Tensor) -> Tensor:  # noqa: ANN401 - torch's context
-        """The tensor."""
-        ctx.found, ctx.place = found, place
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # noqa: ANN401 - as above
-        """Nothing: the gradient ends here."""
-        ctx.found[ctx.place] = gradient
-        return None, None, None
 
 
 class _PhasedFunction(torch.autograd.Function):

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, cast
 
@@ -12,30 +11,28 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist import context
-from popdist.data.randomness import ReplicaRandomness
+from popdist.data.randomness import checked_seed
 from popdist.data.shard_randomness import give_parts_numbers
-from popdist.errors import BatchError, WeightsError, name_first, seed_number, whole_number
-from popdist.gradients.buffers import ReplicaBuffers, check_buffers
+from popdist.errors import WeightsError, name_first, whole_number
+from popdist.gradients.buffers import check_buffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
 from popdist.gradients.memory import GradientMemory, OldGradients
-from popdist.gradients.phased_sums import GradientBarrier
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
-from popdist.parallel.phase_layout import Form, deal
-from popdist.parallel.phase_memory import Content
+from popdist.parallel.phase_layout import Form
 from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
 from popdist.parallel.phased_layers import find_layers, install, make_absent
-from popdist.parallel.phased_run import PhasedRun, StepPlan, Update
+from popdist.parallel.phased_run import PhasedRun, StepPlan
+from popdist.parallel.phased_sums import GradientBarrier
 from popdist.parallel.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import CheckMaker, ModelSteps, WholeStep
 from popdist.training.step import LoneStep, Step
 from popdist.weights import broadcast_tensors
-from popsize.phases import even_cuts
 
 _REFUSED: Final = {
     "micro_batch": "gradients are used while a loop over a whole batch runs",
@@ -120,6 +117,7 @@ class PhasedModel(nn.Module):
         phase_seconds: What each phase took in the last step, computing and waiting.
         predicted_seconds: What a step takes as planned; None until two steps have ended.
         randomness: The random states of this instance's replicas, which a checkpoint saves.
+        phased_run: What brings and takes weights; of use to a PhasedOptimizer.
     """
 
     module: nn.Module
@@ -140,58 +138,38 @@ class PhasedModel(nn.Module):
             raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
         if (phases is None) == (memory is None):
             raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
-        if phases is not None:
-            phases = whole_number("phases", phases, WeightsError)
+        phases = None if phases is None else whole_number("phases", phases, WeightsError)
         limit_bytes = None if memory is None else limit_of(memory)
-        layout = _checked_layout(module, seed)
-        seed = None if seed is None else seed_number(seed, BatchError)
+        layout = _checked_layout(module)
+        seed = checked_seed(seed, layout.num_replicas)
         context.ensure_init()
         context.data_parallel_group().agree(f"phased({phases=}, {memory=}, {seed=})")
         if any(map(is_distributed, module.parameters())):
             give_parts_numbers()
         self.module = module
         give_back_memory()  # from now on, too, while weights come and go
-        self._run = _stored(module, store, layers, layout, initialize, weights)
-        self._make_phases(phases)
-        self._run.budget.limit_bytes = limit_bytes
+        run = self.phased_run = _stored(module, store, layers, layout, initialize, weights)
+        run.budget.limit_bytes = limit_bytes
+        run.cut(phases or len(run.layers.units))
         give_back_memory()
-        install(self._run.layers, self._run)
-        self._steps = PhasedSteps(module, layout, seed=seed, run=self._run)
-
-    def _make_phases(self, phases: int | None) -> None:
-        run = self._run
-        sizes = [
-            float(sum(run.memory.sizes[Content("weights", it.index)] for it in unit.pieces))
-            for unit in run.layers.units
-        ]
-        number = min(phases or len(sizes), len(sizes))
-        cuts = [*even_cuts(tuple(sizes), number), len(sizes)]
-        order = [unit.index for unit in run.layers.units]
-        run.memory.cut([order[first:last] for first, last in pairwise(cuts)])
-
-    @property
-    def store(self) -> PhaseStore:
-        """Where the weights are."""
-        return self._run.store
+        install(run.layers, run)
+        steps = PhasedSteps(module, layout, seed=seed, run=run)
+        self.store, self.randomness = run.store, steps.randomness
+        self._steps = steps  # from now on other attributes are the module's
 
     @property
     def phase_seconds(self) -> tuple[float, ...]:
         """What each phase took in the last step, computing and waiting, in all of its passes together."""
-        return tuple(self._run.memory.phase_seconds)
+        return tuple(self.phased_run.memory.phase_seconds)
 
     @property
     def predicted_seconds(self) -> float | None:
         """What a step takes as planned; None until two steps have ended, which are measured for the plan."""
-        return self._run.budget.predicted_seconds
-
-    @property
-    def randomness(self) -> ReplicaRandomness:
-        """The random states of this instance's replicas; part of what a checkpoint saves."""
-        return self._steps.randomness
+        return self.phased_run.budget.predicted_seconds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's own forward pass."""
-        self._run.check_forward()
+        self.phased_run.check_forward()
         if self._steps.layout.num_replicas > 1:
             return self._steps.forward(partial(self.module, *args, **kwargs))
         return self.module(*args, **kwargs)
@@ -250,16 +228,16 @@ class PhasedModel(nn.Module):
             WeightsError: As ``popdist.ReplicatedModel``.
         """
         check_buffers(self.module)
-        self._run.memory.wait()
+        self.phased_run.memory.wait()
         kwargs.pop("keep_vars", None)
         state: dict[str, Any] = self.module.state_dict(*args, keep_vars=True, **kwargs)
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:  # noqa: ANN401 - what a state dict may have
         """What stands for ``value`` in a state dict."""
-        name = self._run.names.get(id(value))
+        name = self.phased_run.names.get(id(value))
         if name is not None:
-            return placed_as(value, self._run.weights.mapped(name))
+            return placed_as(value, self.store.weights.mapped(name))
         return value.detach() if isinstance(value, Tensor) else value
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401, ARG002, FBT001, FBT002 - torch's own
@@ -274,7 +252,7 @@ class PhasedModel(nn.Module):
             WeightsError: If ``strict`` and there are such keys, or a weight has another shape: nothing has changed
                 then.
         """
-        run, own = self._run, self.module.state_dict(keep_vars=True)
+        run, own = self.phased_run, self.module.state_dict(keep_vars=True)
         found = {key: run.names[id(it)] for key, it in own.items() if id(it) in run.names and key in state_dict}
         missing, unexpected = (
             [key for key in own if key not in state_dict],
@@ -305,33 +283,11 @@ class PhasedModel(nn.Module):
 
     def close(self) -> None:
         """Release the store and its threads; the model cannot be used any more."""
-        self._run.memory.close()
-        self._run.store.close()
-
-    # What an optimizer needs
-
-    def attach_optimizer(self, optimizer: Any) -> None:  # noqa: ANN401 - a PhasedOptimizer
-        """Make room for the state of ``optimizer``."""
-        self._run.attach(optimizer)
-
-    def form_of(self, parameter: Parameter) -> Form:
-        """The form of a weight, or of the part of it that is here."""
-        return self._run.weights.forms[self._run.names[id(parameter)]]
-
-    def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """The optimizer's state for ``parameter``, as it is in the store."""
-        return self._run.stored_state(parameter)
-
-    def write_state(self, parameter: Parameter, state: Mapping[str, Tensor]) -> None:
-        """Write the optimizer's state for ``parameter`` to the store."""
-        self._run.write_state(parameter, state)
-
-    def finish_step(self, update: Update | None = None) -> None:
-        """End the optimizer's step on all instances, by ``update`` for gradients that are in the store."""
-        self._run.finish_step(update)
+        self.phased_run.memory.close()
+        self.phased_run.store.close()
 
 
-def _checked_layout(module: nn.Module, seed: int | None) -> ReplicaLayout:
+def _checked_layout(module: nn.Module) -> ReplicaLayout:
     """The replicas of the job; an error if ``module`` cannot be trained by them in phases."""
     contract = context.environment().contract
     if contract.parallelism.pipeline > 1:
@@ -340,11 +296,6 @@ def _checked_layout(module: nn.Module, seed: int | None) -> ReplicaLayout:
             "together: start the job with p1, whose replicas have whole models or tensor-parallel ones"
         )
     refuse_module(module, context.instances_of_replica(), contract.parallelism.stage_of(contract.instance_index))
-    if seed is None and contract.layout.num_replicas > 1:
-        raise BatchError(
-            f"seed=None, and the job has {contract.layout.num_replicas} replicas, each of which draws from states "
-            "of its own: give them a seed, the same on all instances"
-        )
     return contract.layout
 
 
@@ -360,36 +311,30 @@ def _stored(
     group = context.data_parallel_group()
     if context.environment().contract.parallelism.is_shared and os.fspath(store) != HOST_MEMORY:
         store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
-    layers = None if layers is None else list(layers)
     found = find_layers(module, layers)
     forms = {name: Form.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
     device = next((it.device for it in module.parameters() if not it.is_meta), torch.device("cpu"))
     made = PhaseStore.open(store, forms, group=group, device=device)
-    owners = deal(
-        [{name: forms[name].num_bytes for name in piece.names} for piece in found.pieces], made.host_size
-    )
-    named = {unit.module for unit in found.units}
+    units = [unit.module for unit in found.units]
 
     def write(tensors: Mapping[str, Tensor]) -> None:
         if len(group.instances) > 1:
             broadcast_tensors(group, 0, tensors.values())
         if made.host_index == 0:
             for name, tensor in tensors.items():
-                made.weights.write_tensor(made.regions[name], forms[name], tensor)
+                made.weights.write(name, tensor)
 
-    for tensors in unit_weights(
-        module, [unit.module for unit in found.units], initialize=initialize, weights=weights
-    ):
+    for tensors in unit_weights(module, units, initialize=initialize, weights=weights):
         write({name: local_part(it) for name, it in tensors.items()})
         for name in tensors:
             make_absent(module.get_parameter(name))
-    found = find_layers(module, [*named])
+    found = find_layers(module, units)
     for piece in found.resident:
         write({name: local_part(it.detach()) for name, it in piece.named})
     if len(group.instances) > 1:
         broadcast_tensors(group, 0, list(module.buffers()))
     made.wait_for_host()
-    return PhasedRun(found, made, owners, group, layout)
+    return PhasedRun(found, made, group, layout)
 
 
 class PhasedSteps(ModelSteps):
@@ -405,25 +350,16 @@ class PhasedSteps(ModelSteps):
         memory = GradientMemory(context.data_parallel_group(), self.layout, GradientLayout(()))
         buffers = self.buffers if self.layout.num_replicas > 1 else None
         total = _NoGradients(memory, buffers, checks, old)
-        return PhasedStep(memory, self.buffers, total, checks, accumulation, self._run)
+        step = PhasedStep(memory, self.buffers, total, checks, accumulation=accumulation, checks_finite=False)
+        step.run = self._run
+        return step
 
     def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
-        run = self._run
-        run.check_ready(self.module)
-        made, contents, counts = super()._begin_loop(asked)
-        step = cast("PhasedStep", made)  # of _make_step()
+        self._run.check_ready(self.module)
+        step, contents, counts = super()._begin_loop(asked)
         try:
             filled = [number for number, content in enumerate(contents) if content is not None]
-            plan = StepPlan(
-                accumulation=step.accumulation,
-                reduction=asked.reduction,
-                weights=counts,
-                last=max(filled, default=-1),
-                scale=step.total.weight_scale,
-                total_weight=step.memory.total_weight,
-                barrier=GradientBarrier(context.data_parallel_group()),
-            )
-            run.begin_step(plan)
+            cast("PhasedStep", step).begin_run(asked.reduction, counts, max(filled, default=-1))
         except BaseException:
             self.abandon()
             raise
@@ -437,47 +373,44 @@ class _NoGradients(GradientSum):
         del over, parts, are_early_right
         return self._tree.values[0]
 
-    def forget(self) -> None:
-        """The others know that there will be no gradient."""
-        self._is_awaited = False
-
 
 class PhasedStep(Step):
     """One step of a phased model."""
 
-    def __init__(
-        self,
-        memory: GradientMemory,
-        buffers: ReplicaBuffers,
-        total: _NoGradients,
-        checks: StepChecks,
-        accumulation: int,
-        run: PhasedRun,
-    ) -> None:
-        super().__init__(memory, buffers, total, checks, accumulation=accumulation, checks_finite=False)
-        self.memory = memory
-        self.total = total
-        self._run = run
+    run: PhasedRun
+
+    def begin_run(self, reduction: MeanOrSum, weights: Sequence[float], last: int) -> None:
+        """Begin it, with what each micro batch weighs, and the last one that has samples."""
+        plan = StepPlan(
+            accumulation=self.accumulation,
+            reduction=reduction,
+            weights=weights,
+            last=last,
+            scale=self._sum.weight_scale,
+            total_weight=self._memory.total_weight,
+            barrier=GradientBarrier(context.data_parallel_group()),
+        )
+        self.run.begin_step(plan)
 
     def begin_micro_batch(self, index: int, weight: float) -> int:
         """Begin micro batch ``index``; gives its replica in the job."""
         replica = super().begin_micro_batch(index, weight)
-        self._run.begin_micro_batch(index)
+        self.run.begin_micro_batch(index)
         return replica
 
     def add(self, weight: float) -> None:
         """Add the gradients of the next micro batch that are not added yet."""
-        self._run.end_micro_batch()
+        self.run.end_micro_batch()
         super().add(weight)
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Make all gradients final, and the buffers those of the whole job's step."""
-        self.total.weight_scale()
-        self._run.finish()
+        self._sum.weight_scale()
+        self.run.finish()
         super().finish(reduction, add=add)
 
     def abandon(self) -> None:
         """Leave without gradients, and say so to the others, unless all know already. Never raises."""
-        if self._run.abandon():
-            self.total.forget()
+        if self.run.abandon():
+            self._sum.is_awaited = False  # they know that there is no gradient
         super().abandon()

@@ -1,9 +1,10 @@
 """The optimizer of a model that runs phase by phase: it steps on one parameter at a time, while that is in memory.
 
 All that it keeps for a parameter lies in the model's store: tensors as they are, and small values, such as the
-number of steps, in a record of 16 bytes for each.
+number of steps, in a record.
 """
 
+import json
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,100 +28,76 @@ from popdist.parallel.phase_layout import Form
 from popdist.sharded.sharded_optimizer import digest_of
 
 RECORD: Final = "record"
-"""The name of the tensor that holds a parameter's small values."""
+"""The name of the tensor that holds a parameter's small values, as JSON."""
 
-_SLOT_BYTES: Final = 16
-"""Of a small value in a record: as many as the largest number of torch needs."""
-
-
-class _Value(NamedTuple):
-    """A small value of a state: its type, and for a tensor what else is needed to make it."""
-
-    type: type
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    device: torch.device = torch.device("cpu")
+_VALUE_BYTES: Final = 64
+"""Room for a small value in a record: the longest number of torch takes 25 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StateForm:
     """What an optimizer keeps for parameters of one form."""
 
-    names: tuple[str, ...]  # in the optimizer's order
     tensors: dict[str, Form]
-    values: dict[str, _Value]
+    values: State  # small ones, as a first step leaves them: tensors of one element, numbers and None
+    names: tuple[str, ...]  # of all, in the optimizer's order
 
     @classmethod
     def of(cls, state: State, device: torch.device) -> "_StateForm":
         """The form of ``state``; an OptimizerError if something in it cannot lie in a store."""
-        tensors, values = dict[str, Form](), dict[str, _Value]()
+        tensors, values = dict[str, Form](), State()
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.numel() == 1:
-                values[name] = _Value(Tensor, value.dtype, tuple(value.shape), value.device)
-            elif isinstance(value, Tensor) and value.device == device and value.layout == torch.strided:
+            is_tensor = isinstance(value, Tensor)
+            if value is None or isinstance(value, bool | int | float) or (is_tensor and _is_small(value)):
+                values[name] = value
+            elif is_tensor and value.device == device and value.layout == torch.strided:
                 tensors[name] = Form.of(value)
-            elif value is None or isinstance(value, bool | int | float):
-                values[name] = _Value(type(value), _dtype_of(type(value)))
             else:
+                kind = f"tensor of layout {value.layout} on {value.device}" if is_tensor else type(value).__name__
                 raise OptimizerError(
-                    f"its state {name} is a {_kind_of(value)}: the store holds tensors on the device of their "
-                    "parameter, numbers and None"
+                    f"its state {name} is a {kind}: the store holds tensors on the device of their parameter, "
+                    "numbers and None"
                 )
-        return cls(names=tuple(state), tensors=tensors, values=values)
+        return cls(tensors=tensors, values=values, names=tuple(state))
 
     @property
     def stored(self) -> dict[str, Form]:
         """The forms of all that lies in the store."""
-        length = _SLOT_BYTES * (1 + len(self.values))
+        length = _VALUE_BYTES * (1 + len(self.values))
         return {**self.tensors, RECORD: Form(dtype=torch.uint8, shape=(length,), stride=(1,))}
 
     def fits(self, state: State) -> bool:
         """Whether the store has room for ``state``."""
-        return (
-            set(state) == set(self.names)
-            and all(
-                isinstance(it := state[name], Tensor) and (tuple(it.shape), it.dtype) == (form.shape, form.dtype)
-                for name, form in self.tensors.items()
-            )
-            and all(
-                isinstance(it := state[name], kind.type) and (not isinstance(it, Tensor) or it.numel() == 1)
-                for name, kind in self.values.items()
-            )
-        )
+        kinds = {name: (form.shape, form.dtype) for name, form in self.tensors.items()}
+        kinds |= {name: _kind_of(value) for name, value in self.values.items()}
+        return {name: _kind_of(value) for name, value in state.items()} == kinds
 
-    def write_record(self, record: Tensor, values: State) -> None:
-        """Write the small values of a state; the first byte says that there is one."""
-        record[:1].fill_(1)
-        for place, (name, kind) in enumerate(self.values.items(), 1):
-            if kind.type is not type(None):
-                value = values[name]
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=kind.dtype)
-                content = torch.empty_strided((1,), (1,), dtype=kind.dtype, device=tensor.device)
-                content = content.copy_(tensor.detach().reshape(1)).view(torch.uint8)
-                record[place * _SLOT_BYTES :][: len(content)].copy_(content)
+    def write_record(self, record: Tensor, state: State) -> None:
+        """Write the small values of a state."""
+        values = [state[name].item() if isinstance(state[name], Tensor) else state[name] for name in self.values]
+        text = json.dumps(values).encode().ljust(len(record))
+        record.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
     def read_record(self, record: Tensor) -> State | None:
         """The small values in a record; None if the parameter has no state yet."""
         if not record[0]:
             return None
-        found: State = {}
-        for place, (name, kind) in enumerate(self.values.items(), 1):
-            content = record[place * _SLOT_BYTES :][: kind.dtype.itemsize].clone().view(kind.dtype)
-            if kind.type is Tensor:
-                found[name] = content.reshape(kind.shape).to(kind.device)
-            else:
-                found[name] = None if kind.type is type(None) else kind.type(content.item())
-        return found
+        return {
+            name: torch.full_like(like, value) if isinstance(like, Tensor) else value
+            for (name, like), value in zip(self.values.items(), json.loads(bytes(record.tolist())), strict=True)
+        }
 
 
-def _dtype_of(kind: type) -> torch.dtype:
-    return {int: torch.int64, float: torch.float64}.get(kind, torch.bool)
+def _is_small(value: Tensor) -> bool:
+    """Whether a tensor is kept in memory and in a record."""
+    return value.numel() == 1 and not value.is_complex()
 
 
-def _kind_of(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"tensor of layout {value.layout} on {value.device}"
+def _kind_of(value: object) -> Any:  # noqa: ANN401 - two of them are compared
+    """What decides which room a value needs: shape and dtype, or whether a small one is a tensor."""
+    if isinstance(value, Tensor) and not _is_small(value):
+        return tuple(value.shape), value.dtype
+    return isinstance(value, Tensor)
 
 
 class _Place(NamedTuple):
@@ -172,7 +149,8 @@ class PhasedOptimizer(Optimizer):
         **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
     ) -> None:
         check_flags(OptimizerError, step_in_backward=step_in_backward)
-        if not hasattr(model, "attach_optimizer"):
+        self._run: Any = getattr(model, "phased_run", None)
+        if self._run is None:
             raise OptimizerError(
                 f"PhasedOptimizer takes a model from popdist.parallel.phased(), not a {type(model).__name__}"
             )
@@ -184,7 +162,6 @@ class PhasedOptimizer(Optimizer):
                 f"torch {torch.__version__} lacks tensors without memory: leave out step_in_backward=False"
             )
         self.step_in_backward = step_in_backward
-        self._model = model
         self._optimizer_class = optimizer_class
         self._given = defaults
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -194,7 +171,7 @@ class PhasedOptimizer(Optimizer):
         super().__init__(model.parameters() if params is None else params, defaults)
         self.defaults = self._steppers[0].optimizer.defaults
         self._is_complete = True
-        model.attach_optimizer(self)
+        self._run.attach_optimizer(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which is possible only when the optimizer is made.
@@ -221,7 +198,7 @@ class PhasedOptimizer(Optimizer):
         def make(some: list[Parameter]) -> Optimizer:
             return self._optimizer_class([{**settings, "params": some}], **self._given)
 
-        kinds = [(self._model.form_of(parameter), local_part(parameter).device) for parameter in parameters]
+        kinds = [(self._run.form_of(parameter), local_part(parameter).device) for parameter in parameters]
         try:
             stepper = OneByOne(make, [(form.shape, form.dtype, device) for form, device in kinds])
             forms = {kind: _form_of_state(stepper, *kind) for kind in dict.fromkeys(kinds)}
@@ -267,10 +244,10 @@ class PhasedOptimizer(Optimizer):
                 "model.micro_batches(), so call step() without a closure after that loop"
             )
         if self.step_in_backward:
-            self._model.finish_step()
+            self._run.finish_step()
         else:
             self.begin_update()
-            self._model.finish_step(self._update_from_store)
+            self._run.finish_step(self._update_from_store)
             self.end_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's own
@@ -382,22 +359,22 @@ class PhasedOptimizer(Optimizer):
             self._check_state(known, made)
             self.state[parameter] = {name: deepcopy(made[name]) for name in form.values}
             form.write_record(record, made)
-            stored, place_of = self._model.stored_state(parameter), self.store.place_of
+            stored, place_of = self._run.stored_state(parameter), self.store.place_of
             for name in form.tensors:
                 place = place_of(stored[name])
                 if place is None or place_of(saved[name]) != place:
                     written[name] = made[name]
-        self._model.write_state(parameter, written)
+        self._run.write_state(parameter, written)
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The tensors of a parameter's state in the store, whether or not it was updated before."""
-        stored = self._model.stored_state(parameter)
+        stored = self._run.stored_state(parameter)
         return {name: stored[name] for name in self._places[parameter].form.tensors}
 
     @property
     def store(self) -> Any:  # noqa: ANN401 - a PhaseStore
         """The store of the model."""
-        return self._model.store
+        return self._run.store
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - object's own
         raise OptimizerError(
@@ -412,7 +389,7 @@ class PhasedOptimizer(Optimizer):
 
     def _whole_state(self, parameter: Tensor) -> State:
         """The state of one parameter, read from the store."""
-        form, stored = self._places[parameter].form, self._model.stored_state(parameter)
+        form, stored = self._places[parameter].form, self._run.stored_state(parameter)
         values = form.read_record(stored[RECORD])
         if values is None:
             return {}

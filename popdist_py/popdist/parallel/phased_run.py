@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import torch
@@ -17,15 +18,19 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.collectives import gather_bytes
-from popdist.errors import (
-    BatchError,
-    CollectiveError,
-    GradientError,
-    MicroBatchError,
-    OptimizerError,
-)
+from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError, OptimizerError
 from popdist.gradients.optimizer_steps import is_used, mark_reduced
-from popdist.gradients.phased_sums import (
+from popdist.gradients.step_headers import MeanOrSum
+from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
+from popdist.groups import Group, as_words
+from popdist.layout import ReplicaLayout
+from popdist.local_tensors import local_part, part_itself, placed_as
+from popdist.parallel.measures.phase_budget import PhaseBudget
+from popdist.parallel.phase_layout import Form, deal, span
+from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, Ranges, StoredPieces, StoredSums
+from popdist.parallel.phase_store import PhaseStore, StoredTensors
+from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
+from popdist.parallel.phased_sums import (
     GradientBarrier,
     InstanceSums,
     PieceGradient,
@@ -33,17 +38,7 @@ from popdist.gradients.phased_sums import (
     merges_of,
     node_weights,
 )
-from popdist.gradients.step_headers import MeanOrSum
-from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
-from popdist.groups import Group, as_words
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import local_part, part_itself, placed_as
-from popdist.parallel.measures.phase_budget import PhaseBudget
-from popdist.parallel.phase_layout import Form, span
-from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, StoredTensors
-from popdist.parallel.phase_store import PhaseStore
-from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
-from popdist.parallel.stored_pieces import StoredPieces, StoredSums, make_state
+from popsize.phases import even_cuts
 
 if TYPE_CHECKING:
     from popdist.parallel.phased_optimizer import PhasedOptimizer
@@ -75,18 +70,16 @@ class StepPlan:
 class PhasedRun:
     """The passes of one model, of which one step at a time is trained."""
 
-    def __init__(
-        self, layers: PhasedLayers, store: PhaseStore, owners: dict[str, int], group: Group, layout: ReplicaLayout
-    ) -> None:
+    def __init__(self, layers: PhasedLayers, store: PhaseStore, group: Group, layout: ReplicaLayout) -> None:
         self.layers = layers
         self.store = store
         self.device = part_itself(layers.pieces[0].parameters[0]).device
         self.memory = PhaseMemory(layers, self.device)
         self.memory.bind = self._bind
         self.memory.wanted_back = self._wanted_back
-        forms = {name: Form.of(part_itself(it)) for piece in layers.pieces for name, it in piece.named}
-        self.weights = StoredTensors(file=store.weights, regions=store.regions, forms=forms)
         self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
+        sizes = [{name: store.weights.regions[name].num_bytes for name in it.names} for it in layers.pieces]
+        owners = deal(sizes, store.host_size)
         self.owned = {name for name, owner in owners.items() if owner == store.host_index}
         self.budget = PhaseBudget(self.memory, self.owned, is_first=group.backend.instance_index == 0)
         self.optimizer: weakref.ref[PhasedOptimizer] | None = None
@@ -104,13 +97,23 @@ class PhasedRun:
         self._gradients: dict[int, PieceGradient] = {}
         self._used: list[Parameter] = []
         self._sums = InstanceSums(group, layout)
-        self._state: StoredPieces | None = None
-        self._kept: StoredPieces | None = None  # beside sums of gradients
+        nothing = StoredTensors(file=store.weights.file, regions={}, forms={})
+        self._state = StoredPieces("state", self.memory, nothing, {})
+        self._kept = StoredPieces("sum", self.memory, nothing, {})  # gradients, beside sums of them
         for piece in layers.pieces:
-            region = span(store.regions[name] for name in piece.names)
+            region = span(store.weights.regions[name] for name in piece.names)
             content = Content("weights", piece.index)
             self.memory.sizes[content] = region.length
-            self.memory.stored[content] = (FileRange(store.weights, region, 0),)
+            self.memory.stored[content] = (FileRange(store.weights.file, region, 0),)
+
+    def cut(self, num_phases: int) -> None:
+        """Have so many phases of about equal bytes, or as many as there are layers."""
+        sizes = [
+            float(sum(self.memory.sizes[Content("weights", piece.index)] for piece in unit.pieces))
+            for unit in self.layers.units
+        ]
+        cuts = even_cuts(tuple(sizes), min(num_phases, len(sizes)))
+        self.memory.cut([range(first, last) for first, last in pairwise((*cuts, len(sizes)))])
 
     # What the layers call
 
@@ -124,11 +127,6 @@ class PhasedRun:
         with self.budget.passes(unit, backward=backward):
             yield
 
-    def begin_call(self, unit: Unit, inputs: Sequence[Tensor]) -> object:
-        """Count a forward pass that a backward pass will follow."""
-        self.budget.note_inputs(unit, inputs)
-        return self.calls.begin(unit)
-
     def end_call(self, unit: Unit) -> None:
         """Take the gradients that are complete now."""
         for piece in self.calls.end(unit):
@@ -139,7 +137,7 @@ class PhasedRun:
 
     def check_ready(self, module: nn.Module) -> None:
         """Check that a step of ``module`` may begin."""
-        check_same(module, self.layers, {it: self.weights.forms[name] for it, name in self.names.items()})
+        check_same(module, self.layers, {it: self.store.weights.forms[name] for it, name in self.names.items()})
         optimizer = self._optimizer_now()
         left = [it for piece in self.layers.pieces for it in piece.parameters if it.grad is not None]
         if self.is_unfinished and (optimizer.step_in_backward or not all(is_used(it.grad) for it in left)):
@@ -169,7 +167,7 @@ class PhasedRun:
         self._gradients = {piece.index: PieceGradient(piece.named) for piece in self._trained}
         merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, plan.accumulation)
         self._make_room(num_planes)
-        plan.places = StoredSums(self.memory, self._kept_now().stored, num_planes * self.store.host_index)
+        plan.places = StoredSums(self.memory, self._kept.stored, num_planes * self.store.host_index)
         plan.sums = StepSums(self._gradients, merges, plan.weights, lambda: plan.scale(None), plan.places)
         self.memory.begin_step()
         self.budget.begin_step(len(plan.weights), updates_apart=not self._optimizer_now().step_in_backward)
@@ -182,20 +180,18 @@ class PhasedRun:
             for index, gradient in self._gradients.items()
         }
         if not self._optimizer_now().step_in_backward:
-            forms |= {name: self.weights.forms[name] for piece in self._trained for name in piece.names}
-        known = self._kept.stored.forms if self._kept is not None else {}
-        if self._kept is not None and all(
-            name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()
-        ):
+            forms |= {name: self.form_of(it) for piece in self._trained for name, it in piece.named}
+        known = self._kept.stored.forms
+        if all(name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()):
             return
-        stored = StoredTensors.of(self.store.create_gradients(forms), forms)
+        stored = self.store.add("gradients", forms)
         kept = {
             it.index: [name for name in it.names if name in forms and name in self.owned] for it in self._trained
         }
         self._kept = StoredPieces("sum", self.memory, stored, kept)
         for piece in self._trained:
             length = stored.regions[f"0/{piece.index}"].length if num_planes else 0
-            self.memory.sizes[Content("sum", piece.index)] = max(length, self._kept.num_bytes(piece.index))
+            self.memory.sizes[Content("sum", piece.index)] = max(length, self._kept.num_bytes[piece.index])
         self.memory.cut(self.memory.phases)
 
     def begin_micro_batch(self, number: int) -> None:
@@ -364,7 +360,7 @@ class PhasedRun:
         mine = [it for it in gradients if self.names[id(it)] in self.owned]
         if not mine:
             return
-        weights, state, changed = Content("weights", piece.index), self._state_now(), list[FileRange]()
+        weights, state, changed = Content("weights", piece.index), self._state, list[FileRange]()
         self.memory.make_writable(weights)
         own = [it for name, it in piece.named if name in self.owned and optimizer.forms_of(it)]
         is_new = len(mine) == len(own) and not any(map(optimizer.has_state, own))
@@ -374,9 +370,9 @@ class PhasedRun:
             forms = optimizer.forms_of(parameter)
             with self.budget.updating(piece.units):
                 update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
-            region = self.store.regions[name]
+            region = self.store.weights.regions[name]
             first = self.memory.stored[weights][0].region.start
-            changed.append(FileRange(self.store.weights, region, region.start - first))
+            changed.append(FileRange(self.store.weights.file, region, region.start - first))
         self.memory.write_behind(weights, changed, self.memory.stored[weights])
         state.write_behind(piece.index)
 
@@ -386,23 +382,13 @@ class PhasedRun:
         parts = {self.names[id(it)]: local_part(gradient) for it, gradient in gradients.items()}
         if len(self._step_now().weights) > 1:  # what was added may lie in the memory in which it is to wait
             parts = {name: part.clone() for name, part in parts.items()}
-        room = self._kept_now().room(piece.index)
+        room = self._kept.room(piece.index)
         for name in room.keys() & parts.keys():
             room[name].copy_(parts[name])
-        self._kept_now().write_behind(piece.index)
-
-    def _kept_now(self) -> StoredPieces:
-        if self._kept is None:
-            raise MicroBatchError("this model has no gradients in its store: no loop over micro batches has begun")
-        return self._kept
+        self._kept.write_behind(piece.index)
 
     def _stored_gradient(self, name: str) -> Tensor:
-        return self._kept_now().stored.mapped(name).to(self.device)
-
-    def _state_now(self) -> StoredPieces:
-        if self._state is None:
-            raise OptimizerError("this model has no PhasedOptimizer")
-        return self._state
+        return self._kept.stored.mapped(name).to(self.device)
 
     @torch.no_grad()
     def _update_phases(self, update: Update) -> None:
@@ -412,7 +398,7 @@ class PhasedRun:
             own = {name: it for name, it in piece.named if name in self.owned and it.grad is not None}
             if own:
                 self.memory.enter(self.memory.last_phase(piece), backward=True)
-                views = self._kept_now().load(piece.index)
+                views = self._kept.load(piece.index)
                 self._update(piece, {it: views[name] for name, it in own.items()}, update)
 
     def finish_step(self, update: Update | None = None) -> None:
@@ -438,34 +424,46 @@ class PhasedRun:
 
     # The optimizer's state
 
-    def attach(self, optimizer: "PhasedOptimizer") -> None:
+    def attach_optimizer(self, optimizer: "PhasedOptimizer") -> None:
         """Make room for the state of ``optimizer``; all instances call it."""
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
         self.memory.wait()
-        self._state = make_state(optimizer, self.layers.pieces, self.owned, self.store, self.memory)
+        forms, own = dict[str, Form](), dict[int, list[str]]()
+        for piece in self.layers.pieces:
+            own[piece.index] = []
+            for name, parameter in piece.named:
+                found = {f"{name}/{key}": form for key, form in optimizer.forms_of(parameter).items()}
+                forms |= found
+                own[piece.index] += found if name in self.owned else ()
+        self._state = StoredPieces("state", self.memory, self.store.add("state", forms), own)
+        self.memory.sizes |= {Content("state", index): size for index, size in self._state.num_bytes.items()}
         self.optimizer = weakref.ref(optimizer)
         self.memory.cut(self.memory.phases)
+
+    def form_of(self, parameter: Parameter) -> Form:
+        """The form of a weight, or of the part of it that is here."""
+        return self.store.weights.forms[self.names[id(parameter)]]
 
     def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
         """What the store has of the optimizer's state for ``parameter``."""
         self.memory.wait()
-        name, state = self.names[id(parameter)], self._state_now().stored
+        name, state = self.names[id(parameter)], self._state.stored
         return {key: state.mapped(f"{name}/{key}") for key in self._optimizer_now().forms_of(parameter)}
 
     def write_state(self, parameter: Parameter, written: Mapping[str, Tensor]) -> None:
         """Write tensors of the optimizer's state for ``parameter`` to the store."""
-        name, state = self.names[id(parameter)], self._state_now().stored
+        name, state = self.names[id(parameter)], self._state.stored
         for key, value in written.items():
             state.write(f"{name}/{key}", value)
         self.memory.forget([Content("state", it.index) for it in self.layers.pieces if name in it.names])
 
     def load_weight(self, name: str, value: Tensor) -> None:
         """Write a weight to the store, unless it lies there already."""
-        place = self.store.place_of(value)
-        is_there = place == (self.weights.file, self.weights.regions[name].start)
+        weights = self.store.weights
+        is_there = self.store.place_of(value) == (weights.file, weights.regions[name].start)
         if self.store.host_index == 0 and not is_there:
-            self.weights.write(name, value)
+            weights.write(name, value)
 
     def reload(self) -> None:
         """Read all weights anew, as what is in the store was changed, and is whole."""
@@ -474,15 +472,15 @@ class PhasedRun:
 
     def _bind(self, piece: PhasePiece, memory: Tensor) -> None:
         """Let the weights of ``piece`` be in ``memory``."""
-        first = self.store.regions[piece.names[0]].start
+        regions = self.store.weights.regions
         for name, parameter in piece.named:
-            region = self.store.regions[name]
-            set_data(parameter, self.weights.forms[name].view(memory[region.start - first : region.end - first]))
+            begin = regions[name].start - regions[piece.names[0]].start
+            set_data(parameter, self.form_of(parameter).view(memory[begin:]))
 
-    def _wanted_back(self, piece: PhasePiece) -> list[tuple[Content, tuple[FileRange, ...]]]:
+    def _wanted_back(self, piece: PhasePiece) -> list[tuple[Content, Ranges]]:
         """What a backward pass, or one of updates, needs of ``piece`` beside its weights."""
         step, index = self.step, piece.index
-        wanted: list[tuple[Content, tuple[FileRange, ...]]] = []
+        wanted: list[tuple[Content, Ranges]] = []
         if index not in self._gradients:
             return wanted
         optimizer = self._optimizer_now()
@@ -490,9 +488,9 @@ class PhasedRun:
         is_updated = step is None or (step.number == step.last and optimizer.step_in_backward)
         may_have_state = self.memory.sizes.get(state) and any(map(optimizer.has_state, piece.parameters))
         if may_have_state and is_updated:
-            wanted.append((state, self._state_now().ranges(index)))
+            wanted.append((state, self._state.ranges(index)))
         if step is None:  # in _update_phases()
-            ranges = self._kept_now().ranges(index)
+            ranges = self._kept.ranges(index)
             wanted += [(gradient, ranges)] if ranges else []
         elif (plane := step.sums.awaited(index, step.number)) is not None:
             wanted.append((gradient, step.places.ranges(index, plane)))

@@ -36,18 +36,16 @@ def unit_weights(
 ) -> Iterator[dict[str, Tensor]]:
     """Make the weights of ``units``, modules of ``model``, one after another.
 
-    Before the first is made, what cannot be made is refused by name. Each dict has the tensors of a unit, or of a
-    part of one, by the names of ``model.named_parameters()``; together they have each parameter of the units once.
-    From then on the model has them, until the caller gives the parameters other data. What is outside the units
-    stays in the model. Parameters on the meta device become other objects, tied as before.
+    Each dict has the tensors of a unit, or of a part of one, by the names of ``model.named_parameters()``;
+    together they have each parameter of the units once. From then on the model has them, until the caller gives
+    the parameters other data. What is outside the units stays in the model. Parameters on the meta device become
+    other objects, tied as before. What nothing sets is refused by name.
 
     The order is that of ``model.apply``: children first. A model in memory draws the same random numbers, unless
     its constructors draw in another order. Of a tied parameter the values of its first module are taken.
     """
     files = None if weights is None else _Files(Path(weights), model)
-    maker = _Maker(model, initialize, files)
-    maker.refuse_unknown()
-    return maker.made(units)
+    return _Maker(model, initialize, files).made(units)
 
 
 class _Maker:
@@ -65,25 +63,6 @@ class _Maker:
                 self._names[module, key] = names[tensor]
                 self._holders.setdefault(names[tensor], []).append((module, key))
         self._made: set[str] = set()
-
-    def refuse_unknown(self) -> None:
-        """Refuse tensors on the meta device that neither a file, nor their module, nor ``initialize`` can set."""
-        unknown = []
-        for path, module in self._model.named_modules():
-            lacking = [
-                key for key, tensor in _tensors_of(module) if tensor.is_meta and not self._has_file(module, key)
-            ]
-            if self._initialize is None and not callable(getattr(module, "reset_parameters", None)):
-                unknown += [f"{path}.{key} ({type(module).__name__})" for key in lacking]
-            plain = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
-            unknown += [f"{path}.{key} (an attribute of {type(module).__name__})" for key in plain]
-        if unknown:
-            raise WeightsError(
-                f"{type(self._model).__name__} is on the meta device, and nothing says what these are: "
-                f"{name_first([name.removeprefix('.') for name in unknown], _SHOWN)}. A module sets its own in "
-                "reset_parameters(); for those without it give initialize=function(module), or make them on the "
-                "CPU"
-            )
 
     def made(self, units: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
         """Make all, and give those of ``units``."""
@@ -103,14 +82,14 @@ class _Maker:
         blank: dict[str, tuple[Tensor, int]] = {}
         for name in new:
             if self._files is not None and name in self._files:
-                self._set(name, self._files.read(name))
+                self._set(name, self._files.read(name, self._now(name)))
             elif self._now(name).is_meta:
                 self._set(name, _blank(self._now(name)))
                 blank[name] = (self._now(name), num_writes(self._now(name)))
         if blank:
             with torch.no_grad(), self._others_replaced(modules, blank):
                 self._call(modules, blank, is_unit=is_unit)
-            self._refuse_blank(blank)
+        self._refuse_unset(modules, blank)
         return [name for name in new if isinstance(self._now(name), nn.Parameter)]
 
     def _call(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]], *, is_unit: bool) -> None:
@@ -119,8 +98,8 @@ class _Maker:
             has_blank = any(self._names.get((module, key)) in blank for key, _ in _tensors_of(module))
             if self._initialize is not None and (is_unit or has_blank):
                 self._initialize(module)
-            elif self._initialize is None and has_blank:
-                module.reset_parameters()  # type: ignore[operator]  # it has it: see refuse_unknown
+            elif self._initialize is None and has_blank and callable(getattr(module, "reset_parameters", None)):
+                module.reset_parameters()  # type: ignore[operator]  # as was asked
 
     @contextmanager
     def _others_replaced(
@@ -142,18 +121,21 @@ class _Maker:
         for module, key, tensor in others:
             setattr(module, key, tensor)
 
-    def _refuse_blank(self, blank: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Refuse tensors that nothing has written."""
+    def _refuse_unset(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Refuse tensors that nothing has written, and those that are no parameters or buffers."""
         left = [name for name, before in blank.items() if not _is_written(self._now(name), *before)]
+        left += [
+            f"{key} (an attribute of {type(module).__name__})"
+            for module in modules
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and value.is_meta
+        ]
         if left:
-            who = "reset_parameters() of its module" if self._initialize is None else "initialize"
             raise WeightsError(
-                f"{who} did not set {name_first(left, _SHOWN)} of {type(self._model).__name__}, which is on the "
-                "meta device: give initialize=function(module) that does"
+                f"{type(self._model).__name__} is on the meta device, and nothing has set "
+                f"{name_first(left, _SHOWN)}: a module sets its own in reset_parameters(); for those without it "
+                "give initialize=function(module), or make them on the CPU"
             )
-
-    def _has_file(self, module: nn.Module, key: str) -> bool:
-        return self._files is not None and self._names[module, key] in self._files
 
     def _now(self, name: str) -> Tensor:
         """The tensor that the model has under ``name``."""
@@ -250,14 +232,19 @@ class _Files:
         """Whether they have the tensor that the model calls ``name``."""
         return name in self._sources
 
-    def read(self, name: str) -> Tensor:
-        """One tensor; the file is open no longer than that."""
+    def read(self, name: str, like: Tensor) -> Tensor:
+        """One tensor, of the dtype and shape of ``like``; the file is open no longer than that."""
         key, path = self._sources[name]
         try:
             with self._library.safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key)
         except (OSError, self._library.SafetensorError) as error:
             raise WeightsError(f"{key} of {path} cannot be read: {error}") from error
+        if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+            raise WeightsError(
+                f"{key} of {path} is {tensor.dtype} of shape {tuple(tensor.shape)}, and the model has "
+                f"{like.dtype} of shape {tuple(like.shape)}: convert the file or the model"
+            )
         return tensor
 
     def _places(self) -> dict[str, Path]:
@@ -275,32 +262,15 @@ class _Files:
         return places
 
     def _compared(self, model: nn.Module, places: Mapping[str, Path]) -> list[str]:
-        """Note which tensor is where; what is wrong with the files."""
+        """Note which tensor is where; what the files have too little or too much."""
         own = _names_of(model)
         state = {key: it for key, it in model.state_dict(keep_vars=True).items() if isinstance(it, Tensor)}
-        wrong, place = [], places.__getitem__
-        for path, keys in groupby(sorted(filter(places.__contains__, state), key=place), place):
-            with self._library.safe_open(path, framework="pt") as file:
-                for key in keys:
-                    self._sources.setdefault(own[state[key]], (key, path))
-                    header, tensor = file.get_slice(key), state[key]
-                    found, asked = (
-                        (header.get_dtype(), header.get_shape()),
-                        (_dtype_word(tensor.dtype), [*tensor.shape]),
-                    )
-                    if found != asked:
-                        wrong.append(f"{key} as {found[0]}{found[1]} in place of {asked[0]}{asked[1]}")
+        for key, tensor in state.items():
+            if key in places:
+                self._sources.setdefault(own[tensor], (key, places[key]))
         lacking = [key for key, tensor in state.items() if own[tensor] == key not in self._sources]
-        texts = {"lack": lacking, "have besides": sorted(places.keys() - state.keys()), "have": wrong}
+        texts = {"lack": lacking, "have besides": sorted(places.keys() - state.keys())}
         return [f"{what} {name_first(names, _SHOWN)}" for what, names in texts.items() if names]
-
-
-def _dtype_word(dtype: torch.dtype) -> str:
-    """What safetensors files call a dtype."""
-    word = str(dtype).removeprefix("torch.").upper().removesuffix("FN")
-    for long, short in {"BFLOAT": "BF", "FLOAT": "F", "UINT": "U", "INT": "I", "COMPLEX": "C"}.items():
-        word = word.replace(long, short)
-    return word
 
 
 def _library() -> Any:  # noqa: ANN401 - a module that need not be there

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from popdist import context
-from popdist.data.randomness import ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness, checked_seed
 from popdist.data.shard_randomness import give_parts_numbers
-from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
+from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, whole_number
 from popdist.gradients.buffers import check_buffers
 from popdist.gradients.clipping import clip_grad_norm_
 from popdist.gradients.flat_buffers import check_gradient_dtype
@@ -110,12 +110,7 @@ class ReplicatedModel(nn.Module):
         of_stage = contract.parallelism.stage_of(contract.instance_index)
         refuse_wrappers(ReplicatedModel)
         refuse_module(module, context.instances_of_replica(), of_stage)
-        if seed is None and layout.num_replicas > 1:
-            raise BatchError(
-                f"seed=None, and the model has {layout.num_replicas} replicas, each of which draws from "
-                "states of its own: give them a seed, the same on all instances"
-            )
-        seed = None if seed is None else seed_number(seed, BatchError)
+        seed = checked_seed(seed, layout.num_replicas)
         gradient_dtype = check_gradient_dtype(gradient_dtype)
         norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
         context.ensure_init()

@@ -7,7 +7,7 @@ phases, torch included, is what it will have with larger ones, too.
 import ctypes
 import mmap
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -17,15 +17,13 @@ from time import perf_counter
 from typing import Final
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from popdist.errors import WeightsError
 from popdist.local_tensors import part_itself
 from popdist.parallel.phase_memory import Content, PhaseMemory
 from popdist.parallel.phased_layers import Unit
 from popsize.hardware import bytes_of
-from popsize.phases import Loop, PhasePlan, StoreSpeed, TooLarge, UnitCost, memory_with, plan_phases, plan_with
+from popsize.phases import Loop, PhasePlan, StoreSpeed, UnitCost, memory_with, plan_phases, plan_with
 
 _NUM_MEASURED: Final = 2
 """Steps that are measured: the first one for memory, as much is made anew in it, and the second one for time."""
@@ -61,8 +59,7 @@ class _Times:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     update_seconds: float = 0.0
-    input_bytes: int = 0
-    running_bytes: int = 0
+    grown_bytes: int = 0  # how much memory a pass took for itself
 
 
 class PhaseBudget:
@@ -79,7 +76,7 @@ class PhaseBudget:
         self._began = 0.0
         self._loop = Loop()
         self._times: dict[int, _Times] = {}
-        self._kept: set[int] = set()  # addresses of tensors that are kept for the backward pass
+        self._peak_bytes = 0  # of the first step
         self._inside = 0.0  # seconds of updates within a backward pass
         self._beside = 0.0  # bytes that the process has in use beside phases and activations
         self._needed: dict[int, float] = {}  # bytes of a unit's passes, once they are known
@@ -97,13 +94,9 @@ class PhaseBudget:
         if not self._num_steps:
             give_back_memory()
             self._check_room()
-            _reset_peak(self._memory.device)
+            self._next_peak()
+            self._peak_bytes = 0
         self._began = perf_counter()
-
-    def note_inputs(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
-        """``unit`` keeps these for its backward pass."""
-        if self._is_measuring:
-            self._times[unit.index].input_bytes += sum(self._new_bytes(it, self._kept) for it in tensors)
 
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
@@ -112,21 +105,16 @@ class PhaseBudget:
         if not self._is_measuring:
             yield
             return
-        times, saved = self._times[unit.index], _slot_addresses(unit)
-        sizes: list[int] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            sizes.append(self._new_bytes(tensor, saved))
-            return tensor
-
-        self._inside = 0.0
+        times, is_first = self._times[unit.index], not self._num_steps
+        if is_first:
+            self._next_peak()
+        before, self._inside = _resident_bytes(self._memory.device), 0.0
         start = self._computed()
-        with saved_tensors_hooks(pack, lambda it: it):
-            yield
+        yield
         seconds = self._computed() - start - self._inside
-        times.running_bytes = max(times.running_bytes, sum(sizes))
+        if is_first:
+            times.grown_bytes = max(times.grown_bytes, self._next_peak() - before)
         if backward:
-            self._kept.clear()  # what is kept from now on belongs to the next micro batch
             times.backward_seconds += seconds
         else:
             times.forward_seconds += seconds
@@ -167,9 +155,21 @@ class PhaseBudget:
 
     def _note_memory(self) -> None:
         """Note what the first step has shown of memory."""
+        self._next_peak()
+        self._needed = {index: times.grown_bytes for index, times in self._times.items()}
         costs = [self._cost(unit) for unit in self._memory.layers.units]
-        self._needed = {index: cost.gradient_bytes + cost.running_bytes for index, cost in enumerate(costs)}
-        self._beside = _peak_bytes(self._memory.device) - memory_with(costs, range(len(costs)), self._loop).total
+        self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
+
+    def _cuts(self) -> list[int]:
+        """The first unit of each phase."""
+        return [0, *accumulate(len(phase) for phase in self._memory.phases)][:-1]
+
+    def _next_peak(self) -> int:
+        """The most memory that the process has had since the last call."""
+        peak = _peak_bytes(self._memory.device)
+        self._peak_bytes = max(self._peak_bytes, peak)
+        _reset_peak(self._memory.device)
+        return peak
 
     def _check_room(self) -> None:
         """Refuse a limit that does not allow two phases of one layer each."""
@@ -191,14 +191,6 @@ class PhaseBudget:
             torch.cuda.synchronize(self._memory.device)
         return perf_counter() - self._memory.waited_seconds
 
-    def _new_bytes(self, tensor: Tensor, known: set[int]) -> int:
-        """The bytes of a tensor's storage, if it is not one of ``known``."""
-        storage = part_itself(tensor).untyped_storage()
-        if storage.data_ptr() in known:
-            return 0
-        known.add(storage.data_ptr())
-        return storage.nbytes()
-
     def _cost(self, unit: Unit) -> UnitCost:
         """What ``unit`` takes; weights that others have, too, are updated with the first one."""
         times, sizes, number = self._times[unit.index], self._memory.sizes, self._loop.num_micro_batches
@@ -209,8 +201,8 @@ class PhaseBudget:
             updated_bytes=sum(part_itself(it).nbytes for name, it in trained if name in self._owned),
             gradient_bytes=sum(part_itself(it).nbytes for _, it in trained),
             state_bytes=sum(sizes.get(Content("state", piece.index), 0) for piece in own),
-            input_bytes=times.input_bytes / number,
-            running_bytes=times.running_bytes,
+            input_bytes=0.0,  # what layers keep and need is in use beside phases: see _note_memory
+            running_bytes=0.0,
             forward_seconds=times.forward_seconds / number,
             backward_seconds=times.backward_seconds / number,
             update_seconds=times.update_seconds,
@@ -225,25 +217,26 @@ class PhaseBudget:
             write_bytes_per_second=self._memory.bytes_per_second("write"),
         )
         if self.limit_bytes is None:
-            lengths = accumulate(len(phase) for phase in self._memory.phases)
-            plan = plan_with(units, [0, *lengths][:-1], speed, self._loop)
+            plan = plan_with(units, self._cuts(), speed, self._loop)
         else:
             plan = self._fitting(units, [unit.name for unit in modules], speed)
             self._memory.cut([order[a:b] for a, b in pairwise((*plan.cuts, len(order)))])
         self.predicted_seconds = plan.step.seconds
-        self._print(plan.sentence)
+        self._print(plan.sentence(self._beside))
 
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
         """The phases that the limit allows, as far as the measured steps have shown what else is in memory."""
         limit = self.limit_bytes or 0
-        plan = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
-        if isinstance(plan, TooLarge):
-            needed = (plan.needed_bytes + self._beside) / (1 - _SPARE)
-            raise WeightsError(
-                f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it {_words(self._beside)} are "
-                f"in use beside phases and activations; {plan.sentence(names)}"
-            )
-        return plan
+        found = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
+        if isinstance(found, PhasePlan):
+            return found
+        needed, slots = (found.total + self._beside) / (1 - _SPARE), found.total - found.activations
+        largest = max(range(len(units)), key=lambda it: units[it].slot_bytes(has_sums=self._loop.has_sums))
+        raise WeightsError(
+            f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it two layers at once take "
+            f"{_words(slots)}, of which {names[largest]} is the largest, and {_words(needed - slots)} are for the "
+            "rest of the process, its activations included, which smaller micro batches lessen"
+        )
 
     def _report(self) -> None:
         first, mean = _NUM_MEASURED + 1, sum(self._later) / _NUM_SHOWN
@@ -254,11 +247,6 @@ class PhaseBudget:
         """Print a line for a person."""
         if self._is_first:
             sys.stderr.write(f"popdist: {text}\n")
-
-
-def _slot_addresses(unit: Unit) -> set[int]:
-    """Where the weights of ``unit`` are now."""
-    return {part_itself(it).untyped_storage().data_ptr() for piece in unit.pieces for it in piece.parameters}
 
 
 def _reset_peak(device: torch.device) -> None:

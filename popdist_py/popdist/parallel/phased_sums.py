@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from popdist.gradients.flat_buffers import (
 from popdist.gradients.reduction import ABANDON_SECONDS
 from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
+from popdist.parallel.phase_memory import StoredSums
 from popdist.tree import TreeSum
 
 _LINE_BYTES: Final = 64
@@ -207,22 +208,6 @@ class InstanceSums:
         return self._sums[size, like.dtype]
 
 
-class SumPlaces(Protocol):
-    """Where sums of gradients wait: each has a plane of the store, and the newest of a piece room in memory."""
-
-    def room(self, piece: int) -> Tensor:
-        """The room of a piece, which may be written."""
-
-    def is_room(self, piece: int, value: Tensor) -> bool:
-        """Whether ``value`` lies in the room of a piece."""
-
-    def load(self, piece: int, plane: int) -> Tensor:
-        """The room of a piece with the sum that waits in ``plane``."""
-
-    def keep(self, piece: int, plane: int) -> None:
-        """Let the sum that is in the room of a piece wait in ``plane``."""
-
-
 class StepSums:
     """The gradients of one step on this instance, piece by piece, as far as they are added."""
 
@@ -232,7 +217,7 @@ class StepSums:
         merges: Sequence[int],
         weights: Sequence[float],
         scale: Callable[[], float],
-        places: SumPlaces,
+        places: StoredSums,
     ) -> None:
         self._gradients = gradients
         self._merges = merges
