@@ -18,7 +18,7 @@ def train(weights: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def main() -> None:
     """Train, and print the weights."""
-    jax.distributed.initialize()  # poprun has told JAX which process this is, and where they meet
+    jax.distributed.initialize()  # poprun has told JAX which process this is, and where they connect
     mesh = jax.make_mesh((jax.device_count(),), ("replicas",))
     everywhere, rows = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), ("replicas",)))
     x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)

@@ -100,7 +100,7 @@ def test_nothing_writes_the_environment() -> None:
     """A program finds its environment as its launcher made it, and a test cannot leak into the next one.
 
     But torch's worker server takes the path of its socket from there only: one call long, it stands there. And
-    JAX's coordinator has the address at which it listens from there, once JAX has asked where processes meet.
+    JAX's coordinator has the address at which it listens from there, once JAX has asked where processes connect.
     """
     assert {module.name for module in modules() if any(map(_writes, module.nodes))} == {
         "popdist.startup.jax_cluster",

@@ -149,5 +149,5 @@ def test_a_loopback_interface_that_is_down_is_told_at_once(without: list[str]) -
     """A program that talks to nobody runs all the same."""
     finished = run([*without, 'exec "$@"', "sh", *Poprun().command("-n", "2", "true")]).succeeded()
 
-    assert "[W] the loopback address 127.0.0.1, at which instances meet, cannot be reached" in finished.told
+    assert "[W] the loopback address 127.0.0.1, at which instances connect, cannot be reached" in finished.told
     assert "ip link set lo up" in finished.told

@@ -150,7 +150,7 @@ def _read_torch(env: Mapping[str, str]) -> Contract | None:
         missing = [name for name in (names.MASTER_ADDR, names.MASTER_PORT) if name not in env]
         raise ContractError(
             f"{names.RANK}={rank} and {names.WORLD_SIZE}={size} tell of a job, but no {' and '.join(missing)} "
-            "says where its instances meet: use poprun or torchrun, or unset them to run the program alone"
+            "says where its instances connect: use poprun or torchrun, or unset them to run the program alone"
         )
     is_one_host = master is not None and master.host in LOOPBACK_HOSTS
     local_size = read_count(env, names.LOCAL_WORLD_SIZE, default=size if is_one_host else 1)

@@ -29,7 +29,7 @@ MPI_PREFIXES = ("PMI_", "PMIX_")
 """How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
 
 JAX_COORDINATOR = "POPDIST_JAX_COORDINATOR"
-"""Where the contract has the address at which JAX's processes meet."""
+"""Where the contract has the address at which JAX's processes connect."""
 
 FINALIZE = b"MPI_Finalize"
 WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s96x", 256

@@ -167,7 +167,7 @@ def _serve(contract: Contract, host: str, timeout_seconds: float) -> TCPStore:
             store.set(_STEP, contract.job_id)
             store.set_timeout(timedelta(seconds=timeout_seconds))
             return store
-    raise BackendError(f"none of the ports at which the tasks of step {contract.job_id} meet is free: {_CURE}")
+    raise BackendError(f"none of the ports at which the tasks of step {contract.job_id} connect is free: {_CURE}")
 
 
 def _answers(contract: Contract, host: str) -> Iterator[TCPStore]:

@@ -64,7 +64,7 @@ _HABITS: Final = (
     ),
     (
         "--standalone --master-addr --master-port --main-process-port --rdzv-backend --rdzv-endpoint --rdzv-id",
-        "leave it out: poprun chooses where instances meet",
+        "leave it out: poprun chooses where instances connect",
     ),
     ("-m --module", "write poprun python -m MODULE"),
     ("--bind-to --map-by --cpu-bind", "--process-placement says on which cores instances run"),

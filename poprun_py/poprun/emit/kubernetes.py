@@ -44,7 +44,7 @@ _SSH_VARIABLES: Final = {MpiKind.OPEN_MPI: "PRTE_MCA_plm_ssh_args", MpiKind.MPIC
 
 _IMPLEMENTATIONS: Final = {MpiKind.OPEN_MPI: "OpenMPI", MpiKind.MPICH: "MPICH"}
 
-_PORT: Final = 29500  # where the instances of a JobSet meet on instance 0; a pod has all ports for itself
+_PORT: Final = 29500  # where the instances of a JobSet connect to instance 0; a pod has all ports for itself
 _GROUP: Final = "instance"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """The value of a variable that a pod finds in its own description."""

@@ -120,7 +120,7 @@ class AgentLinks:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(abstract_address(name))
         listener.listen(socket.SOMAXCONN)
-        self._listen(listener, self._meet_process)
+        self._listen(listener, self._take_process)
         return name
 
     def _listen_to_hosts(self, network: "JobNetwork") -> str:
@@ -134,19 +134,19 @@ class AgentLinks:
         self._listen(listener, self._proofs.begin)
         return tcp_address(host, listener.getsockname()[1])
 
-    def _listen(self, listener: socket.socket, meet: Callable[[socket.socket], None]) -> None:
+    def _listen(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
         def accept() -> tuple[()]:
             try:
                 connection = listener.accept()[0]
             except OSError as error:
                 raise LaunchError(f"cannot hear an agent: {describe_error(error.errno or 0)}") from None
-            meet(connection)
+            take(connection)
             return ()
 
         self._listeners.append(listener)
         self._selector.register(listener, selectors.EVENT_READ, accept)
 
-    def _meet_process(self, connection: socket.socket) -> None:
+    def _take_process(self, connection: socket.socket) -> None:
         if peer_user(connection) == os.getuid():
             self._admit(Link(connection))
         else:

@@ -217,7 +217,7 @@ def find_loopback_problem() -> str:
     except OSError as error:
         if error.errno in (errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL):
             return (
-                f"the loopback address {_LOOPBACK[0]}, at which instances meet, cannot be reached "
+                f"the loopback address {_LOOPBACK[0]}, at which instances connect, cannot be reached "
                 f"({error.strerror}): ip link set lo up"
             )
     return ""
