@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable
+from contextlib import closing
 
 import pytest
 
@@ -88,3 +90,15 @@ def test_a_tree_that_nobody_asked_is_not_over(world: World) -> None:
     world.tree = []
 
     assert not TreeEnding().is_over(None)
+
+
+def test_a_library_that_listens_at_a_held_port_is_seen() -> None:
+    """So is TensorFlow's worker, which listens on all addresses of both kinds."""
+    holder, other = (agent.hold_port("0.0.0.0") for _ in range(2))  # noqa: S104 - as TensorFlow's port is held
+    with closing(holder), closing(other), socket.socket(socket.AF_INET6) as library:
+        library.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        library.bind(("::", holder.getsockname()[1]))
+        library.listen()
+
+        assert agent.is_in_use(holder)
+        assert not agent.is_in_use(other)

@@ -297,9 +297,9 @@ def start_order(
 def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
     """The order that ends the programs, after a failure of one of them or for another reason."""
     seconds = plan.ending.stop_timeout_seconds
-    # JAX keeps SIGTERM from ending a program, so that all may save together: they cannot without one of them
-    with_jax = min(seconds, _VAIN_SECONDS) if has_failed else seconds
-    return {"order": "stop", "grace_seconds": seconds, "grace_seconds_with_jax": with_jax}
+    # JAX and TensorFlow keep SIGTERM from ending a program, so that all may save: they cannot without one of them
+    in_vain = min(seconds, _VAIN_SECONDS) if has_failed else seconds
+    return {"order": "stop", "grace_seconds": seconds, "grace_seconds_in_vain": in_vain}
 
 
 def _added_environment(

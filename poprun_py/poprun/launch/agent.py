@@ -150,6 +150,15 @@ def hold_port(address: str) -> socket.socket:
     return holder
 
 
+def is_in_use(holder: socket.socket) -> bool:
+    """Whether a library listens at the port that ``holder`` keeps; if not, nobody can from now on."""
+    try:
+        holder.listen()
+    except OSError:
+        return True
+    return False
+
+
 def open_store_listener(address: str) -> socket.socket:
     """A listening socket at ``address`` for popdist's own store, which instance 0's program inherits."""
     listener = socket.socket(_family(address), socket.SOCK_STREAM)
@@ -375,8 +384,8 @@ class Agent:
         elif order["order"] == "calls" and self._program is not None:
             self._calls = self._watch.ask_for_calls(order["most_helpers"])
         elif order["order"] == "stop":
-            uses_jax = self._program is not None and self._watch.uses_jax()
-            self._ending.grace_seconds = order["grace_seconds_with_jax" if uses_jax else "grace_seconds"]
+            is_kept = self._program is not None and (self._watch.uses_jax() or is_in_use(self._held[0]))
+            self._ending.grace_seconds = order["grace_seconds_in_vain" if is_kept else "grace_seconds"]
             self._ending.stop(self._program)
         elif order["order"] == "kill":
             self._ending.kill()
