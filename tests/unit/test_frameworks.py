@@ -83,6 +83,17 @@ def test_a_config_for_each_instance_is_no_mistake() -> None:
     assert CONFIG not in framework_variables(plan, 0, plan.variables_of(0), START)
 
 
+def test_a_mask_of_gpus_is_poprun_s() -> None:
+    """One that was given to the program as well is not used, and that is said; where there is no GPU, it stays."""
+    words = ("-x", "CUDA_VISIBLE_DEVICES=7")
+    masked = planned(with_gpus("ffff"), num_instances=2, mpi_local_args=words)
+
+    assert program_environment(masked, 0, {})["CUDA_VISIBLE_DEVICES"] == "0,1"
+    (said,) = contradictions(masked, {})
+    assert said.startswith("CUDA_VISIBLE_DEVICES of -x is not used: all instances see the job's GPUs, 0,1, and")
+    assert not [*contradictions(planned(CLUSTER_NODE, num_instances=2, mpi_local_args=words), {})]
+
+
 def test_a_dry_run_shows_what_is_for_whom() -> None:
     """With a port 0 in place of those that the start chooses; TensorFlow is left out of very large jobs."""
     plan = planned(CLUSTER_NODE, num_instances=4, hosts=("a", "b"))
@@ -104,8 +115,10 @@ class Base:
         Base.kinds.append(cls)
 
 
-def test_jax_is_told_of_the_job_when_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its coordinator listens where the processes meet and nowhere else, and at the user's own port."""
+def test_jax_is_told_of_the_job_when_it_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its coordinator listens where the processes connect and nowhere else, and at the user's own port."""
     asked: list[int] = []
     jax_cluster.register(SimpleNamespace(ClusterEnv=Base), lambda: asked.append(1))  # type: ignore[arg-type] # a module
     (kind,) = Base.kinds
@@ -117,9 +130,19 @@ def test_jax_is_told_of_the_job_when_it_asks(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(jax_cluster.BIND_ADDRESS, "")
     monkeypatch.delenv(jax_cluster.BIND_ADDRESS)
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(__version_info__=(0, 4, 30)))
+    monkeypatch.setenv(DEVICES, "2")
 
     assert kind.is_env_present()
     assert asked == [1]
+    assert not capsys.readouterr().err  # instance 0 says what is too old
+    monkeypatch.setenv("RANK", "0")
+    assert kind.is_env_present()
+    assert capsys.readouterr().err.startswith(
+        "JAX 0.4.30 does not read JAX_NUM_CPU_DEVICES: each instance has one"
+    )
+    monkeypatch.setenv("RANK", "1")
+    assert not jax_cluster.describe_age((0, 5, 0))
     assert (kind.get_process_count(), kind.get_process_id(), kind.get_local_process_id()) == (3, 1, None)
     assert kind.get_coordinator_address(timeout_secs=3, override_coordinator_port=None) == "[::1]:7"
     assert os.environ[jax_cluster.BIND_ADDRESS] == "[::1]:7"

@@ -13,10 +13,10 @@ from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.agents import start_order
 from poprun.job.state import JobIdentity
+from poprun.plan.frameworks import VISIBLE_DEVICES
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod
-from poprun.plan.program_environment import VISIBLE_DEVICES
 from poprun.plan.request import LaunchRequest, VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.planning import planned, with_gpus

@@ -1,4 +1,4 @@
-"""What JAX and TensorFlow are told, so that their programs meet without a change; pure.
+"""What JAX and TensorFlow are told, so that their programs join the job without a change; pure.
 
 A variable that the user has set stays as it is: then `contradictions` says what comes of it.
 """
@@ -12,6 +12,7 @@ from popdist.contract import Endpoint
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.text.ranges import counted
 
+VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 ACCELERATE_ON_CPU: Final = "ACCELERATE_USE_CPU"
 JAX_CPU_DEVICES: Final = "JAX_NUM_CPU_DEVICES"
 JAX_LOCAL_DEVICES: Final = "JAX_LOCAL_DEVICE_IDS"
@@ -79,10 +80,15 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
     for name, meaning in (
         (TENSORFLOW, "TensorFlow takes its workers from there, and each instance takes itself for the same one"),
         (JAX_LOCAL_DEVICES, "JAX uses these devices in every instance, whichever poprun gives it"),
-        (JAX_ADDRESS, "JAX meets there, where poprun holds no port"),
+        (JAX_ADDRESS, "JAX connects there, where poprun holds no port"),
     ):
         if name in set_already and name not in own and plan.num_instances > 1:
             yield f"{name} is set and stays: {meaning}; unset it to leave that to poprun"
+    if plan.devices and VISIBLE_DEVICES in {*plan.variables_of(0), *own}:
+        yield (
+            f"{VISIBLE_DEVICES} of -x is not used: all instances see the job's GPUs, {','.join(plan.devices)}, "
+            "and each takes its own of them; to say which GPUs a job may have, set it where poprun is called"
+        )
 
 
 def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
@@ -93,7 +99,7 @@ def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts) -> dict[str, str]:
-    """The devices of the instance, and where `popdist.startup.jax_cluster` has JAX's processes meet."""
+    """The devices of the instance, and where `popdist.startup.jax_cluster` has JAX's processes connect."""
     variables = {}
     if plan.devices:
         variables[JAX_LOCAL_DEVICES] = ",".join(map(str, plan.instance(index).ordinals))

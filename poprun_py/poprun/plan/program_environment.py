@@ -9,11 +9,10 @@ from typing import Final
 
 from popdist import contract
 from popdist.contract import JOB_ID, NUM_REPLICAS
-from poprun.plan.frameworks import ACCELERATE_ON_CPU, framework_variables
+from poprun.plan.frameworks import ACCELERATE_ON_CPU, VISIBLE_DEVICES, framework_variables
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.request import TRACED_STEPS
 
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 UNBUFFERED = "PYTHONUNBUFFERED"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -31,7 +30,7 @@ PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "T
 PASSED_PREFIXES: Final = (
     *("LC_", "PYTHON", "POPDIST_", "POPTORCH_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_"),
     *("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
-    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "LT_", "XLA_", "JAX_", "TF_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "LT_", "XLA_", "JAX_", "TF_", "KERAS_"),
 )
 """The variables that go to other hosts, by name and by beginning."""
 

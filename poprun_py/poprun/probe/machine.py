@@ -16,7 +16,7 @@ from typing import Final
 from popdist.contract import NUM_THREADS, read_node_counts
 from popdist.errors import ContractError
 from poprun.errors import PlanError
-from poprun.plan.program_environment import VISIBLE_DEVICES
+from poprun.plan.frameworks import VISIBLE_DEVICES
 from poprun.plan.topology import Allocation, Cpu, Gpu, MachineFacts, Occupant
 from poprun.probe.limits import cpu_quota, read_text
 from poprun.probe.mpi_runtimes import cache_file_of, find_mpi
