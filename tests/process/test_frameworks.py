@@ -1,12 +1,13 @@
-"""Programs of JAX and TensorFlow run unmodified, with what poprun tells them.
+"""Programs of JAX, TensorFlow and others run unmodified, with what poprun tells them.
 
-They run in an environment of their own, `.venv-frameworks`; TensorFlow where scripts/test-frameworks has put it.
+Most run in an environment of their own, `.venv-frameworks`; TensorFlow where scripts/test-frameworks has put it.
 """
 
 import json
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,45 @@ from tests.running import Finished, MpiEnvironment, Poprun, run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JAX, TENSORFLOW = (str(EXAMPLES / f"{name}_training.py") for name in ("jax", "tensorflow"))
 
-ALONE = """
+MATRIX = """
+import jax, numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+jax.distributed.initialize()
+mesh = jax.make_mesh((jax.device_count(),), ("inner",))
+columns, rows = PartitionSpec(None, "inner"), PartitionSpec("inner")
+
+def place(array, spec):
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])
+
+def multiply(a, b):
+    return jax.lax.psum(a @ b, "inner")
+
+step = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=(columns, rows), out_specs=PartitionSpec()))
+product = step(place(np.ones((2, 8)), columns), place(np.arange(16.0).reshape(8, 2), rows))
+indices = multihost_utils.process_allgather(np.array(jax.process_index()), tiled=False)
+if jax.process_index() == 0:
+    print("product", np.asarray(product).tolist(), "processes", len(np.atleast_1d(indices)))
+"""
+"""A product whose terms are on all devices, in JAX's way to say what each device does."""
+
+IN_TURN = """
 import runpy, sys
 import jax
-jax.distributed.initialize = lambda: None
-runpy.run_path(sys.argv[1], run_name="__main__")
+for program in sys.argv[1:]:
+    runpy.run_path(program, run_name="__main__")
+    jax.distributed.initialize = lambda: None
 """
-"""A program of JAX as it is by hand, in one process."""
+"""Several programs of JAX, which joins a job once in a process."""
+
+BY_HAND = f"""
+import functools, sys
+import jax
+address, rank = sys.argv.pop(1), int(sys.argv.pop(1))
+jax.distributed.initialize = functools.partial(jax.distributed.initialize, address, 2, rank)
+{IN_TURN}"""
+"""The same, one of two processes that are told by hand what they are."""
 
 FAILS = """
 import sys
@@ -50,6 +83,24 @@ with strategy.scope():
 """Of PopDist's own functions, in an environment without torch."""
 
 
+TASK = """
+import os, sys
+import datasets, joblib, webdataset
+from datasets.distributed import split_dataset_by_node
+from mpi4py.futures import MPIPoolExecutor
+
+def find_place(_):
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rows = split_dataset_by_node(datasets.Dataset.from_dict({"row": range(4)}), rank, size)["row"]
+    return rank, size, list(rows), list(webdataset.split_by_node("abcd")), joblib.cpu_count()
+
+if __name__ == "__main__":
+    with MPIPoolExecutor() as pool:
+        print(*pool.map(find_place, range(1)))
+"""
+"""What libraries find in a worker of mpi4py's pool."""
+
+
 @pytest.fixture
 def tensorflow_python(framework_python: str) -> str:
     """The Python of the environment, where it has TensorFlow."""
@@ -60,25 +111,45 @@ def tensorflow_python(framework_python: str) -> str:
 
 def told(finished: Finished) -> list[str]:
     """What the programs have printed, but for gloo's messages."""
-    return sorted(line for line in finished.succeeded().out.splitlines() if "[Gloo]" not in line)
+    of_gloo = ("[Gloo]", "peer ranks")  # two lines where the messages of two threads mix
+    return sorted(
+        line for line in finished.succeeded().out.splitlines() if not any(word in line for word in of_gloo)
+    )
 
 
-def test_jax_trains_alike_in_one_process_and_in_several(
-    poprun: Poprun, mpi_environments: dict[str, MpiEnvironment], framework_python: str
+def free_address() -> str:
+    """One at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_jax_computes_alike_in_any_number_of_processes(
+    poprun: Poprun, mpi_environments: dict[str, MpiEnvironment], framework_python: str, tmp_path: Path
 ) -> None:
-    """Under any launcher, with as many devices as replicas; and jobs at the same time do not meet."""
-    words = ("--num-replicas=2", "--tag-output=no", framework_python, JAX)
-    jobs = [poprun.command("--launcher=local", "-n2", *words)] + [
+    """Under any launcher, with as many devices as replicas, and as by hand; jobs at a time stay apart."""
+    (matrix := tmp_path / "matrix.py").write_text(MATRIX)
+    programs = (JAX, str(matrix))
+    words = ("--num-replicas=4", "--tag-output=no", framework_python, "-c", IN_TURN, *programs)
+    jobs = [
         Poprun(python=environment.python).command("--launcher=mpi", "-n2", *words)
         for environment in mpi_environments.values()
     ]
+    jobs += [
+        [framework_python, "-c", BY_HAND, address, rank, *programs]
+        for address in [free_address()]
+        for rank in "01"
+    ]
     with ThreadPoolExecutor(len(jobs)) as threads:
-        several = [told(finished) for finished in threads.map(run, jobs)]
-    one = told(poprun("--launcher=local", "-n1", *words))
-    by_hand = told(run([framework_python, "-c", ALONE, JAX], env={"JAX_NUM_CPU_DEVICES": "2"}))
+        variables = {"JAX_NUM_CPU_DEVICES": "2"}  # which poprun sets, too
+        *under_mpi, first, second = (told(it) for it in threads.map(lambda job: run(job, env=variables), jobs))
+    local = [told(poprun("--launcher=local", f"-n{number}", *words)) for number in (1, 4)]
 
-    assert one == by_hand == ["1 processes, 2 devices: [0. 1. 2. 3.]"]
-    assert several == [["2 processes, 2 devices: [0. 1. 2. 3.]"]] * len(jobs)
+    def expected(number: int) -> list[str]:
+        product = f"product [[56.0, 64.0], [56.0, 64.0]] processes {number}"
+        return [f"{number} processes, 4 devices: [0. 1. 2. 3.]", product]
+
+    assert local == [expected(1), expected(4)]
+    assert [*under_mpi, first + second] == [expected(2)] * (len(mpi_environments) + 1)
 
 
 def test_an_instance_of_jax_that_fails_ends_all(poprun: Poprun, framework_python: str) -> None:
@@ -110,3 +181,14 @@ def test_tensorflow_trains_as_with_variables_by_hand(poprun: Poprun, tensorflow_
     assert told(finished) == sorted(line for lines in by_hand for line in lines)
     assert told(finished) == ["2 replicas: [0. 1. 2. 3.] [0. 1. 2. 3.]"]
     assert "trained alone" not in finished.err
+
+
+@pytest.mark.skipif(find_spec("webdataset") is None, reason="the extra `neighbours` is not installed")
+def test_other_libraries_find_their_place(mpi_environments: dict[str, MpiEnvironment], tmp_path: Path) -> None:
+    """The rank and size of the job, and the cores of the instance, in a worker of mpi4py's."""
+    (program := tmp_path / "task.py").write_text(TASK)
+    words = ("-n2", "--launcher=mpi", "--process-placement=core", "--tag-output=no")
+    python = mpi_environments["mpich"].python
+    finished = Poprun(python=python)(*words, str(python), "-m", "mpi4py.futures", str(program)).succeeded()
+
+    assert finished.lines == ["(1, 2, [2, 3], ['b', 'd'], 1)"]
