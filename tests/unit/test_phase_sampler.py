@@ -1,10 +1,12 @@
 """The phase that a program is in, as its stack tells it, and the page on which that is added up."""
 
+import gc
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from popdist.progress import (
 )
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import phase_sampler
-from popdist.startup.phase_sampler import PhaseSampler, StackReader
+from popdist.startup.phase_sampler import CollectorPause, PhaseSampler, StackReader
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 LOADER = (f"{TORCH}/utils/data/dataloader.py", "__next__")
@@ -155,6 +157,46 @@ def test_who_wants_a_core_does_not_wait(page: int, tmp_path: Path, monkeypatch: 
 
         assert counters is not None
         assert (counters.idle_backward_seconds > 0.0) == waits
+
+
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, ...]]:
+    """Those of a program whose garbage is collected all the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(1, 7, 8)
+    yield gc.get_threshold()
+    gc.set_threshold(*before)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other Pythons do not collect when frames are read")
+def test_nothing_is_collected_while_frames_are_read(thresholds: tuple[int, ...]) -> None:
+    """Those of another thread; the thresholds stay the program's, also in a child that is forked in between."""
+    main, pause, collections = threading.get_ident(), CollectorPause(), [0]
+
+    def note(*_: object) -> None:
+        collections[0] += 1
+
+    def read() -> int:
+        before = collections[0]
+        StackReader().read(sys._current_frames()[main])
+        return collections[0] - before
+
+    gc.callbacks.append(note)
+    with ThreadPoolExecutor(1) as pool:
+        without = pool.submit(read).result()
+        with pause:
+            assert pool.submit(read).result() == 0
+    gc.callbacks.remove(note)
+    assert without > 0
+    with pause:
+        child = os.fork()
+        if child == 0:
+            os._exit(int(gc.get_threshold() != thresholds))
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.get_threshold() == thresholds
+    with pause:
+        gc.set_threshold(5)
+    assert gc.get_threshold()[0] == 5
 
 
 def test_popdists_collectives_leave_their_moments_and_its_loaders_their_samples() -> None:

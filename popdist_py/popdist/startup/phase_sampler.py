@@ -6,6 +6,7 @@ for Python 3.8 and imports next to nothing. `popdist.progress` reads what it wri
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -120,6 +121,29 @@ def is_own(file: str) -> bool:
     return not file.startswith(_OWN_FOLDER) and not any(part in file for part in _LIBRARIES)
 
 
+class CollectorPause:
+    """A time in which Python 3.11 collects no garbage, so that a thread may read the frames of another.
+
+    There to read a frame makes an object, that may begin a collection, and the program's code which a collection
+    calls may let the other thread go on and end that very frame: then Python crashes. Later ones collect between
+    two instructions, and earlier ones make no object. `gc.disable()` would show in `gc.isenabled()`.
+    """
+
+    def __init__(self) -> None:
+        self._thresholds: tuple[int, ...] = ()
+        os.register_at_fork(after_in_child=self.__exit__)  # another thread may fork in such a time
+
+    def __enter__(self) -> None:
+        if sys.version_info[:2] == (3, 11):
+            self._thresholds = gc.get_threshold()
+            gc.set_threshold(0)
+
+    def __exit__(self, *_: object) -> None:
+        thresholds, self._thresholds = self._thresholds, ()
+        if thresholds and gc.get_threshold()[0] == 0:  # else the program has set others
+            gc.set_threshold(*thresholds)
+
+
 class PhaseSampler:
     """The counters of one program; a thread of its own keeps them."""
 
@@ -132,6 +156,7 @@ class PhaseSampler:
         self._pack = struct.Struct(COUNTERS_FORMAT).pack
         self._pack_ends = struct.Struct(ENDS_FORMAT).pack
         self._ends = [0.0] * NUM_ENDS
+        self._pause = CollectorPause()
         self._stacks = StackReader()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._idle_seconds = self._disk_seconds = self._worker_seconds = self._long_seconds = 0.0
@@ -165,7 +190,13 @@ class PhaseSampler:
         import random  # noqa: PLC0415 - torch has loaded these two
         import signal  # noqa: PLC0415
 
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        crashes = {
+            signal.SIGSEGV,
+            signal.SIGBUS,
+            signal.SIGFPE,
+            signal.SIGILL,
+        }  # where one is blocked, nobody says
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - crashes)
         moments = random.Random()  # noqa: S311 - and the program's own random numbers stay what they are
         while True:
             time.sleep(moments.uniform(LEAST_SECONDS, MOST_SECONDS))
@@ -173,11 +204,12 @@ class PhaseSampler:
 
     def inspect(self) -> None:
         """Add the time since the last call to the phase that the main thread is in."""
-        frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for such diagnoses
-        phase, place = self._stacks.read(frame)
-        waits_for_workers = frame is not None and frame.f_code.co_filename.endswith(_WORKERS)
-        is_inside = frame is not None and not is_own(frame.f_code.co_filename)
-        del frame
+        with self._pause:
+            frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for such diagnoses
+            phase, place = self._stacks.read(frame)
+            waits_for_workers = frame is not None and frame.f_code.co_filename.endswith(_WORKERS)
+            is_inside = frame is not None and not is_own(frame.f_code.co_filename)
+            del frame
         now_seconds, used_seconds = time.monotonic(), time.clock_gettime(self._clock)
         seconds, self._at_seconds = now_seconds - self._at_seconds, now_seconds
         is_idle = used_seconds - self._used_seconds < _IDLE_SHARE * seconds
@@ -232,8 +264,7 @@ class PhaseSampler:
 
 def start(page: int) -> None:
     """Begin to look at the main thread, in a thread that ends with the program; torch has been imported."""
-    import gc  # noqa: PLC0415 - torch has loaded these
-    import threading  # noqa: PLC0415
+    import threading  # noqa: PLC0415 - torch has loaded it
 
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - the program has loaded it
 

@@ -54,7 +54,13 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
     # A server that is taken down in a forked child takes the parent's with it, and so the parent: it never is.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     kept, caught = os.dup(2), os.memfd_create("stderr")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    crashes = {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+    }  # which would then end it without a word
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - crashes)
     try:
         os.dup2(caught, 2)
         server.__enter__()

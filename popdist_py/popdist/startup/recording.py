@@ -15,6 +15,7 @@ import time
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import FrameType
     from typing import Any
 
@@ -31,9 +32,13 @@ FETCHES, LOADS = "torch/utils/data/_utils/fetch.py", "torch/utils/data/dataloade
 PROFILES_ITSELF = "the program profiles itself, and a second profiler would take its events away"
 
 
-def begin(after_import: Callable[[str, Callable[[Any], None]], None], read_recorder: Callable[[], bytes]) -> None:
-    """Record what the environment asks for, once torch has been imported."""
-    recording = Recording(json.loads(os.environ[SETTINGS]), read_recorder)
+def begin(
+    after_import: Callable[[str, Callable[[Any], None]], None],
+    read_recorder: Callable[[], bytes],
+    make_pause: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Record what the environment asks for, once torch has been imported; frames are read in such pauses."""
+    recording = Recording(json.loads(os.environ[SETTINGS]), read_recorder, make_pause)
     after_import("torch", recording.prepare)
     atexit.register(recording.end_program)
     os.register_at_fork(after_in_child=recording.go_on_in_child)
@@ -65,12 +70,18 @@ def ask_clock() -> list[int]:
 class Recording:
     """What is recorded of this program, from the first step of the window to the last."""
 
-    def __init__(self, settings: dict[str, Any], read_recorder: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        read_recorder: Callable[[], bytes],
+        make_pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._file: str = settings["file"]
         self._seconds: float = settings["seconds"] or 0.0
         steps: tuple[int, int] = settings["steps"] or (0, 0)
         self._first, self._stop = steps
         self._read_recorder = read_recorder
+        self._make_pause = make_pause
         self._num_steps = 0
         self._optimizer: Callable[[], object] = lambda: None
         self._profile: Any = None
@@ -220,9 +231,10 @@ class Recording:
 
     def _follow_worker(self, thread: int) -> None:
         """Look every few milliseconds, while the window is open, what this worker loads, and write it down."""
-        begun_ns, text = 0, ""
+        begun_ns, text, pause = 0, "", self._make_pause()
         while True:
-            now = _loaded(sys._current_frames().get(thread)) if self._shared[0] else ""  # noqa: SLF001 - documented
+            with pause:
+                now = _loaded(sys._current_frames().get(thread)) if self._shared[0] else ""  # noqa: SLF001 - documented
             if now != text:
                 if text:
                     self._append([os.getpid(), text, begun_ns, time.time_ns()])

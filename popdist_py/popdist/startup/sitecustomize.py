@@ -63,7 +63,8 @@ def begin() -> None:
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
         finder.call("jax", lambda _jax: watch_ending(page))  # once JAX has registered what it does at exit
     if TRACE in os.environ:
-        load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals))
+        make_pause = load_module("startup", "phase_sampler").CollectorPause
+        load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals), make_pause)
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
 
