@@ -4,7 +4,8 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from sysconfig import get_path
 
 from tests.architecture.source_tree import ROOT, Module, modules, words
 
@@ -51,6 +52,17 @@ OF_THE_START = words(
 """What `popdist.startup` asks for, which runs in every Python of a job: guarded there."""
 
 MOST_PRIVATE_NAMES = 20
+
+TORCH = Path(get_path("platlib"), "torch")
+
+EXTENDED = {
+    **dict.fromkeys(words("DataLoader ReplicaLoader"), "utils/data/dataloader.py"),
+    **dict.fromkeys(words("Module BlockModule"), "nn/modules/module.py"),
+    **dict.fromkeys(words("Optimizer PieceOptimizer"), "optim/optimizer.py"),
+}
+"""The classes of torch that ours extend, directly or not, and the files of torch that define them."""
+
+_OWN_ATTRIBUTE = re.compile(r"\bself\.(_[a-z]\w*)")
 
 _ENVIRONMENT = words("environ environb getenv getenvb putenv unsetenv")
 _WRITING_METHODS = words("update setdefault pop popitem clear __setitem__ __delitem__")
@@ -145,6 +157,7 @@ def test_private_names_of_others_stand_in_one_module() -> None:
     }
 
     assert foreign == set()
+    assert {it for module in library.values() for it in _inherited_names(module)} == set()
     assert MOST_PRIVATE_NAMES // 2 < len(inside | {"set_code_exec_strategy"}) <= MOST_PRIVATE_NAMES
 
 
@@ -161,6 +174,16 @@ def _given_names(module: Module) -> Iterator[str]:
                 | ast.Subscript(value=ast.Attribute(attr="__dict__"), slice=ast.Constant(value=str(name)))
             ):
                 yield name
+
+
+def _inherited_names(module: Module) -> Iterator[str]:
+    """The private attributes of torch's classes that classes of the module, which extend them, read or replace."""
+    for node in module.classes:
+        bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+        for file in {EXTENDED[base] for base in bases & EXTENDED.keys()}:
+            theirs = _OWN_ATTRIBUTE.findall((TORCH / file).read_text(encoding="utf-8"))
+            ours = _OWN_ATTRIBUTE.findall(ast.unparse(node))
+            yield from (f"{module.name}.{node.name}: {name}" for name in {*theirs} & {*ours})
 
 
 def _private_names(module: Module) -> set[str]:

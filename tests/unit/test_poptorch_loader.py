@@ -3,6 +3,7 @@
 Holds poptorch.data.combined_batches, poptorch.data.read_ahead and poptorch._logging.
 """
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -182,11 +183,13 @@ def test_shuffled_processes_share_one_order() -> None:
 
 
 def test_leftovers_are_read_every_second_epoch() -> None:
-    """Also with workers that persist."""
+    """Also with workers that persist, until the loader is told to end them."""
     for num_workers in (0, 1):
         loader = poptorch.DataLoader(options(1, 2), Numbers(7), batch_size=3, num_workers=num_workers)
         assert [read(loader) for _ in range(3)] == [[[3, 4, 5]], [[4, 5, 6]], [[3, 4, 5]]]
+        assert len(multiprocessing.active_children()) == num_workers
         loader.terminate()
+        assert not multiprocessing.active_children()
 
 
 def test_what_excludes_each_other_is_refused() -> None:

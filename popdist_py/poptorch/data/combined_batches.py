@@ -1,5 +1,6 @@
 """`DataLoader`: torch's, of combined batches, with each process's part of the samples and their order."""
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,6 +152,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **kwargs: Any,  # noqa: ANN401 - torch's
     ) -> None:
         self._accessor: AsynchronousDataAccessor | None = None
+        self._reader: DataLoader | None = None
         if batch_size is not None:
             at_least_one("batch_size", batch_size)
         _check_kinds(dataset, mode, async_options)
@@ -248,7 +250,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """End the workers."""
         if self._accessor is not None:
             self._accessor.terminate()
-        self._iterator = None
+        self._reader = None
 
     def __len__(self) -> int:
         size = self._rebatched_size
@@ -258,11 +260,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(source) // size if self._drops_last else -(-len(source) // size)
 
     def __iter__(self) -> Any:  # noqa: ANN401 - torch's iterator, or the accessor's
-        return super().__iter__() if self._accessor is None else iter(self._accessor)
+        if self._accessor is not None:
+            return iter(self._accessor)
+        if not self.persistent_workers:
+            return super().__iter__()
+        if self._reader is None:
+            self._reader = copy.copy(self)  # torch ends workers that persist with the loader that started them
+        return torch.utils.data.DataLoader.__iter__(self._reader)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a copy reads when it is asked."""
-        return {**self.__dict__, "_accessor": None, "_iterator": None}
+        return {**self.__dict__, "_accessor": None, "_reader": None}
 
 
 def _check_kinds(dataset: object, mode: object, async_options: object) -> None:

@@ -1,5 +1,6 @@
 """`AsynchronousDataAccessor`: batches read by a worker of torch's DataLoader, before the program asks for them."""
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -166,15 +167,15 @@ class AsynchronousDataAccessor:
         self._indices_mem = torch.zeros(buffer_size, dtype=torch.int32).share_memory_()
         self._is_wanted = torch.zeros(1, dtype=torch.int32).share_memory_()
         weakref.finalize(self, self._is_wanted.fill_, 1)  # a worker that waits ends at once
+        has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
         batches = _Batches(
-            source=dataset,
+            source=copy.copy(dataset) if has_workers else dataset,  # workers that persist end with the copy
             indices_mem=self._indices_mem,
             is_wanted=self._is_wanted,
             early_preload=early_preload,
             rebatched_size=rebatched_size,
             drop_last=drop_last,
         )
-        has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
         self._epochs: Iterable[Any] | None
         self._epochs = batches if has_workers else _loader_of(batches, buffer_size, sharing_strategy)
         self._epoch = 0
