@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from popdist.layout import Parallelism
 from popdist.progress import Progress
-from poprun.job.hangs import Hang, describe_hang, find_hang, find_idle
-from poprun.job.record import HangWatch
+from poprun.job.hangs import Hang, HangWatch, describe_hang, find_hang, find_idle
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 
 NOW = 1000.0

@@ -16,6 +16,8 @@ from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
 _MOST_LETTERS: Final = 80
+_LOOK_SECONDS: Final = 0.5
+_IDLE_SECONDS: Final = 1.0
 _NOT_SHARED: Final = Parallelism()
 
 
@@ -84,6 +86,65 @@ def _takes_part(index: int, progress: Progress) -> bool:
     """Whether an instance takes part in the collective that the program of ``progress`` waits in."""
     runs = progress.member_runs
     return not runs or any(first <= index <= last for first, last in runs)
+
+
+def _seems_to_wait(status: InstanceStatus) -> bool:
+    usage, busy_at_seconds = status.usage, status.busy_at_seconds
+    if status.state is not InstanceState.RUNNING or usage is None or busy_at_seconds is None:
+        return False
+    return usage.at_seconds - busy_at_seconds >= _IDLE_SECONDS
+
+
+class HangWatch:
+    """Watches a job for a hang: instances that wait, by their word or their stacks, while none makes progress."""
+
+    def __init__(self) -> None:
+        self.hang: Hang | None = None  # the hang that was seen at the last look, or None
+        self.is_told = False
+        """Whether the user was told of this hang; one that comes after some progress is another one."""
+        self._since_seconds = 0.0
+        self._next_seconds = 0.0
+        self._calls: Mapping[int, str] = {}
+        self._asked_at_seconds = 0.0
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether a hang is suspected only because nobody computes."""
+        return self.hang is not None and not self.hang.waiting
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long none has made progress while instances wait; 0 when none waits."""
+        return 0.0 if self.hang is None else self.hang.idle_seconds
+
+    def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Search the instances for a hang, not too often: the more there are the more that costs."""
+        if now_seconds < self._next_seconds:
+            return
+        self._next_seconds = now_seconds + _LOOK_SECONDS
+        before, self.hang = self.idle_seconds, self._find(statuses)
+        if self.idle_seconds < before:
+            self.is_told = False
+
+    def begin_anew(self, now_seconds: float) -> None:
+        """Count from now on only: the job was suspended until now."""
+        self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
+
+    def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Store the collectives that instances stand in; those that compute do not wait there."""
+        self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
+        self._asked_at_seconds = now_seconds
+        self.hang, self.is_told = None, False
+
+    def _find(self, statuses: Sequence[InstanceStatus]) -> Hang | None:
+        if any(status.is_waiting for status in statuses):
+            return find_hang(statuses, self._since_seconds)
+        if len(statuses) == 1 or not any(map(_seems_to_wait, statuses)):
+            return None
+        if any((statuses[index].busy_at_seconds or 0.0) > self._asked_at_seconds for index in self._calls):
+            self._calls = {}
+        since = self._since_seconds if self._calls else max(self._since_seconds, self._asked_at_seconds)
+        return find_idle(statuses, self._calls, since)
 
 
 def describe_hang(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from popdist.contract import Endpoint
 from popdist.progress import PhaseCounters, Progress
 from poprun.errors import SHORTAGES, OutputError, describe_error
+from poprun.job.hangs import HangWatch
 from poprun.job.state import (
     AGENT_FROZEN,
     AGENT_KILLED,
@@ -39,7 +40,6 @@ from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
     from poprun.job.evidence import InstanceEvidence
-    from poprun.job.hangs import Hang
     from poprun.job.performance.curves import JobCurves
     from poprun.job.performance.slowness import Slowness
     from poprun.job.performance.watch import PerformanceWatch
@@ -174,73 +174,8 @@ _LONGEST_STEP_SECONDS: Final = 2.0
 """More than lies between two looks of a poprun that runs: in the rest of a longer step it was stopped."""
 
 _PAUSE_SECONDS: Final = 5.0  # a step that is longer was a pause of the whole job, in which nobody hung
-_LOOK_SECONDS: Final = 0.5
 
 _IDLE_SHARE: Final = 0.05  # of a processor: one that waits in torch wakes up now and then
-_IDLE_SECONDS: Final = 1.0
-
-
-def _seems_to_wait(status: InstanceStatus) -> bool:
-    usage, busy_at_seconds = status.usage, status.busy_at_seconds
-    if status.state is not InstanceState.RUNNING or usage is None or busy_at_seconds is None:
-        return False
-    return usage.at_seconds - busy_at_seconds >= _IDLE_SECONDS
-
-
-class HangWatch:
-    """Watches a job for a hang: instances that wait, by their word or their stacks, while none makes progress."""
-
-    def __init__(self) -> None:
-        self.hang: Hang | None = None  # the hang that was seen at the last look, or None
-        self.is_told = False
-        """Whether the user was told of this hang; one that comes after some progress is another one."""
-        self._since_seconds = 0.0
-        self._next_seconds = 0.0
-        self._calls: Mapping[int, str] = {}
-        self._asked_at_seconds = 0.0
-
-    @property
-    def is_suspected(self) -> bool:
-        """Whether a hang is suspected only because nobody computes."""
-        return self.hang is not None and not self.hang.waiting
-
-    @property
-    def idle_seconds(self) -> float:
-        """For how long none has made progress while instances wait; 0 when none waits."""
-        return 0.0 if self.hang is None else self.hang.idle_seconds
-
-    def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Search the instances for a hang, not too often: the more there are the more that costs."""
-        if now_seconds < self._next_seconds:
-            return
-        self._next_seconds = now_seconds + _LOOK_SECONDS
-        before, self.hang = self.idle_seconds, self._find(statuses)
-        if self.idle_seconds < before:
-            self.is_told = False
-
-    def begin_anew(self, now_seconds: float) -> None:
-        """Count from now on only: the job was suspended until now."""
-        self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
-
-    def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Store the collectives that instances stand in; those that compute do not wait there."""
-        self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
-        self._asked_at_seconds = now_seconds
-        self.hang, self.is_told = None, False
-
-    def _find(self, statuses: Sequence[InstanceStatus]) -> "Hang | None":
-        if any(status.is_waiting for status in statuses):
-            from poprun.job.hangs import find_hang  # noqa: PLC0415 - only programs that use popdist say that they wait
-
-            return find_hang(statuses, self._since_seconds)
-        if len(statuses) == 1 or not any(map(_seems_to_wait, statuses)):
-            return None
-        from poprun.job.hangs import find_idle  # noqa: PLC0415 - most programs compute
-
-        if any((statuses[index].busy_at_seconds or 0.0) > self._asked_at_seconds for index in self._calls):
-            self._calls = {}
-        since = self._since_seconds if self._calls else max(self._since_seconds, self._asked_at_seconds)
-        return find_idle(statuses, self._calls, since)
 
 
 class Record:
