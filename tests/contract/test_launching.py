@@ -1,7 +1,7 @@
 """A function is called in a real job, and what it returns, raises or prints comes back.
 
-Holds popdist.launching.__main__, popdist.launching.instance_call, popdist.launching.launch_function,
-popdist.launching.poprun_process, popdist.launching.sent_values and popdist.launching.start_poprun.
+Holds popdist.launching.__main__, popdist.launching.launch_function, popdist.launching.poprun_process,
+popdist.launching.sent_values and popdist.launching.start_poprun.
 """
 
 import json
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import popdist
-from popdist.launching.instance_call import call_function
+from popdist.launching.__main__ import call_function
 from tests.running import DEADLINE_SECONDS, run
 
 SCRIPT = """

@@ -1,6 +1,6 @@
 """Who is slow, in which phase: on timelines of jobs that are made up.
 
-Holds poprun.job.performance.arrivals, poprun.job.performance.watch and poprun.job.performance.phase_times.
+Holds poprun.job.performance.arrivals and poprun.job.performance.watch.
 """
 
 import random
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from popdist.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
 from poprun.job.performance.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
-from poprun.job.performance.phase_times import split_time
 from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
 from poprun.job.performance.watch import PERIOD_SECONDS, PerformanceWatch
+from poprun.job.report.report_file import split_time
 from poprun.job.state import MachineTotals
 
 USUAL = {"data": 0.002, "forward": 0.010, "backward": 0.020, "optimizer": 0.003, "outside": 0.001}

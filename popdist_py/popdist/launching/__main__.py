@@ -1,9 +1,59 @@
-"""The program of an instance of a launched function: ``python -m popdist.launching FOLDER``."""
+"""The program of an instance of a launched function: ``python -m popdist.launching FOLDER``.
+
+It calls the function, and writes what that returned or raised.
+"""
 
 import sys
+import traceback
 from pathlib import Path
+from types import TracebackType
+from typing import Final
 
-from popdist.launching.instance_call import call_function
+from popdist.context import instance_index
+from popdist.launching.sent_values import Outcome, load_call, name_of, outcome_path, pickle_values
+
+_HERE: Final = Path(__file__).parent
+
+
+def call_function(folder: Path) -> None:
+    """Make this instance's call; what it raises ends the process as it would end a script."""
+    instance = instance_index()
+    if not folder.is_dir():
+        sys.exit(
+            f"popdist.launch: this host has no folder {folder}, in which the function is: set TMPDIR to a folder "
+            "that all hosts share, or start a script with poprun"
+        )
+    outcome_path(folder, instance).unlink(missing_ok=True)  # of an attempt before a restart
+    try:
+        fn, args, kwargs = load_call(folder)
+        value = fn(*args, **kwargs)
+        outcome = Outcome(pickled=pickle_values((f"what {name_of(fn)} returned", value)))
+    except Exception as error:
+        users = _without_ours(error.__traceback__)
+        told = "".join(traceback.format_exception(type(error), error, users))
+        Outcome.of_error(error, told).save(folder, instance)
+        _print_only(users)
+        raise
+    outcome.save(folder, instance)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The calls below those of this folder."""
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
+        trace = trace.tb_next
+    return trace
+
+
+def _print_only(users: TracebackType | None) -> None:
+    """Have the exception that ends this process printed as if a script had made the call."""
+    print_error = sys.excepthook
+
+    def print_users(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        print_error(kind, error.with_traceback(users), users)
+        error.with_traceback(trace)  # by which the start-up hook sees that it has ended the program
+
+    sys.excepthook = print_users
+
 
 if __name__ == "__main__":
     call_function(Path(sys.argv[1]))

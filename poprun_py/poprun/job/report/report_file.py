@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Final
 
 from popdist import contract
+from popdist.progress import PhaseCounters
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
-from poprun.job.performance.phase_times import split_time
 from poprun.job.performance.slowness import Slowness, describe_slowness
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
@@ -204,6 +204,21 @@ def _phase_seconds(end: JobEnd, status: InstanceStatus) -> dict[str, float]:
         end.waiting_seconds.get(status.index, 0.0),
     )
     return {name: round(seconds, _DIGITS) for name, seconds in parts.items()}
+
+
+def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
+    """The seconds of each phase; ``waiting_seconds`` is for how long it waited for the slowest, as far as known.
+
+    What the sampler has not seen is the time before it, so it counts as "start". In the backward pass of
+    DistributedDataParallel a program waits in C++: where it uses no processor there it communicates or waits.
+    """
+    parts = dict(counters.seconds)
+    parts["start"] += max(0.0, elapsed_seconds - sum(parts.values()))
+    idle = min(counters.idle_backward_seconds, parts["backward"])
+    parts["backward"] -= idle
+    waiting = min(waiting_seconds, parts["communication"] + idle)
+    parts["communication"] += idle - waiting
+    return {**parts, "waiting": waiting}
 
 
 def _utc(epoch_seconds: float) -> str:
