@@ -290,7 +290,7 @@ def _checked(value: Any, least: Any, name: str) -> Any:  # noqa: ANN401 - any va
     """``value`` called ``name``, which must be of the kind of ``least`` and have all that this has."""
     kind, word = next((kind, word) for own, kind, word in _KINDS if isinstance(least, own))
     is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not is_of_kind:
+    if not is_of_kind or (isinstance(least, tuple) and len(value) != len(least)):
         raise TypeError(f"{name} is {shown(value)}, and should be {word}")
     if isinstance(least, dict):
         if unknown := value.keys() - least.keys():
@@ -299,8 +299,6 @@ def _checked(value: Any, least: Any, name: str) -> Any:  # noqa: ANN401 - any va
             raise ValueError(f"{name} has no {min(lacking)}")
         return {key: _checked(value[key], one, key) for key, one in least.items()}
     if isinstance(least, tuple):
-        if len(value) != len(least):
-            raise TypeError(f"{name} is {shown(value)}, and should be {word}")
         return [_checked(part, one, name) for part, one in zip(value, least, strict=True)]
     if isinstance(least, list):
         if not value and name != "divisors":

@@ -174,19 +174,16 @@ ENDING_WELL = (
 )
 
 
-def end(folder: Path, text: str, *, is_watched: bool) -> tuple[int, str, str, Progress | None]:
-    """How a program ends, with the hook of a job under MPI or without: code, output, errors, its page."""
-    (folder / "mpi4py").mkdir(exist_ok=True)
-    (folder / "mpi4py" / "__init__.py").touch()
-    (folder / "mpi4py" / "MPI.py").write_text(MPI)
-    (folder / "program.py").write_text(ENDING + text)
+def run_with_page(
+    folder: Path, *, is_watched: bool = True, **added: str
+) -> tuple[subprocess.CompletedProcess[str], bytes]:
+    """Run ``program.py`` with a page of progress, with the hook or without; and what stands in the page's file."""
     page = os.memfd_create(stack_signal.PAGE_NAME)
     os.ftruncate(page, PAGE_BYTES)
-    own = {PROGRESS_DESCRIPTOR: str(page), "PMI_RANK": "1"} if is_watched else {}
     places = [*startup.__path__, str(folder)] if is_watched else [str(folder)]
     finished = subprocess.run(
         [sys.executable, "program.py"],
-        env=os.environ | own | {"PYTHONPATH": os.pathsep.join(places)},
+        env=os.environ | {PROGRESS_DESCRIPTOR: str(page), "PYTHONPATH": os.pathsep.join(places)} | added,
         cwd=folder,
         pass_fds=[page],
         capture_output=True,
@@ -194,9 +191,20 @@ def end(folder: Path, text: str, *, is_watched: bool) -> tuple[int, str, str, Pr
         check=False,
         timeout=DEADLINE_SECONDS,
     )
-    said = Progress.read(os.pread(page, PAGE_BYTES, 0))
+    written = os.pread(page, os.fstat(page).st_size, 0)
     os.close(page)
-    return finished.returncode, finished.stdout, finished.stderr, said
+    return finished, written
+
+
+def end(folder: Path, text: str, *, is_watched: bool) -> tuple[int, str, str, Progress | None]:
+    """How a program ends, with the hook of a job under MPI or without: code, output, errors, its page."""
+    (folder / "mpi4py").mkdir(exist_ok=True)
+    (folder / "mpi4py" / "__init__.py").touch()
+    (folder / "mpi4py" / "MPI.py").write_text(MPI)
+    (folder / "program.py").write_text(ENDING + text)
+    added = {"PMI_RANK": "1"} if is_watched else {}
+    finished, written = run_with_page(folder, is_watched=is_watched, **added)
+    return finished.returncode, finished.stdout, finished.stderr, Progress.read(written[:PAGE_BYTES])
 
 
 @pytest.mark.parametrize(("text", "code"), FAILING.items())
@@ -256,21 +264,8 @@ if "joins" in sys.argv:
 def test_a_crash_is_written_behind_the_page_and_nowhere_else(tmp_path: Path) -> None:
     """Where the program has said nothing of faulthandler; its exit and its output are its own."""
     code, _, err, _ = end(tmp_path, "import ctypes\nctypes.string_at(0)", is_watched=False)
-    page = os.memfd_create(stack_signal.PAGE_NAME)
-    os.ftruncate(page, PAGE_BYTES)
-    added = {PROGRESS_DESCRIPTOR: str(page), "PYTHONPATH": os.pathsep.join([*startup.__path__, str(tmp_path)])}
-    watched = subprocess.run(
-        [sys.executable, "program.py"],
-        env=os.environ | added,
-        cwd=tmp_path,
-        pass_fds=[page],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
-    event = {"crash": os.pread(page, os.fstat(page).st_size, PAGE_BYTES).decode()}
-    os.close(page)
+    watched, written = run_with_page(tmp_path)
+    event = {"crash": written[PAGE_BYTES:].decode()}
     (frames,) = read_evidence(event).crash.threads
 
     assert (watched.returncode, watched.stderr) == (code, err) == (-11, "")
@@ -315,21 +310,8 @@ raise ValueError("bad batch")
 def test_torchs_recorder_answers_and_is_left_behind_by_a_failure(tmp_path: Path) -> None:
     """A forked child does not end the server, which says nothing by itself and leaves no file."""
     (tmp_path / "program.py").write_text(RECORDS)
-    page = os.memfd_create(stack_signal.PAGE_NAME)
-    os.ftruncate(page, PAGE_BYTES)
-    added = {PROGRESS_DESCRIPTOR: str(page), "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
-    finished = subprocess.run(
-        [sys.executable, "program.py"],
-        env=os.environ | added | {"PYTHONPATH": os.pathsep.join(startup.__path__)},
-        cwd=tmp_path,
-        pass_fds=[page],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
-    record = json.loads(os.pread(page, os.fstat(page).st_size, PAGE_BYTES))
-    os.close(page)
+    finished, written = run_with_page(tmp_path, WORLD_SIZE="2", TMPDIR=str(tmp_path))
+    record = json.loads(written[PAGE_BYTES:])
 
     assert finished.stdout == "5 set()\n['gloo:all_reduce']\n"
     assert (finished.returncode, "WorkerServer" in finished.stderr) == (1, False)

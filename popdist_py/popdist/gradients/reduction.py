@@ -50,6 +50,8 @@ from popdist.tree import TreeSum, finish
 ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
 
+NO_SAMPLES: Final = "the batches of all instances have 0 samples, so this step has no gradient"
+
 
 class NotFinite(NamedTuple):
     """Where a gradient with NaN or infinity was found: the job-wide replica, and the parameter's position."""
@@ -147,7 +149,7 @@ class GradientSum:
             refused = [instance for instance, weight in enumerate(heaviest) if weight == refusal]
             raise _lost_step(self._group, refused, REFUSALS[refusal])
         if not any(heaviest):
-            raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
+            raise BatchError(NO_SAMPLES)
         return max(heaviest) if self._scales else 1.0
 
     @property

@@ -47,6 +47,12 @@ class TrustRatioOptimizer(PieceOptimizer):
     element_names: frozenset[str]
     """The names of state with a number for each element."""
 
+    def __init__(self, arguments: Mapping[str, Any]) -> None:  # of a class's constructor, by name
+        settings = {
+            name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")
+        }
+        super().__init__(arguments["params"], settings)
+
     @classmethod
     def names_of_elements(
         cls,
@@ -195,18 +201,7 @@ class LAMB(TrustRatioOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_weight_norm": max_weight_norm,
-            "trust_ratio": trust_ratio,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(locals())
 
     def check_settings(self, settings: Settings) -> None:
         """Raise an OptimizerError if a setting of a group is out of its range."""
@@ -312,17 +307,7 @@ class LARS(TrustRatioOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "trust_ratio": trust_ratio,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(locals())
 
     def check_settings(self, settings: Settings) -> None:
         """Raise an OptimizerError if a setting of a group is out of its range."""

@@ -18,7 +18,7 @@ from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
 from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
 from popdist.gradients.optimizer_steps import make_missing_scales
-from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
+from popdist.gradients.reduction import NO_SAMPLES, GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.progress import progress_page
 from popdist.tree import TreeSum
@@ -208,7 +208,7 @@ class LoneStep:
         """Check that the micro batch weighs something, and what becomes of the gradients of before."""
         self._drop_old_unless_added(add=add)
         if not heaviest:
-            raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
+            raise BatchError(NO_SAMPLES)
 
     def begin_micro_batch(self, index: int, _weight: float) -> int:
         """Begin micro batch 0, the only one; gives the number of its replica."""

@@ -6,13 +6,11 @@ Pure. Whatever programs printed stands in it as text. `sections` writes its part
 
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any
 
 from poprun.page import sections
 from poprun.render.picture.blocks import element, escaped
-
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the page may load: nothing."""
+from poprun.render.picture.documents import POLICY
 
 
 def render_page(job: Mapping[str, Any]) -> str:
@@ -22,7 +20,7 @@ def render_page(job: Mapping[str, Any]) -> str:
         "<!doctype html>",
         '<html lang="en">',
         '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width">',
         element("title", escaped(f"{sections.name_of(job)} · poprun")),
         element("style", "\n", _file("report.css"), ".picture {\n", picture_css, "}\n"),

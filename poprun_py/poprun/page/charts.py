@@ -71,16 +71,6 @@ def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[floa
 def _render(chart: Chart, times: _Scale, breaks: Sequence[float], group: int) -> str:
     factor, unit = _unit_of(chart)
     values = _value_scale([it / factor for line in chart.lines for it in line.values], chart.unit)
-    drawn = [
-        element(
-            "path",
-            class_=f"curve {line.style}",
-            d="".join(_path(_grouped(part, group), times, values, factor) for part in line.parts),
-        )
-        for line in chart.lines
-    ]
-    rules = "".join(f"M0 {_down(values.place(tick))}H{_GRID}" for tick, _ in values.ticks)
-    marks = "".join(f"M{round(times.place(at) * _GRID)} 0V{_GRID}" for at in breaks)
     labels = [
         *(
             _label("x far" if it > _FAR else "x", "left", it, text)
@@ -100,16 +90,7 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float], group: int) ->
         ),
         element(
             "div",
-            element(
-                "svg",
-                element("path", class_="rule", d=rules),
-                *([element("path", class_="mark", d=marks)] if marks else []),
-                *_bands(chart, times, values, factor),
-                *drawn,
-                viewBox=f"0 0 {_GRID} {_GRID}",
-                preserveAspectRatio="none",
-                aria_hidden="true",
-            ),
+            _drawing(chart, times, values, factor, breaks, group),
             element("div", *labels, '<i class="cursor" hidden></i>', class_="scale"),
             class_="plot",
             tabindex="0",
@@ -119,13 +100,34 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float], group: int) ->
             data_low=f"{values.low:.9g}",
             data_high=f"{values.high:.9g}",
         ),
-        element(
-            "p",
-            *(names or [" "]),
-            class_="keys",
-            data_lines="\n".join(it.name for it in chart.lines),
-        ),
+        element("p", *(names or [" "]), class_="keys", data_lines="\n".join(it.name for it in chart.lines)),
         class_="chart",
+    )
+
+
+def _drawing(
+    chart: Chart, times: _Scale, values: _Scale, factor: float, breaks: Sequence[float], group: int
+) -> str:
+    """The curves, in units of ``factor``, over the lines of the grid and a mark at each of ``breaks``."""
+    rules = "".join(f"M0 {_down(values.place(tick))}H{_GRID}" for tick, _ in values.ticks)
+    marks = "".join(f"M{round(times.place(at) * _GRID)} 0V{_GRID}" for at in breaks)
+    curves = [
+        element(
+            "path",
+            class_=f"curve {line.style}",
+            d="".join(_path(_grouped(part, group), times, values, factor) for part in line.parts),
+        )
+        for line in chart.lines
+    ]
+    return element(
+        "svg",
+        element("path", class_="rule", d=rules),
+        *([element("path", class_="mark", d=marks)] if marks else []),
+        *_bands(chart, times, values, factor),
+        *curves,
+        viewBox=f"0 0 {_GRID} {_GRID}",
+        preserveAspectRatio="none",
+        aria_hidden="true",
     )
 
 

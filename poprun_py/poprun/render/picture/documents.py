@@ -18,7 +18,7 @@ from poprun.render.words import launcher_of, size_of, threads_of
 _MARGIN: Final = 24
 _LINE_HEIGHT: Final = 22
 
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """What the page may load: nothing."""
 
 _KEYS: Final = (
@@ -90,7 +90,7 @@ def render_html(plan: LaunchPlan) -> str:
         "<!doctype html>",
         '<html lang="en">',
         '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width">',
         element("title", escaped(title)),
         element("style", "\n", _file("picture.css"), _file("page.css")),
