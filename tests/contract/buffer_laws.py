@@ -1,7 +1,6 @@
 """The laws of buffers that are written where no model has its step; every instance runs all of them."""
 
 import copy
-import sys
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -16,17 +15,7 @@ import popdist
 from popdist import checkpoint
 from tests.contract.check_laws import skip_steps
 from tests.contract.collective_laws import refused
-from tests.contract.training_laws import TIMEOUT_SECONDS, is_last, laws_of, samples, share
-
-
-def run_all() -> int:
-    """Every law; how many there were."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = laws_of(sys.modules[__name__])
-    for law in laws:
-        popdist.barrier()
-        law()
-    return len(laws)
+from tests.contract.training_laws import is_last, samples, share
 
 
 def step(model: popdist.ReplicatedModel) -> None:

@@ -13,23 +13,7 @@ from torch import nn
 import popdist
 from popdist.checkpoint import load_latest, save
 from tests.contract.collective_laws import refused
-
-TIMEOUT_SECONDS = 300.0
-
-
-def run_all(folder: Path) -> int:
-    """Every law, each in a folder of its own; how many there were."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = {name: law for name, law in globals().items() if name.startswith("law_")}
-    for name, law in laws.items():
-        popdist.barrier()
-        law(folder / name)
-    return len(laws)
-
-
-def is_last() -> bool:
-    """Whether this is the instance that misbehaves."""
-    return popdist.instance_index() == popdist.num_instances() - 1
+from tests.contract.training_laws import is_last
 
 
 def make(seed: int, width: int = 3) -> tuple[popdist.ReplicatedModel, torch.optim.Optimizer]:

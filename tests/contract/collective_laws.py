@@ -32,9 +32,9 @@ from popdist.errors import BackendError
 from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_group import HostGroup
 from popdist.transport.torch_backend import MemoryOfSubsets
+from tests.contract.laws import TIMEOUT_SECONDS
 from tests.tree_sums import tree_sum
 
-TIMEOUT_SECONDS = 300.0
 ALARM_SECONDS = 0.05
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,16 +43,6 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "max": lambda rows: rows.amax(0),
 }
-
-
-def run_all() -> int:
-    """Every law, in the order of this file; how many there were."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
-    for law in laws:
-        popdist.barrier()
-        law()
-    return len(laws)
 
 
 def run_sums() -> None:

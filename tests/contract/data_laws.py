@@ -29,18 +29,7 @@ from popdist.data.batch import Batch
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.gradients.optimizer_steps import training_loop
 from tests.contract.collective_laws import refused
-
-TIMEOUT_SECONDS = 300.0
-
-
-def run_all(directory: Path, prefix: str = "law_") -> int:
-    """Every law, or those that begin so, in the order of this file; how many there were."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = [law for name, law in globals().items() if name.startswith(prefix)]
-    for number, law in enumerate(laws):
-        popdist.barrier()
-        law(directory / str(number))
-    return len(laws)
+from tests.contract.laws import TIMEOUT_SECONDS, run_laws
 
 
 def is_last() -> bool:
@@ -268,7 +257,7 @@ def weighted() -> WeightedRandomSampler:
 
 def run_sampler_laws(directory: Path) -> tuple[int, list[float]]:
     """How many laws of samplers there were, and two epochs, which are the same for any split."""
-    num_laws = run_all(directory, "law_sampled_")
+    num_laws = run_laws(__name__, directory, "law_sampled_")
     loader = popdist.data_loader(Augmented(), 2, 2, sampler=weighted())
     return num_laws, received(list(loader)) + received(list(loader))
 

@@ -1,5 +1,7 @@
 """The laws of ``popdist.init(torch_distributed=True)``; the helpers are as torchvision's references have them."""
 
+import sys
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -8,16 +10,13 @@ from torch._C._distributed_c10d import HashStore
 import popdist
 from popdist import context
 from tests.contract.collective_laws import refused
-from tests.contract.training_laws import is_last, laws_of
-
-TIMEOUT_SECONDS = 300.0
+from tests.contract.laws import TIMEOUT_SECONDS, laws_of
+from tests.contract.training_laws import is_last
 
 
 def run_all() -> int:
     """Every law of this file; how many there were."""
-    import tests.contract.default_group_laws as module  # noqa: PLC0415 - a module that names itself
-
-    laws = laws_of(module)
+    laws = laws_of(sys.modules[__name__])
     for law in laws:
         law()
         assert not dist.is_initialized()

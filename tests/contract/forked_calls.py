@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from popdist.layout import Parallelism
+from tests.contract.laws import laws_of, run_laws
 from tests.running import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
@@ -87,6 +89,12 @@ class ForkedWorlds:
                 timeout_seconds=timeout_seconds,
             )
         )
+
+    def keep_laws(self, module: ModuleType, *folder: Path, num_instances: int, **world: int) -> None:
+        """Run the laws of ``module`` on every instance, each in a folder of its own where they take one."""
+        arguments = module.__name__, *folder
+        counts = self(run_laws, *arguments, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS, **world)
+        assert counts == [len(laws_of(module))] * num_instances
 
     def in_environments(self, fn: Callable[..., object], environments: Sequence[Mapping[str, str]]) -> list[Any]:
         """What ``fn`` returns on instances that are told these variables in place of a launcher's."""

@@ -1,5 +1,6 @@
 """What programs for PopTorch expect of ``horovod.torch``; every instance runs all of it."""
 
+import sys
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 import popdist
 from popdist.stubs import horovod_torch as hvd
 from tests.contract.collective_laws import refused
+from tests.contract.laws import laws_of
 
 
 def run_all() -> int:
@@ -16,7 +18,7 @@ def run_all() -> int:
     hvd.init()
     hvd.init()
     assert hvd.is_initialized()
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    laws = laws_of(sys.modules[__name__])
     for law in laws:
         hvd.barrier()
         law()

@@ -19,6 +19,7 @@ from popdist.data.randomness import ReplicaRandomness
 from popdist.parallel import recompute
 from tests.contract import batch_norm_laws, check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
+from tests.contract.laws import TIMEOUT_SECONDS, laws_of
 from tests.contract.training_laws import (
     Net,
     check_gradient,
@@ -37,12 +38,12 @@ CPU = torch.device("cpu")
 def all_laws() -> list[Callable[[], None]]:
     """Every law of training_laws.py, check_laws.py, old_gradient_laws.py, batch_norm_laws.py and this file."""
     modules = (training_laws, check_laws, old_gradient_laws, batch_norm_laws, sys.modules[__name__])
-    return [law for module in modules for law in training_laws.laws_of(module)]
+    return [law for module in modules for law in laws_of(module)]
 
 
 def run_all() -> int:
     """Every law; how many there were."""
-    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     for law in all_laws():
         popdist.barrier()
         law()

@@ -22,22 +22,9 @@ from popdist.layout import ReplicaPart
 from popdist.stubs import horovod_torch
 from tests.contract import training_recipes
 from tests.contract.collective_laws import refused
-from tests.contract.training_laws import laws_of
+from tests.contract.laws import TIMEOUT_SECONDS
 
-TIMEOUT_SECONDS = 300.0
 NUM_SAMPLES = 22
-
-
-def run_all() -> int:
-    """Every law of this file; how many there were."""
-    import tests.contract.mesh_laws as module  # noqa: PLC0415 - a module that names itself
-
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = laws_of(module)
-    for law in laws:
-        law()
-        popdist.barrier()
-    return len(laws)
 
 
 def train_copies() -> dict[str, str]:
@@ -286,3 +273,4 @@ def law_the_job_can_be_made_again() -> None:
             popdist.device_mesh()
         dist.destroy_process_group()
     popdist.device_mesh()
+    popdist.barrier()  # instance 0 has the store that the others still ask

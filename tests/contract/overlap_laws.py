@@ -30,6 +30,7 @@ from popdist.transport import two_level
 from popdist.transport.channel import Channel
 from tests.contract import training_laws, training_recipes
 from tests.contract.collective_laws import refused
+from tests.contract.laws import TIMEOUT_SECONDS, laws_of
 from tests.contract.training_laws import Net, is_last, samples, share
 
 BUCKET_SIZE = 48
@@ -50,11 +51,11 @@ NUM_STEPS = 3
 
 def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how popdist.launch passes it
     """Every law of this file; how many there were. Afterwards no thread is left."""
-    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     if on_gpus:
         place.device = torch.device("cuda", popdist.local_instance_index())
         torch.backends.cudnn.deterministic = True
-    laws = training_laws.laws_of(sys.modules[__name__])
+    laws = laws_of(sys.modules[__name__])
     with tiny_sizes():
         for law in laws:
             popdist.barrier()
@@ -220,9 +221,7 @@ def law_buckets_go_while_the_backward_pass_runs() -> None:
 
     def look(*_: object) -> None:
         if is_watched:
-            assert wait_until(
-                lambda: channel()._num_done >= before + sum(num_pieces[:3]), training_laws.TIMEOUT_SECONDS
-            )
+            assert wait_until(lambda: channel()._num_done >= before + sum(num_pieces[:3]), TIMEOUT_SECONDS)
             num_done.append(channel()._num_done - before)
 
     first = model.module.get_submodule("0")
@@ -427,10 +426,10 @@ def law_who_leaves_before_all_have_spoken_ends_it_for_all() -> None:
                 break
         store.set("left", "")
     else:
-        store.wait(["left"], timedelta(seconds=training_laws.TIMEOUT_SECONDS))
+        store.wait(["left"], timedelta(seconds=TIMEOUT_SECONDS))
         with refused(popdist.MicroBatchError, "left the micro_batches loop"):
             step(early)
     with counted() as ends:
         train(early, late, step)
     assert ends == []
-    assert wait_until(lambda: channel().is_broken, training_laws.TIMEOUT_SECONDS)
+    assert wait_until(lambda: channel().is_broken, TIMEOUT_SECONDS)

@@ -24,6 +24,7 @@ from popdist.contract import Contract, Endpoint
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.transport.channel import Channel
 from tests.contract import overlap_laws, training_laws
+from tests.contract.laws import TIMEOUT_SECONDS
 
 VICTIM = 1
 
@@ -60,12 +61,12 @@ def _wait_for_survivors() -> None:
     assert store is not None
     store.set(f"told {popdist.instance_index()}", "")
     others = [f"told {instance}" for instance in range(popdist.num_instances()) if instance != VICTIM]
-    store.wait(others, timedelta(seconds=training_laws.TIMEOUT_SECONDS))
+    store.wait(others, timedelta(seconds=TIMEOUT_SECONDS))
 
 
 def _begin() -> popdist.ReplicatedModel:
     """A model whose next step goes early."""
-    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     torch.manual_seed(0)
     model = popdist.ReplicatedModel(overlap_laws.chain(4))
     for _ in range(overlap_laws.NUM_STEPS):

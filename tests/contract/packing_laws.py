@@ -25,8 +25,7 @@ from popdist.packing import (
 )
 from popdist.packing.packed_loader import PackedRows
 from tests.contract.collective_laws import refused
-
-TIMEOUT_SECONDS = 300.0
+from tests.contract.laws import run_laws
 
 LENGTHS = [1 + 7 * i % 11 for i in range(61)]
 """Of 61 texts: 1 to 11 tokens."""
@@ -47,12 +46,7 @@ PADDING = {"input_ids": 0}
 
 def run_all() -> tuple[int, str]:
     """Every law; how many there were, and a checksum of trained weights."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
-    for law in laws:
-        popdist.barrier()
-        law()
-    return len(laws), trained_checksum()
+    return run_laws(__name__), trained_checksum()
 
 
 def loader(**options: Any) -> ReplicaLoader:  # noqa: ANN401 - any option

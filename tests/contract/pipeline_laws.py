@@ -4,6 +4,7 @@ A law is a function ``law_...``. What it expects it computes alone, from the sam
 """
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from torch.utils.data import TensorDataset
 import popdist
 from popdist import context
 from popdist.errors import BatchError, GradientError, MicroBatchError, PopdistError
+from tests.contract.laws import laws_of
 from tests.tree_sums import tree_sum
 
 WIDTH = 16
@@ -64,15 +66,10 @@ KINDS = [
 def run_all() -> int:
     """Every law of this file, in their order; how many there are."""
     popdist.init(torch_distributed=True)
-    laws = all_laws()
+    laws = laws_of(sys.modules[__name__])
     for law in laws:
         law()
     return len(laws)
-
-
-def all_laws() -> list[Callable[[], None]]:
-    """The laws of this file."""
-    return [law for name, law in globals().items() if name.startswith("law_")]
 
 
 def digests_of_training() -> list[str]:

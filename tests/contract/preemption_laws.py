@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import popdist
+from tests.contract.laws import run_laws
 
 SLOW_SECONDS = 0.5
 """How long work takes that the others must wait for."""
@@ -172,9 +173,6 @@ FOLDER: list[Path] = []
 def run_all(folder: Path) -> int:
     """Run each law; how many there are."""
     FOLDER.append(folder)
-    popdist.init(timeout_seconds=300)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
-    for law in laws:
-        law()
-        popdist.barrier()
-    return len(laws)
+    num_laws = run_laws(__name__)
+    popdist.barrier()
+    return num_laws

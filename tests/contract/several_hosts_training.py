@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 import popdist
 from popdist.context import current_group
-from tests.contract import batch_norm_laws, training_laws
-
-TIMEOUT_SECONDS = 300.0
+from tests.contract.laws import TIMEOUT_SECONDS
 
 
 def train() -> tuple[int, str]:
@@ -21,16 +19,6 @@ def train() -> tuple[int, str]:
     local_collectives = current_group().backend.local_collectives
     num_on_host = 0 if local_collectives is None else local_collectives.group.size
     return num_on_host, hashlib.sha256(weights).hexdigest()
-
-
-def keep_laws_of_batch_norm() -> int:
-    """Every law of batch_norm_laws.py, on every instance; how many there were."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = training_laws.laws_of(batch_norm_laws)
-    for law in laws:
-        popdist.barrier()
-        law()
-    return len(laws)
 
 
 def _trained_in_groups() -> bytes:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -26,9 +27,8 @@ from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import whole_pages
 from popdist.optim import LAMB, LARS, LowPrecision
 from tests.contract.collective_laws import assert_leaves, refused
+from tests.contract.laws import TIMEOUT_SECONDS, laws_of
 from tests.contract.training_laws import Net, is_last, samples, share, train
-
-TIMEOUT_SECONDS = 300.0
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),
@@ -57,7 +57,7 @@ def run_all(folder: Path, apart: bool) -> int:  # noqa: FBT001 - how popdist.lau
         type(backend).host_group = None
     else:
         assert (host_group() is None) == (popdist.num_instances() == 1)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    laws = laws_of(sys.modules[__name__])
     for law in laws:
         popdist.barrier()
         law(folder) if law.__code__.co_argcount else law()

@@ -8,7 +8,6 @@ import pytest
 
 from tests.contract import buffer_laws, buffer_recipes
 from tests.contract.forked_calls import ForkedWorlds
-from tests.contract.training_laws import laws_of
 from tests.running import DEADLINE_SECONDS
 
 NUM_REPLICAS = 4
@@ -17,13 +16,7 @@ NUM_REPLICAS = 4
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 4), (2, 4), (4, 4)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
     """Every law of buffer_laws.py, on every instance."""
-    counts = forked_world(
-        buffer_laws.run_all,
-        num_instances=num_instances,
-        num_replicas=num_replicas,
-        timeout_seconds=DEADLINE_SECONDS,
-    )
-    assert counts == [len(laws_of(buffer_laws))] * num_instances
+    forked_world.keep_laws(buffer_laws, num_instances=num_instances, num_replicas=num_replicas)
 
 
 def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -> None:

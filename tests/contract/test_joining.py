@@ -15,7 +15,7 @@ from poprun.emit import Surroundings, emit_job
 from poprun.text.screen import EmitKind
 from tests.contract import default_group_laws, joining_program
 from tests.contract.forked_calls import ForkedWorlds
-from tests.contract.training_laws import laws_of
+from tests.contract.laws import laws_of
 from tests.planning import planned
 from tests.running import DEADLINE_SECONDS, Finished, MpiEnvironment, Poprun, run
 

@@ -12,7 +12,7 @@ import torch
 import popdist
 from tests.contract import loop_laws, overlap_laws, overlap_losses, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
-from tests.contract.training_laws import laws_of
+from tests.contract.laws import laws_of
 from tests.running import DEADLINE_SECONDS, run
 
 NUM_RECIPES = len([name for name in vars(training_recipes) if name.startswith("recipe_")])

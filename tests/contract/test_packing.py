@@ -9,12 +9,13 @@ import torch
 from popdist.packing import Collator, attention_mask
 from tests.contract import packing_laws
 from tests.contract.forked_calls import ForkedWorlds
+from tests.contract.laws import laws_of
 from tests.running import DEADLINE_SECONDS
 
 
 def test_laws(forked_world: ForkedWorlds) -> None:
     """Every law of packing_laws.py on every instance; equally many replicas train equal bits in any split."""
-    expected = len([name for name in vars(packing_laws) if name.startswith("law_")])
+    expected = len(laws_of(packing_laws))
     checksums: dict[int, set[str]] = {1: set(), 2: set(), 4: set()}
     for num_instances, num_replicas in ((1, 1), (2, 2), (1, 4), (2, 4), (4, 4)):
         told = forked_world(

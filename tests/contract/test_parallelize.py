@@ -7,6 +7,7 @@ import pytest
 
 from tests.contract import parallelize_laws
 from tests.contract.forked_calls import ForkedWorlds
+from tests.contract.laws import laws_of
 from tests.running import DEADLINE_SECONDS
 
 
@@ -21,4 +22,4 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int, tensor: int, pipel
         pipeline=pipeline,
         timeout_seconds=DEADLINE_SECONDS,
     )
-    assert counts == [len(parallelize_laws.all_laws())] * num_instances
+    assert counts == [len(laws_of(parallelize_laws))] * num_instances

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.contract import preemption_laws
 from tests.contract.forked_calls import ForkedWorlds
+from tests.contract.laws import laws_of
 from tests.running import DEADLINE_SECONDS, Poprun
 
 PROGRAM = Path(__file__).with_name("interrupted_training.py")
@@ -66,4 +67,4 @@ def test_laws(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     laws = forked_world(
         preemption_laws.run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS
     )
-    assert laws == [len([name for name in vars(preemption_laws) if name.startswith("law_")])] * 2
+    assert laws == [len(laws_of(preemption_laws))] * 2

@@ -10,9 +10,10 @@ import pytest
 
 from tests.contract import sharding_laws
 from tests.contract.forked_calls import ForkedWorlds
+from tests.contract.laws import laws_of
 from tests.running import DEADLINE_SECONDS
 
-NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])
+NUM_LAWS = len(laws_of(sharding_laws))
 
 
 @pytest.fixture(scope="module")

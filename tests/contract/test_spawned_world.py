@@ -18,7 +18,7 @@ from tests.contract import (
     process_group_laws,
     sharding_laws,
 )
-from tests.contract.training_laws import laws_of
+from tests.contract.laws import laws_of, run_laws
 from tests.running import DEADLINE_SECONDS
 
 
@@ -27,9 +27,9 @@ def run_all(folder: Path) -> list[int]:
     groups.FIRST_ERROR_SECONDS = 0.1  # type: ignore[misc] # many laws wait so long, and none is about how long
     counts = []
     for run in (
-        collective_laws.run_all,
-        partial(data_laws.run_all, folder / "data"),
-        partial(checkpoint_laws.run_all, folder / "checkpoint"),
+        partial(run_laws, collective_laws.__name__),
+        partial(run_laws, data_laws.__name__, folder / "data"),
+        partial(run_laws, checkpoint_laws.__name__, folder / "checkpoint"),
         partial(sharding_laws.run_all, folder / "sharding", apart=False),
         partial(preemption_laws.run_all, folder / "preemption"),
         loop_laws.run_all,

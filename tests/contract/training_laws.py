@@ -22,14 +22,7 @@ from popdist.layout import parts
 from tests.contract.collective_laws import refused
 from tests.tree_sums import tree_sum
 
-TIMEOUT_SECONDS = 300.0
-
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def laws_of(module: object) -> list[Callable[[], None]]:
-    """Every law that ``module`` states, in its order."""
-    return [law for name, law in vars(module).items() if name.startswith("law_")]
 
 
 class Net(nn.Module):
