@@ -3,7 +3,7 @@
     python benchmarks/allreduce.py --rounds 50
 
 All worlds are started once and sleep until their turn. At each size, each round times every contender, one right
-after the other, and the next round the other way round, so that a slow moment of the machine meets all of them.
+after the other, and the next round the other way round, so that a slow moment of the machine slows all of them.
 The ratios are those within a round. `add_` reads and writes as many bytes, in each rank by itself: no all-reduce
 of what lies in memory can be much faster. "In place" has the tensor in shared memory, as ReplicatedModel has the
 gradients. Every rank has one thread. Contenders whose launcher is not there are left out.

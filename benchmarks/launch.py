@@ -3,7 +3,7 @@
     python benchmarks/launch.py --document docs/performance.md --plot docs/launch.svg
 
 Every round runs each launcher once at each number of processes, in turn, so that a slow moment of the machine
-meets all of them. Times differ from machine to machine; the ratios of one round are what can be compared. What a
+slows all of them. Times differ from machine to machine; the ratios of one round are what can be compared. What a
 further process takes is the slope from the fewest to the most of them. Besides: what Python takes to start, the
 machine's own limit, and what popdist takes in a program.
 """

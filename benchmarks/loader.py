@@ -3,7 +3,7 @@
     python benchmarks/loader.py --document docs/performance.md
 
 Every round reads one epoch with each loader in turn, and the order is turned round from round to round, so that a
-slow moment of the machine meets both. Times differ from machine to machine; the ratios of one run are what can
+slow moment of the machine slows both. Times differ from machine to machine; the ratios of one run are what can
 be compared. Without workers, each round also reads and collates the samples in a plain loop, in the order of the
 dataset: the machine's own limit for whatever reads them one by one.
 """

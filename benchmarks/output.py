@@ -4,7 +4,7 @@
 
 8 programs print lines of 80 bytes as fast as they can. First poprun runs once under scrutiny: what each program
 printed must stand byte for byte in its log and, behind the tags, in poprun's own output. Then every round runs
-each launcher once, in turn, so that a slow moment of the machine meets all of them; its output goes into a pipe
+each launcher once, in turn, so that a slow moment of the machine slows all of them; its output goes into a pipe
 whose reader throws it away. mpiexec is MPICH's. Speeds differ from machine to machine; the ratios of one run are
 what can be compared.
 """

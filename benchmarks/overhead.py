@@ -5,7 +5,7 @@
 First with one replica, then with two and four: the bare loop then accumulates as many micro batches in a step.
 
 Every round times both loops for some steps, in turn and the other way round in the next one, so that a slow moment
-of the machine meets both. What counts is the median over the rounds of the difference and of the ratio within a
+of the machine slows both. What counts is the median over the rounds of the difference and of the ratio within a
 round. A round of 100 steps has one of those in which the checks are made that cost time.
 """
 

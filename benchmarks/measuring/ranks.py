@@ -37,7 +37,7 @@ class World(Protocol):
         """The tensor that is reduced, which may be another one of its size, and what reduces it."""
         ...
 
-    def meet(self) -> None:
+    def wait_for_others(self) -> None:
         """Wait for the other ranks."""
         ...
 
@@ -84,7 +84,7 @@ class TorchWorld:
         mine.copy_(tensor)
         return mine, self._host.reduction([row.view(torch.float32) for row in block.rows]).run
 
-    def meet(self) -> None:
+    def wait_for_others(self) -> None:
         """Wait for the other ranks."""
         distributed.barrier(self._gloo)
 
@@ -106,7 +106,7 @@ class MpiWorld:
         array = tensor.numpy()
         return tensor, lambda: self._world.Allreduce(self._in_place, array)
 
-    def meet(self) -> None:
+    def wait_for_others(self) -> None:
         """Wait for the other ranks."""
         self._world.Barrier()
 
@@ -127,7 +127,7 @@ class Rank:
         if contender not in self._contenders:
             self._contenders[contender] = self._prepared(contender)
         operation = self._contenders[contender]
-        self._world.meet()
+        self._world.wait_for_others()
         operation()
         start = time.perf_counter()
         for _ in range(times):
@@ -142,7 +142,7 @@ class Rank:
         is_right = name in PARTS or bool((reduced == sum(range(self._world.num_ranks + 1))).all())
         if not is_right:
             raise RuntimeError(f"{name} does not give the sum of {self._num_bytes} bytes")
-        self._world.meet()
+        self._world.wait_for_others()
         reduced.zero_()
         return operation
 

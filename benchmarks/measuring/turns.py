@@ -1,4 +1,4 @@
-"""Things that are timed by turns, so that a slow moment of the machine meets all of them."""
+"""Things that are timed by turns, so that a slow moment of the machine slows all of them."""
 
 import time
 from collections.abc import Callable, Mapping

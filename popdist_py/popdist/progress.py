@@ -2,7 +2,7 @@
 
 The page is a file in memory (memfd_create(2)) that poprun's agent makes and the program inherits: writing costs no
 system call, and a program that hangs has still said where it is. The number of changes stands at both ends of the
-page, so a reader notices that it has met the writer in the middle of a change (a sequence lock).
+page, so a reader notices that the writer was in the middle of a change (a sequence lock).
 """
 
 import math
@@ -162,7 +162,7 @@ class PhaseCounters:
 
 
 def read_places(page: bytes) -> dict[str, str]:
-    """The line of the program's own code that was met most in each phase, as ``file:line``, where one was."""
+    """The line of the program's own code seen most often in each phase, as ``file:line``, where one was."""
     size = phase_sampler.PLACE_BYTES
     fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, phase_sampler.ENDS_AT, size)]
     texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)
@@ -225,7 +225,7 @@ class ProgressPage:
         self._collective = ""
 
     def read(self) -> Progress:
-        """What the page says; its own writer never meets it in the middle of a change."""
+        """What the page says; its own writer never reads it in the middle of a change."""
         return Progress.read(bytes(self._memory)) or Progress()
 
     def write(self, progress: Progress) -> None:

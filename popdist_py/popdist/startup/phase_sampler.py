@@ -30,7 +30,7 @@ workers, those in which it exchanged messages, which torch does not record, thos
 garbage collection, and when the sampler began (monotonic)."""
 
 PLACES_AT, PLACE_BYTES = 512, 96
-"""Where it has, for each phase, the line of the program's own code that was met most."""
+"""Where it has, for each phase, the line of the program's own code that was seen most often."""
 
 ENDS_AT, ENDS_FORMAT, NUM_ENDS = 1280, "=100d", 100
 """Where it has the moments at which the last steps of optimizers ended, oldest first: seconds since 1970."""
@@ -248,7 +248,7 @@ class PhaseSampler:
                 self._long_seconds += self._forward_seconds if is_first else seconds
 
     def _vote(self, phase: str, place: Place) -> None:
-        """Keep the place that is met most often in a phase: others outvote it one by one."""
+        """Keep the place that is seen most often in a phase: another place that is seen takes one vote from it."""
         favourite, votes = self._favourites.get(phase, (place, 0))
         if favourite == place:
             self._favourites[phase] = (place, votes + 1)

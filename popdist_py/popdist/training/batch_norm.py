@@ -79,7 +79,7 @@ class GroupedNorm:
             where = "outside of its micro batches" if turn is None else f"in a loop with groups of {turn.size}"
             raise BatchError(
                 f"{self.name} has batch_norm_group_size={self.size} and is called in training mode {where}, where "
-                "it cannot meet the other replicas of its group: call model.eval() before such a pass, make it in "
+                "the other replicas of its group do not wait: call model.eval() before such a pass, make it in "
                 "model.run_micro_batches(), or give both models the same batch_norm_group_size"
             )
         if x.dim() not in _NUM_DIMENSIONS.get(type(layer), (x.dim(),)):

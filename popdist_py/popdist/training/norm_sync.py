@@ -225,8 +225,8 @@ class NormTurn:
         self.sync.check()
         if self.sync.is_over:
             raise MicroBatchError(
-                f"replica {self.replica} {point} after its micro batch has ended, where it cannot meet the others "
-                "of its batch norm group: call backward() within the loop, or in the function that "
+                f"replica {self.replica} {point} after its micro batch has ended, where the others of its "
+                "batch norm group do not wait for it: call backward() within the loop, or in the function that "
                 "run_micro_batches() calls, and not on what comes out of it"
             )
         self.sync.arrive(self.replica, point, values)

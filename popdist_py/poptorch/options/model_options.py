@@ -195,7 +195,7 @@ class Options(OptionValues):
         return self.set(connection_type=one_of("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Which IPUs wait for each other. No effect: replicas meet once a step."""
+        """Which IPUs wait for each other. No effect: replicas wait for each other once a step."""
         return self.set(sync_pattern=one_of("syncPattern", sync_pattern, SyncPattern))
 
     def useIpuId(self, ipu_id: int) -> Self:

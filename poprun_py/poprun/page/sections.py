@@ -152,14 +152,14 @@ def _time(time: JobTime) -> Iterator[str]:
             class_="faint",
         )
     if len(time.instances) > 1:
-        shown = _most_telling(time.instances)
+        shown = _least_waiting(time.instances)
         class_ = "bars" if len(shown) <= _MOST_THICK else "bars thin"
         yield element("div", *(_row(it, elapsed) for it in shown), class_=class_)
         if len(time.instances) > _MOST_BARS:
             yield element("p", f"These are the {_MOST_BARS} instances that waited least.", class_="faint")
 
 
-def _most_telling(instances: Sequence[InstanceTime]) -> list[InstanceTime]:
+def _least_waiting(instances: Sequence[InstanceTime]) -> list[InstanceTime]:
     """All instances, or of many those that waited least: the others waited for them."""
     least = sorted(instances, key=lambda it: it.seconds["waiting"])[:_MOST_BARS]
     return sorted(least, key=lambda it: it.index)

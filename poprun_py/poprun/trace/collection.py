@@ -29,7 +29,7 @@ from poprun.trace.time_table import (
     VERSION,
     InstanceTimes,
     TraceTable,
-    dearest,
+    costliest,
     mean_delay_seconds,
     own_times,
     where_time_went,
@@ -130,7 +130,7 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
 
 
 class Merging:
-    """The recordings of an attempt on their way into one file."""
+    """Merges the recordings of the instances of an attempt into one file."""
 
     def __init__(self, plan: LaunchPlan, parts: str, rounds: Rounds, is_stopped: Callable[[], bool]) -> None:
         self._plan = plan
@@ -265,5 +265,5 @@ class Merging:
                 )
                 for index, times in self._times.items()
             ),
-            operations=dearest(self._operations),
+            operations=costliest(self._operations),
         )

@@ -60,7 +60,7 @@ class TraceTable:
     num_steps: int
     num_collectives: int
     instances: tuple[InstanceTimes, ...]
-    operations: tuple[Operation, ...]  # the dearest ones
+    operations: tuple[Operation, ...]  # those that took most time
 
 
 def read_table(text: str, source: str) -> TraceTable:
@@ -135,7 +135,7 @@ def own_times(slices: Sequence[Slice]) -> dict[str, tuple[int, float]]:
     return dict(found)
 
 
-def dearest(times: Iterable[Mapping[str, tuple[int, float]]]) -> tuple[Operation, ...]:
+def costliest(times: Iterable[Mapping[str, tuple[int, float]]]) -> tuple[Operation, ...]:
     """The operations that took most time on all instances."""
     total: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for own in times:
@@ -181,7 +181,7 @@ def _seconds(spans: Spans) -> float:
 
 
 def render_table(table: TraceTable, *, width: int, has_color: bool) -> str:
-    """The table in words: the time of a step by instance, who was last, what is dear, what could be gained."""
+    """The table in words: a step's time by instance, who was last, what took most time, what could be gained."""
     return terminal_text(*_parts(table), width=width, has_color=has_color)
 
 
@@ -206,7 +206,7 @@ def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
     whole = sum(it.seconds for it in table.operations) and sum(it.compute_seconds for it in table.instances)
     if table.operations:
         yield ""
-        yield Text("the dearest operations, on all instances together")
+        yield Text("the operations that took most time, on all instances together")
         operations = [
             (it.name, str(it.num_calls), f"{it.seconds * 1000:.1f}", f"{it.seconds / whole:.0%}" if whole else "")
             for it in table.operations

@@ -101,7 +101,7 @@ def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
 def measure_window(
     before: Mapping[int, Look], now: Mapping[int, Look], began_at_seconds: float, after: float
 ) -> Window | None:
-    """What happened between two looks at all instances; None where no step has ended or nobody met."""
+    """What happened between two looks at all instances; None where no step ended, or no collective was called."""
     arrivals = find_arrivals(now, after)
     seconds = fmean(now[index].at_seconds - before[index].at_seconds for index in now)
     first, last = (median(look.counters.num_optimizer_steps for look in looks.values()) for looks in (before, now))
