@@ -6,6 +6,7 @@ from popdist import context, popart
 from popdist.contract import Contract
 from popdist.environments import Environment, Launcher
 from popdist.errors import ContractError
+from popdist.stubs import popart_enums
 
 
 class Options:
@@ -31,7 +32,10 @@ def test_a_program_learns_its_place_in_the_job(monkeypatch: pytest.MonkeyPatch) 
         "globalReplicationFactor": 4,
         "globalReplicaOffset": 2,
     }
-    assert popart.getDevice(2, connectionType="always") == popart.Device(id=1, numIpus=4, connectionType="always")
+    on_demand: object = vars(popart_enums)["DeviceConnectionType"].OnDemand
+    assert popart.getDevice(2, connectionType=on_demand) == popart.Device(
+        id=1, numIpus=4, connectionType=on_demand
+    )
     with pytest.raises(ContractError, match="poprun gave each replica 2"):
         popart.getDevice(1)
 

@@ -13,6 +13,7 @@ _MEMBERS = {
     "BatchSerializationBatchSchedule": "Scheduler Isomorphic OverlapOnIo OverlapOnCompute",
     "BatchSerializationMethod": "UnrollDynamic UnrollStatic Loop",
     "BatchSerializationTransformContext": "Fwd Bwd",
+    "DeviceConnectionType": "Always OnDemand Never",
     "ExecutionPhaseIOSchedule": "Preload OnDemand",
     "ExecutionPhaseSchedule": "Interleaving Batch BatchClusteredIO",
     "GradientTensorTrackingMethod": (
