@@ -1,4 +1,4 @@
-"""What JAX and TensorFlow are told of a job, as poprun writes it and as they read it.
+"""What JAX, TensorFlow and onnxruntime are told of a job, as poprun writes it and as they read it.
 
 Holds popdist.startup.jax_cluster.
 """
@@ -6,6 +6,7 @@ Holds popdist.startup.jax_cluster.
 import json
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.planning import CLUSTER_NODE, planned, with_gpus
 WORKERS = [Endpoint(host="10.0.0.1", port=1), Endpoint(host="::1", port=2)]
 START = StartFacts(coordinator=Endpoint(host="10.0.0.1", port=7), workers=WORKERS)
 DEVICES, CONFIG, COORDINATOR = "JAX_NUM_CPU_DEVICES", "TF_CONFIG", "POPDIST_JAX_COORDINATOR"
+THREADS = "ORT_INTRA_OP_NUM_THREADS"
 
 
 def test_each_instance_is_told_what_it_is() -> None:
@@ -42,14 +44,25 @@ def test_each_instance_is_told_what_it_is() -> None:
         "task": {"type": "worker", "index": 1},
     }
     assert not workers_of(planned())
-    assert set(framework_variables(planned(), 0, {}, StartFacts())) == {DEVICES}
+    assert set(framework_variables(planned(), 0, {}, StartFacts())) == {DEVICES, THREADS}
 
 
 def test_gpus_are_named_by_their_numbers_on_the_host() -> None:
     """As every instance sees all those of the job; there are no CPU devices then."""
     plan = planned(with_gpus("ffff"), num_instances=2, ipus_per_replica=2)
 
-    assert framework_variables(plan, 1, {}, StartFacts()) == {"JAX_LOCAL_DEVICE_IDS": "2,3"}
+    assert framework_variables(plan, 1, {THREADS: "1"}, StartFacts()) == {"JAX_LOCAL_DEVICE_IDS": "2,3"}
+
+
+@pytest.mark.parametrize(
+    ("user", "told"),
+    [({}, 2), ({"OMP_NUM_THREADS": "3"}, 6), ({"OMP_NUM_THREADS": "many"}, None), ({THREADS: "9"}, None)],
+)
+def test_onnxruntime_has_the_threads_of_an_instance(user: dict[str, str], told: int | None) -> None:
+    """Those of all its replicas: OMP_NUM_THREADS, which it does not read, says those of one."""
+    plan = replace(planned(num_instances=2, num_replicas=4), threads_per_replica=None if user else 1)
+
+    assert framework_variables(plan, 1, user, START).get(THREADS) == (told and str(told))
 
 
 @pytest.mark.parametrize(

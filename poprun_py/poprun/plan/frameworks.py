@@ -1,4 +1,4 @@
-"""What JAX and TensorFlow are told, so that their programs join the job without a change; pure.
+"""What JAX, TensorFlow and onnxruntime are told, so that their programs need no change; pure.
 
 A variable that the user has set stays as it is: then `contradictions` says what comes of it.
 """
@@ -20,6 +20,7 @@ JAX_ADDRESS: Final = "JAX_COORDINATOR_ADDRESS"
 XLA_FLAGS: Final = "XLA_FLAGS"
 XLA_DEVICES: Final = "xla_force_host_platform_device_count"
 TENSORFLOW: Final = "TF_CONFIG"
+ONNXRUNTIME: Final = "ORT_INTRA_OP_NUM_THREADS"
 
 _READ_BY: Final = {
     "torch": (
@@ -29,6 +30,7 @@ _READ_BY: Final = {
     "accelerate": (ACCELERATE_ON_CPU,),
     "JAX": (JAX_CPU_DEVICES, JAX_LOCAL_DEVICES, contract.JAX_COORDINATOR),
     "TensorFlow": (TENSORFLOW,),
+    "onnxruntime": (ONNXRUNTIME,),
 }
 
 MOST_WORKERS: Final = 512
@@ -38,9 +40,13 @@ MOST_WORKERS: Final = 512
 def framework_variables(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts
 ) -> dict[str, str]:
-    """The variables of both for instance ``index``, without those that the user has set."""
+    """The variables of all three for instance ``index``, without those that the user has set."""
     set_already = _of_user(user)
-    told = {**_for_jax(plan, index, set_already, start), **_for_tensorflow(index, start)}
+    told = {
+        **_for_jax(plan, index, set_already, start),
+        **_for_tensorflow(index, start),
+        **_for_onnxruntime(plan, set_already),
+    }
     return {name: value for name, value in told.items() if name not in set_already}
 
 
@@ -95,7 +101,7 @@ def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
     """The variables that the user has set, and not the poprun of a job that this job is started in."""
     if contract.NUM_REPLICAS not in user:
         return user
-    return {name: value for name, value in user.items() if name not in (JAX_CPU_DEVICES, TENSORFLOW)}
+    return {name: value for name, value in user.items() if name not in (JAX_CPU_DEVICES, TENSORFLOW, ONNXRUNTIME)}
 
 
 def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts) -> dict[str, str]:
@@ -116,3 +122,9 @@ def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
         return {}
     cluster = {"worker": [str(worker) for worker in start.workers]}
     return {TENSORFLOW: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
+
+
+def _for_onnxruntime(plan: LaunchPlan, user: Mapping[str, str]) -> dict[str, str]:
+    """The threads of all replicas of an instance: untold, it has one bound to each core of the host."""
+    threads = str(plan.threads_per_replica or user.get(contract.NUM_THREADS))
+    return {ONNXRUNTIME: str(int(threads) * plan.layout.num_local_replicas)} if threads.isdecimal() else {}

@@ -30,7 +30,7 @@ PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "T
 PASSED_PREFIXES: Final = (
     *("LC_", "PYTHON", "POPDIST_", "POPTORCH_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_"),
     *("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
-    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "LT_", "XLA_", "JAX_", "TF_", "KERAS_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "LT_", "XLA_", "JAX_", "TF_", "KERAS_", "ORT_"),
 )
 """The variables that go to other hosts, by name and by beginning."""
 
