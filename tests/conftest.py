@@ -164,7 +164,8 @@ def forking() -> Iterator["subprocess.Popen[bytes]"]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "ORT_INTRA_OP_NUM_THREADS": "1"},
     ) as process:
         yield process
         assert process.stdin is not None

@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import LaunchError as LaunchError
     from popdist.errors import MicroBatchError as MicroBatchError
     from popdist.errors import NotInitializedError as NotInitializedError
+    from popdist.errors import OnnxError as OnnxError
     from popdist.errors import OptimizerError as OptimizerError
     from popdist.errors import PopdistError as PopdistError
     from popdist.errors import PopdistWarning as PopdistWarning
@@ -107,7 +108,7 @@ _NAMES_OF_MODULES = {
     "data.dealt_streams": "shard_iterable",
     "errors": (
         "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError "
-        "DescriptionError GradientError LaunchError MicroBatchError NotInitializedError OptimizerError "
+        "DescriptionError GradientError LaunchError MicroBatchError NotInitializedError OnnxError OptimizerError "
         "PopdistError PopdistWarning StoreError WeightsError"
     ),
     "gradients.clipping": "clip_grad_norm_",

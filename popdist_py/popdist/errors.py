@@ -67,6 +67,10 @@ class DescriptionError(PopdistError):
     """A module cannot be measured without its weights, or on the device that was asked for."""
 
 
+class OnnxError(PopdistError):
+    """An ONNX file cannot be read or written, or torch cannot compute what is in it."""
+
+
 class LaunchError(PopdistError):
     """A function cannot be launched, or an instance brought neither its value nor its exception."""
 

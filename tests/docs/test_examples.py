@@ -20,6 +20,24 @@ def test_packed_training_runs(forked_world: ForkedWorlds, tmp_path: Path) -> Non
     assert len(json.loads(curve.read_text(encoding="utf-8"))["steps"]) == 2
 
 
+def test_an_onnx_model_trains_and_runs_alike_in_any_split(forked_world: ForkedWorlds, tmp_path: Path) -> None:
+    """One, two and four instances write the same bytes, of which onnxruntime computes the same scores."""
+    files, scores = [], []
+    for count in (1, 2, 4):
+        file = tmp_path / f"trained-by-{count}.onnx"
+        words = [str(file), "--epochs", "1"]
+        forked_world.script(EXAMPLES / "onnx_training.py", *words, num_instances=count, num_replicas=4)
+        files.append(file.read_bytes())
+    for count in (1, 2):
+        words = [str(tmp_path / "trained-by-4.onnx")]
+        printed = forked_world.script(EXAMPLES / "onnx_inference.py", *words, num_instances=count, num_replicas=4)
+        scores.append(printed[0])
+
+    assert files[0] == files[1] == files[2]
+    assert scores[0] == scores[1]
+    assert scores[0][0].startswith("test accuracy 6")
+
+
 def test_float16_rounded_by_chance_trains_as_float32(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     """A short run of ``examples/low_precision.py`` ends within 1 %; rounded to the nearest it stays behind."""
     picture = tmp_path / "curves.png"

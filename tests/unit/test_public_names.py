@@ -10,7 +10,7 @@ import popdist
 
 PUBLIC = """
 BackendError BatchError CheckpointError CollectiveError ContractError DatasetError DescriptionError
-GradientError LaunchError MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning
+GradientError LaunchError MicroBatchError NotInitializedError OnnxError OptimizerError PopdistError PopdistWarning
 StoreError WeightsError
 checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption on_report
 Mean ReplicaSampler ReplicatedModel ShardedOptimizer

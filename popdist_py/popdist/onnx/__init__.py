@@ -1,0 +1,281 @@
+"""ONNX files as torch modules, which train as any others and are written back as ONNX.
+
+>>> from popdist.onnx import load
+"""
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import torch
+from google.protobuf.message import Error as ProtobufError
+from onnx import AttributeProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from popdist.errors import OnnxError
+from popdist.onnx.operators import OPERATORS, Operator
+
+__all__ = ["OPERATORS", "OnnxModule", "load"]
+
+_LOWEST_OPSET: Final = 13
+_OWN_DOMAINS: Final = ("", "ai.onnx")
+_IS_TRAINING: Final = "is_training"
+
+
+def load(path: str | os.PathLike[str]) -> "OnnxModule":
+    """Read an ONNX file as a torch module.
+
+    Args:
+        path: The file; tensors that it keeps in other files are read beside it.
+
+    Raises:
+        OnnxError: If there is no such file, it is damaged, or torch cannot compute it: see :class:`OnnxModule`.
+    """
+    try:
+        model = onnx.load(path)
+        onnx.checker.check_model(model)  # which finds operators that the opset does not have, too
+    except (OSError, ProtobufError, onnx.checker.ValidationError) as error:
+        raise OnnxError(f"{os.fspath(path)} cannot be read as an ONNX model: {error}") from error
+    return OnnxModule(model)
+
+
+class OnnxModule(nn.Module):
+    """A module that computes an ONNX graph in torch: it takes the graph's inputs, in their order.
+
+    Its parameters are the initializers of floats with at least one dimension, by their own names; means and
+    variances of batch normalization are buffers. Scalars, integers and nodes ``Constant`` do not train. In
+    training mode batch normalization and dropout do what torch's do.
+
+    Args:
+        model: Of opset 13 or newer. It is kept for :meth:`save`, and not changed.
+
+    Raises:
+        OnnxError: If the opset is older, an operator or its attribute is not in ``popdist.onnx.OPERATORS``, or
+            torch cannot hold an initializer.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__()
+        self._model = model
+        self._constants: dict[str, Tensor] = {}
+        nodes = [node for node in model.graph.node if node.op_type != "Constant"]
+        self._nodes = _read_nodes(nodes, _opset_of(model))
+        statistics = {name for node in nodes if node.op_type == "BatchNormalization" for name in node.input[3:]}
+        for initializer in model.graph.initializer:
+            self._add(initializer.name, _read_tensor(initializer), is_trained=initializer.name not in statistics)
+        for node in model.graph.node:
+            if node.op_type == "Constant":
+                self._add(node.output[0], _constant(node), is_trained=False, persistent=False)
+        given = {initializer.name for initializer in model.graph.initializer}
+        self._inputs = [value for value in model.graph.input if value.name not in given]
+
+    def _add(self, name: str, tensor: Tensor, *, is_trained: bool, persistent: bool = True) -> None:
+        """Make ``tensor`` a parameter or buffer of this very name, or a constant."""
+        if not tensor.is_floating_point() or not tensor.ndim:
+            self._constants[name] = tensor
+            return
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        try:
+            for part in path:  # torch has no dots in names, but modules in modules
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if is_trained:
+                owner.register_parameter(last, nn.Parameter(tensor))
+            else:
+                owner.register_buffer(last, tensor, persistent=persistent)
+        except KeyError as error:
+            raise OnnxError(f"torch cannot have a parameter called {name!r}: rename it in the file") from error
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All parameters and buffers, by their names in the graph; tied ones by each of theirs."""
+        return {
+            **dict(self.named_buffers(remove_duplicate=False)),
+            **dict(self.named_parameters(remove_duplicate=False)),
+        }
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The graph's output, or a tuple of them.
+
+        Raises:
+            OnnxError: If there are more or fewer inputs than in the file, or one has another shape.
+        """
+        _check_inputs(self._inputs, inputs)
+        values = {**self._constants, **self._weights()}
+        values |= {value.name: tensor for value, tensor in zip(self._inputs, inputs, strict=True)}
+        for node in self._nodes:
+            values |= node.compute(values, is_training=self.training)
+        outputs = tuple(values[value.name] for value in self._model.graph.output)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file anew, with the parameters and buffers as they are now in the place of its initializers.
+
+        One instance should: all have the same weights.
+
+        Args:
+            path: The new file. It is there once it is whole.
+
+        Raises:
+            OnnxError: If it cannot be written there, or has 2 GB, the most that ONNX has in a file.
+        """
+        model, part = onnx.ModelProto(), f"{os.fspath(path)}.part"
+        model.CopyFrom(self._model)
+        weights = self._weights()
+        for initializer in model.graph.initializer:
+            if initializer.name in weights:
+                array = weights[initializer.name].detach().cpu().numpy()
+                array = array.astype(helper.tensor_dtype_to_np_dtype(initializer.data_type))
+                initializer.CopyFrom(numpy_helper.from_array(array, initializer.name))
+        try:
+            onnx.save(model, part)
+            Path(part).replace(path)
+        except (OSError, ValueError, ProtobufError) as error:
+            raise OnnxError(f"{os.fspath(path)} cannot be written as an ONNX model: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxNode:
+    """A node of a graph, ready to be computed."""
+
+    text: str
+    operator: Operator
+    attributes: Mapping[str, Any]
+    knows_training: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def compute(self, values: Mapping[str, Tensor | None], *, is_training: bool) -> dict[str, Tensor]:
+        """The values of the outputs."""
+        keywords = {**self.attributes, _IS_TRAINING: is_training} if self.knows_training else self.attributes
+        try:
+            given = self.operator(*[values[name] if name else None for name in self.inputs], **keywords)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            error.add_note(f"This happened in {self.text}.")
+            raise
+        tensors = (given,) if isinstance(given, Tensor) else tuple(given)
+        if len(tensors) != len(self.outputs):
+            raise OnnxError(f"{self.text}, has {len(self.outputs)} outputs, and its function gives {len(tensors)}")
+        return dict(zip(self.outputs, tensors, strict=True))
+
+
+def _opset_of(model: onnx.ModelProto) -> int:
+    """The version of ONNX's own operators in ``model``."""
+    opset = max((it.version for it in model.opset_import if it.domain in _OWN_DOMAINS), default=_LOWEST_OPSET)
+    if opset < _LOWEST_OPSET:
+        raise OnnxError(
+            f"the model has opset {opset}, and opsets from {_LOWEST_OPSET} on are understood: "
+            f"convert it with onnx.version_converter.convert_version(model, {_LOWEST_OPSET})"
+        )
+    return opset
+
+
+def _read_nodes(nodes: list[NodeProto], opset: int) -> list[OnnxNode]:
+    """The nodes, once each has an operator here."""
+    unknown = {_operator_of(node): node for node in reversed(nodes) if _operator_of(node) not in OPERATORS}
+    if unknown:
+        named = ", ".join(f"{operator} ({_describe(node)})" for operator, node in sorted(unknown.items()))
+        raise OnnxError(
+            f"nothing in torch is known for the operators {named}: set popdist.onnx.OPERATORS[name] to a function "
+            "of the inputs and, as keywords, the attributes; or export the model with other operators"
+        )
+    return [_read_node(node, opset) for node in nodes]
+
+
+def _operator_of(node: NodeProto) -> str:
+    return node.op_type if node.domain in _OWN_DOMAINS else f"{node.domain}.{node.op_type}"
+
+
+def _describe(node: NodeProto) -> str:
+    return f"node {node.name!r}" if node.name else f"the node of {node.output[0]!r}"
+
+
+def _read_node(node: NodeProto, opset: int) -> OnnxNode:
+    """The node with its function; an attribute that the function does not have must be ONNX's default."""
+    name = _operator_of(node)
+    keywords = _keywords_of(OPERATORS[name])
+    defaults = _defaults_of(node, opset)
+    attributes = {it.name: _value_of(it) for it in node.attribute}
+    strange = {key: it for key, it in attributes.items() if key not in keywords and it != defaults.get(key)}
+    if strange:
+        raise OnnxError(
+            f"{_describe(node)}, of the operator {name}, has {strange}, which is not understood: export the model "
+            f"without it, or set popdist.onnx.OPERATORS[{name!r}] to a function with such a keyword"
+        )
+    if name == "Split" and len(node.input) == 1:
+        attributes["num_outputs"] = len(node.output)
+    return OnnxNode(
+        text=f"{name}, {_describe(node)}",
+        operator=OPERATORS[name],
+        attributes={key: it for key, it in attributes.items() if key in keywords},
+        knows_training=_IS_TRAINING in keywords,
+        inputs=tuple(node.input),
+        outputs=tuple(node.output),
+    )
+
+
+def _keywords_of(operator: Operator) -> set[str]:
+    """The names of the arguments that ``operator`` takes as keywords only; none if it is a builtin of torch."""
+    try:
+        parameters = inspect.signature(operator).parameters.values()
+    except ValueError:
+        return set()
+    return {it.name for it in parameters if it.kind is it.KEYWORD_ONLY}
+
+
+def _defaults_of(node: NodeProto, opset: int) -> dict[str, object]:
+    """What ONNX's own operators have where an attribute is left out."""
+    if node.domain not in _OWN_DOMAINS:
+        return {}
+    attributes = onnx.defs.get_schema(node.op_type, opset).attributes
+    return {name: _value_of(it.default_value) for name, it in attributes.items() if it.default_value.type}
+
+
+def _value_of(attribute: AttributeProto) -> Any:  # noqa: ANN401 - as the operators take them
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, TensorProto):
+        return _read_tensor(value)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _read_tensor(tensor: TensorProto) -> Tensor:
+    """The values of ``tensor``, which torch may write over."""
+    try:
+        return torch.from_numpy(numpy_helper.to_array(tensor).copy())
+    except TypeError as error:
+        raise OnnxError(
+            f"the tensor {tensor.name!r} is of {TensorProto.DataType.Name(tensor.data_type)}, which cannot be "
+            "read into torch: export the model with float32"
+        ) from error
+
+
+def _constant(node: NodeProto) -> Tensor:
+    """The value of a node ``Constant``, which may be written as a tensor, a number or numbers."""
+    value = _value_of(node.attribute[0])
+    if isinstance(value, Tensor):
+        return value
+    is_float = "float" in node.attribute[0].name
+    return torch.tensor(value, dtype=torch.float32 if is_float else torch.int64)
+
+
+def _check_inputs(wanted: list[ValueInfoProto], given: tuple[Tensor, ...]) -> None:
+    """Refuse inputs that are not those of the file."""
+    names = [value.name for value in wanted]
+    if len(given) != len(wanted):
+        raise OnnxError(f"the model has the inputs {', '.join(names)}, and was called with {len(given)}")
+    for name, value, tensor in zip(names, wanted, given, strict=True):
+        if not value.type.tensor_type.HasField("shape"):
+            continue
+        lengths = [it.dim_value or "any" for it in value.type.tensor_type.shape.dim]
+        fits = [wanted in ("any", has) for wanted, has in zip(lengths, tensor.shape, strict=False)]
+        if len(lengths) != tensor.ndim or not all(fits):
+            raise OnnxError(
+                f"the input {name!r} has the shape ({', '.join(map(str, lengths))}) in the file, and was given "
+                f"{tuple(tensor.shape)}; where the file fixes the batch size, take whole micro batches of that "
+                "size (drop_last=True), or export it with a dynamic one"
+            )

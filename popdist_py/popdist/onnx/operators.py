@@ -1,0 +1,251 @@
+"""What ONNX's operators compute, in torch, as they are from opset 13 on.
+
+The keywords of a function are the attributes of its operator, by ONNX's names and with its defaults. What has no
+keyword here may only have ONNX's default.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, Final
+
+import torch
+from onnx import TensorProto
+from torch import Tensor
+from torch.nn import functional as f
+
+Operator = Callable[..., Any]
+"""Takes tensors, None for one that is left out, and attributes; gives a tensor, or several of them."""
+
+Ints = Sequence[int] | None
+"""An attribute with a number for each axis, or none of them."""
+
+
+def _numbers(given: Tensor | Ints) -> list[int]:
+    """Numbers that come as a tensor or as an attribute; none where they are left out."""
+    return given.tolist() if isinstance(given, Tensor) else list(given or ())
+
+
+def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    x = x if low is None else torch.maximum(x, low)
+    return x if high is None else torch.minimum(x, high)
+
+
+def _dropout(x: Tensor, ratio: Tensor | None = None, _mode: Tensor | None = None, *, is_training: bool) -> Tensor:
+    return f.dropout(x, 0.5 if ratio is None else float(ratio), is_training)
+
+
+def _gemm(  # noqa: PLR0913 - ONNX's own
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,  # noqa: N803 - as above
+    transB: int = 0,  # noqa: N803 - as above
+) -> Tensor:
+    a, b = a.T if transA else a, b.T if transB else b
+    return alpha * (a @ b) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
+
+
+def _in_torchs_order(pads: Sequence[int]) -> list[int]:
+    """Pads that come as all begins and then all ends, axis by axis from the last one, as torch has them."""
+    half = len(pads) // 2
+    return [pads[place] for axis in reversed(range(half)) for place in (axis, axis + half)]
+
+
+def _padding(x: Tensor, pads: Ints, value: float = 0.0) -> tuple[Tensor, list[int]]:
+    """``x``, padded where both ends differ, and the padding of both ends that is left to torch."""
+    half = x.ndim - 2
+    if not pads or pads[:half] == pads[half:]:
+        return x, list(pads[:half]) if pads else [0] * half
+    return f.pad(x, _in_torchs_order(pads), value=value), [0] * half
+
+
+def _conv(  # noqa: PLR0913 - ONNX's own
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dilations: Ints = None,
+    group: int = 1,
+    kernel_shape: Ints = None,  # noqa: ARG001 - the weight has it
+    pads: Ints = None,
+    strides: Ints = None,
+) -> Any:  # noqa: ANN401 - torch says so of one of the three
+    x, padding = _padding(x, pads)
+    convolve = (f.conv1d, f.conv2d, f.conv3d)[weight.ndim - 3]
+    return convolve(x, weight, bias, strides or 1, padding, dilations or 1, group)
+
+
+def _max_pool(
+    x: Tensor,
+    *,
+    kernel_shape: Ints,
+    ceil_mode: int = 0,
+    dilations: Ints = None,
+    pads: Ints = None,
+    strides: Ints = None,
+) -> Any:  # noqa: ANN401 - as above
+    x, padding = _padding(x, pads, -math.inf)
+    pool: Operator = (f.max_pool1d, f.max_pool2d, f.max_pool3d)[x.ndim - 3]
+    return pool(x, kernel_shape, strides or 1, padding, dilations or 1, bool(ceil_mode))
+
+
+def _average_pool(
+    x: Tensor,
+    *,
+    kernel_shape: Ints,
+    ceil_mode: int = 0,
+    count_include_pad: int = 0,
+    pads: Ints = None,
+    strides: Ints = None,
+) -> Any:  # noqa: ANN401 - as above
+    padded, padding = _padding(x, pads)
+    if padded is not x and not count_include_pad:
+        raise ValueError(f"torch's pools cannot leave out unequal pads, here {pads}")
+    pool: Operator = (f.avg_pool1d, f.avg_pool2d, f.avg_pool3d)[x.ndim - 3]
+    return pool(padded, kernel_shape, strides or 1, padding, bool(ceil_mode), bool(count_include_pad))
+
+
+def _batch_norm(  # noqa: PLR0913 - ONNX's own
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    is_training: bool,
+) -> Tensor:
+    return f.batch_norm(x, mean, variance, scale, bias, is_training, 1 - momentum, epsilon)
+
+
+def _layer_norm(
+    x: Tensor, scale: Tensor, bias: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5
+) -> Tensor:
+    return f.layer_norm(x, x.shape[axis:], scale, bias, epsilon)
+
+
+def _reduce(
+    compute: Operator,
+    x: Tensor,
+    given: Tensor | None = None,
+    *,
+    axes: Ints = None,
+    keepdims: int = 1,
+    noop_with_empty_axes: int = 0,
+) -> Any:  # noqa: ANN401 - as above
+    """Reduce over axes that come as a tensor, or as an attribute as before opset 18; over all without any."""
+    over = _numbers(axes if given is None else given)
+    if not over and noop_with_empty_axes:
+        return x
+    return compute(x, over or [*range(x.ndim)], keepdim=bool(keepdims))
+
+
+def _gather(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
+    axis %= x.ndim
+    places = indices.to(x.device).flatten()
+    places = torch.where(places < 0, places + x.shape[axis], places)
+    return x.index_select(axis, places).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+
+
+def _constant_of_shape(shape: Tensor, *, value: Tensor | None = None) -> Tensor:
+    content = torch.zeros(1, dtype=torch.float32) if value is None else value
+    return content.reshape(()).expand(_numbers(shape))
+
+
+def _reshape(x: Tensor, shape: Tensor, *, allowzero: int = 0) -> Tensor:
+    lengths = _numbers(shape)
+    return x.reshape(lengths if allowzero else [length or x.shape[axis] for axis, length in enumerate(lengths)])
+
+
+def _slice(
+    x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, steps: Tensor | None = None
+) -> Tensor:
+    parts, over = [slice(None)] * x.ndim, _numbers(axes) or [*range(len(starts))]
+    for axis, *part in zip(
+        over, _numbers(starts), _numbers(ends), _numbers(steps) or [1] * len(over), strict=True
+    ):
+        parts[axis] = slice(*part)
+    return x[tuple(parts)]
+
+
+def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
+    numbers = _numbers(axes)
+    for axis in sorted(axis % (x.ndim + len(numbers)) for axis in numbers):
+        x = x.unsqueeze(axis)
+    return x
+
+
+OPERATORS: Final[dict[str, Operator]] = {
+    "Abs": torch.abs,
+    "Add": torch.add,
+    "And": torch.logical_and,
+    "ArgMax": lambda x, *, axis=0, keepdims=1: x.argmax(axis, keepdim=bool(keepdims)),
+    "AveragePool": _average_pool,
+    "BatchNormalization": _batch_norm,
+    "Cast": lambda x, *, to: x.to(getattr(torch, TensorProto.DataType.Name(to).lower())),
+    "Clip": _clip,
+    "Concat": lambda *parts, axis: torch.cat(parts, axis),
+    "ConstantOfShape": _constant_of_shape,
+    "Conv": _conv,
+    "Cos": torch.cos,
+    "Div": lambda x, y: torch.div(x, y, rounding_mode=None if x.is_floating_point() else "trunc"),
+    "Dropout": _dropout,
+    "Elu": lambda x, *, alpha=1.0: f.elu(x, alpha),
+    "Equal": torch.eq,
+    "Erf": torch.erf,
+    "Exp": torch.exp,
+    "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, _numbers(shape))),
+    "Flatten": lambda x, *, axis=1: x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:])),
+    "Gather": _gather,
+    "Gelu": lambda x, *, approximate="none": f.gelu(x, approximate=approximate),
+    "Gemm": _gemm,
+    "GlobalAveragePool": lambda x: x.mean([*range(2, x.ndim)], keepdim=True),
+    "Greater": torch.gt,
+    "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
+    "HardSwish": f.hardswish,
+    "Identity": lambda x: x,
+    "LayerNormalization": _layer_norm,
+    "LeakyRelu": lambda x, *, alpha=0.01: f.leaky_relu(x, alpha),
+    "Less": torch.lt,
+    "Log": torch.log,
+    "LogSoftmax": lambda x, *, axis=-1: f.log_softmax(x, axis),
+    "MatMul": torch.matmul,
+    "MaxPool": _max_pool,
+    "Mul": torch.mul,
+    "Neg": torch.neg,
+    "Not": torch.logical_not,
+    "Or": torch.logical_or,
+    "Pad": lambda x, pads, value=None: f.pad(x, _in_torchs_order(_numbers(pads)), value=float(value or 0)),
+    "Pow": lambda x, exponent: torch.pow(x, exponent).to(x.dtype),
+    "Range": lambda start, limit, delta: torch.arange(start, limit, delta, dtype=start.dtype),
+    "Reciprocal": torch.reciprocal,
+    "ReduceMax": partial(_reduce, torch.amax),
+    "ReduceMean": partial(_reduce, torch.mean),
+    "ReduceSum": partial(_reduce, torch.sum),
+    "Relu": torch.relu,
+    "Reshape": _reshape,
+    "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
+    "Sigmoid": torch.sigmoid,
+    "Sin": torch.sin,
+    "Slice": _slice,
+    "Softmax": lambda x, *, axis=-1: f.softmax(x, axis),
+    "Softplus": f.softplus,
+    "Split": lambda x, lengths=None, *, axis=0, num_outputs=1: x.split(
+        _numbers(lengths) or math.ceil(x.shape[axis] / num_outputs), axis
+    ),
+    "Sqrt": torch.sqrt,
+    "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(_numbers(axes))),
+    "Sub": torch.sub,
+    "Sum": lambda *terms: reduce(torch.add, terms),
+    "Tanh": torch.tanh,
+    "Transpose": lambda x, *, perm=None: x.permute(perm or [*reversed(range(x.ndim))]),
+    "Trilu": lambda x, diagonal=None, *, upper=1: (torch.triu if upper else torch.tril)(x, int(diagonal or 0)),
+    "Unsqueeze": _unsqueeze,
+    "Where": torch.where,
+}
+"""The function of each operator. One of another domain than ONNX's own is called ``"domain.Name"``."""
