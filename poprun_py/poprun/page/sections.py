@@ -267,7 +267,7 @@ def _last_lines(attempt: Json) -> Iterator[str]:
     told = [it for it in attempt["instances"] if it["last_lines"] or it["excerpt"]]
     most = max(3, _LETTERS_OF_LINES // (_LETTERS_OF_A_LINE * max(1, len(told))))
     if not told:
-        yield element("p", "No last lines are kept of a program that has poprun's own output.", class_="faint")
+        yield element("p", "The programs printed nothing that poprun has kept.", class_="faint")
     details = []
     for instance in told:
         lines = [_without_colours(it) for it in (instance["last_lines"] or instance["excerpt"])[-most:]]
