@@ -49,6 +49,15 @@ def test_a_curve_is_bounded_and_lies_between_what_was_measured(
         assert low is None or middle is None or high is None or low <= middle <= high
 
 
+def test_means_are_numbers_of_json() -> None:
+    """However large what a program reports is."""
+    curve = WindowedCurve("")
+    for value in (1e308, 1.7e308):
+        curve.add(0.0, value)
+
+    assert json.dumps(curve.values(curve.window_seconds), allow_nan=False)
+
+
 @given(st.lists(st.tuples(st.floats(0.01, 500), st.integers(0, 50)), min_size=1, max_size=40))
 def test_a_rate_says_how_much_was_done(looks: list[tuple[float, int]]) -> None:
     """The area below the curve is what was done, also for steps that last longer than a window."""

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from poprun.job.report.report_file import job_to_dict
@@ -135,8 +135,10 @@ def test_the_page_of_a_large_job_is_small() -> None:
     assert page.count('class="curve middle"') == len(charts_of(job["attempts"], [0.0]))  # type: ignore[arg-type]
 
 
+@example([[(0.0, -9007199254740996.0)]], "1/s", 0.0)
+@example([[(0.0, 5e-324)]], "", 0.0)
 @given(
-    st.lists(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e30, 1e30)), max_size=9), max_size=3),
+    st.lists(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e300, 1e300)), max_size=9), max_size=3),
     st.sampled_from(["", "1/s", "bytes"]),
     st.floats(0, 1e7),
 )

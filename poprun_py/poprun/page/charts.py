@@ -17,6 +17,7 @@ _GRID: Final = 1000
 _MOST_POINTS: Final = 100_000  # of all charts of a page
 _NUM_TICKS: Final = 4
 _FAR: Final = 0.93  # where a label of the time ends at its place, for want of room
+_LEAST_RANGE: Final = 1e-300  # of values that differ
 _MOST_DIGITS: Final = 6  # before or behind the point of a label
 _MANTISSAS: Final = (1, 2, 2.5, 5, 10)
 _TIMES: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -174,11 +175,11 @@ def _unit_of(chart: Chart) -> tuple[float, str]:
 def _value_scale(values: Sequence[float], unit: str) -> _Scale:
     """From below the least value to above the largest one; from 0 for what has a unit."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    low = min(0.0, low) if unit else low
-    if high <= low and unit:
-        high = low + 1.0
-    elif high <= low:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    if unit:
+        low, high = min(0.0, low), max(0.0, high)
+    if high - low < _LEAST_RANGE:
+        margin = abs(low) / 2 if abs(low) > _LEAST_RANGE else 0.5
+        low, high = (0.0, 1.0) if unit else (low - margin, high + margin)
     step = _nice((high - low) / _NUM_TICKS)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     digits = next((it for it in range(_MOST_DIGITS) if math.isclose(step * 10**it, round(step * 10**it))), None)

@@ -18,6 +18,7 @@ OF_NUMBERS: Final = "numbers/"
 """How the names of curves begin that hold numbers of `popdist.report`."""
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
+_MOST: Final = 1e300  # so that no sum of values is infinite
 
 
 class WindowedCurve:
@@ -34,7 +35,7 @@ class WindowedCurve:
         """Add a value at a moment since the attempt's start."""
         self.last = value
         if math.isfinite(value):
-            self._add(at_seconds, value, 1.0)
+            self._add(at_seconds, max(-_MOST, min(_MOST, value)), 1.0)
 
     def add_rate(self, since_seconds: float, until_seconds: float, amount: float) -> None:
         """Add what was done between two moments; the curve tells how much was done in a second."""
