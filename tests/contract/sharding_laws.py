@@ -135,6 +135,21 @@ def check_same(left: popdist.ReplicatedModel, right: popdist.ReplicatedModel) ->
     assert (popdist.all_gather(digest) == digest).all()
 
 
+def train_both(
+    model: popdist.ReplicatedModel,
+    plain: Optimizer,
+    other: popdist.ReplicatedModel,
+    sharded: popdist.ShardedOptimizer,
+    numbers: Iterable[int],
+) -> None:
+    """A step of both on each of these samples; the weights have equal bits then."""
+    for number in numbers:
+        step(model, other, number=number)
+        plain.step()
+        sharded.step()
+    check_same(model, other)
+
+
 def check_same_state(left: dict[str, Any], right: dict[str, Any]) -> None:
     """Equal settings, and state of equal bits, dtypes and strides."""
     assert left["param_groups"] == right["param_groups"]
@@ -154,11 +169,7 @@ def law_bits_are_those_without_it() -> None:
     """Of weights and of the state, for every optimizer of torch that treats each element by itself; LAMB; LARS."""
     for optimizer_class, settings in OPTIMIZERS:
         model, plain, other, sharded = pair(optimizer_class, **settings)
-        for number in range(2):
-            step(model, other, number=number)
-            plain.step()
-            sharded.step()
-        check_same(model, other)
+        train_both(model, plain, other, sharded, range(2))
         check_same_state(plain.state_dict(), sharded.state_dict())
         assert other.never.grad is None
         assert popdist.checksum(Wide()) != popdist.checksum(other)
@@ -203,11 +214,7 @@ def law_half_precision_has_the_same_bits() -> None:
     ]
     for kind, settings in kinds:
         model, plain, other, sharded = pair(kind, torch.bfloat16, **settings)
-        for number in range(4):
-            step(model, other, number=number)
-            plain.step()
-            sharded.step()
-        check_same(model, other)
+        train_both(model, plain, other, sharded, range(4))
 
 
 def law_each_instance_holds_its_part_of_the_state() -> None:
@@ -478,37 +485,26 @@ def law_backward_passes_outside_the_loop_add_to_what_is_there() -> None:
 def law_states_load_either_way_round() -> None:
     """The sharded optimizer goes on from the state of one that is not, and that one from its."""
     model, plain, other, sharded = pair(optim.AdamW, lr=0.01)
-    for number in range(2):
-        step(model, other, number=number)
-        plain.step()
-        sharded.step()
+    train_both(model, plain, other, sharded, range(2))
     whole, gathered = copy.deepcopy(plain.state_dict()), sharded.state_dict()
     plain, sharded = optim.AdamW(model.parameters()), popdist.ShardedOptimizer(other, optim.AdamW)
     plain.load_state_dict(gathered)
     sharded.load_state_dict(whole)
     assert sharded.param_groups[0]["lr"] == 0.01
-    step(model, other, number=2)
-    plain.step()
-    sharded.step()
-    check_same(model, other)
+    train_both(model, plain, other, sharded, [2])
     check_same_state(plain.state_dict(), sharded.state_dict())
 
 
 def law_checkpoints_hold_the_whole_state(folder: Path) -> None:
     """One that the sharded optimizer saved is loaded by one that is not, and the other way round."""
     model, plain, other, sharded = pair(optim.AdamW, lr=0.01)
-    step(model, other)
-    plain.step()
-    sharded.step()
+    train_both(model, plain, other, sharded, [0])
     save(folder / "sharded", model=other, optimizer=sharded)
     save(folder / "plain", model=model, optimizer=plain)
     new_model, new_plain, new_other, new_sharded = pair(optim.AdamW)
     load_latest(folder / "sharded", model=new_model, optimizer=new_plain)
     load_latest(folder / "plain", model=new_other, optimizer=new_sharded)
-    step(new_model, new_other, number=1)
-    new_plain.step()
-    new_sharded.step()
-    check_same(new_model, new_other)
+    train_both(new_model, new_plain, new_other, new_sharded, [1])
     with refused(popdist.CheckpointError, "its settings are"):
         load_latest(folder / "plain", model=other, optimizer=popdist.ShardedOptimizer(other, optim.SGD, lr=0.1))
 
@@ -521,10 +517,7 @@ def law_checkpoints_go_on_in_jobs_of_any_size(folder: Path) -> None:
         if place.exists():
             load_latest(place, model=net, optimizer=optimizer)
     check_same_state(plain.state_dict(), sharded.state_dict())
-    step(model, other, number=popdist.num_instances())
-    plain.step()
-    sharded.step()
-    check_same(model, other)
+    train_both(model, plain, other, sharded, [popdist.num_instances()])
     save(place, model=other, optimizer=sharded)
 
 
@@ -864,11 +857,7 @@ def law_a_host_without_room_leaves_all_instances_weights_of_their_own() -> None:
             stack.enter_context(mock.patch.object(HostGroup, "allocate", side_effect=BackendError("no room")))
         model, plain, other, sharded = pair(optim.AdamW, lr=0.1)
     assert host.num_bytes <= before
-    for number in range(2):
-        step(model, other, number=number)
-        plain.step()
-        sharded.step()
-    check_same(model, other)
+    train_both(model, plain, other, sharded, range(2))
     optim.SGD(other.parameters(), lr=0.1).step()
 
 

@@ -9,27 +9,14 @@ from importlib.resources import files
 from typing import Any
 
 from poprun.page import sections
-from poprun.render.picture.blocks import element, escaped
-from poprun.render.picture.documents import POLICY
+from poprun.render.picture.documents import html_page
 
 
 def render_page(job: Mapping[str, Any]) -> str:
     """The report ``job`` as an HTML document."""
     picture_css = files("poprun.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
-    lines = [
-        "<!doctype html>",
-        '<html lang="en">',
-        '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width">',
-        element("title", escaped(f"{sections.name_of(job)} · poprun")),
-        element("style", "\n", _file("report.css"), ".picture {\n", picture_css, "}\n"),
-        *sections.render_sections(job),
-        element("script", "\n", _file("report.js")),
-        "</html>",
-        "",
-    ]
-    return "\n".join(lines)
+    css = f"{_file('report.css')}.picture {{\n{picture_css}}}\n"
+    return html_page(f"{sections.name_of(job)} · poprun", css, sections.render_sections(job), _file("report.js"))
 
 
 def _file(name: str) -> str:

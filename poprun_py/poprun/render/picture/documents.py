@@ -5,7 +5,7 @@ has the focus; the arrow keys move the focus.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Final
 
@@ -18,7 +18,7 @@ from poprun.render.words import launcher_of, size_of, threads_of
 _MARGIN: Final = 24
 _LINE_HEIGHT: Final = 22
 
-POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """What the page may load: nothing."""
 
 _KEYS: Final = (
@@ -86,20 +86,28 @@ def render_html(plan: LaunchPlan) -> str:
     facts = [("launcher", launcher_of(plan)), ("threads", threads_of(plan))]
     facts += [("program", shlex.join(plan.program))] if plan.program else []
     facts += [("folder", plan.working_directory)]
-    lines = [
-        "<!doctype html>",
-        '<html lang="en">',
-        '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width">',
-        element("title", escaped(title)),
-        element("style", "\n", _file("picture.css"), _file("page.css")),
+    body = [
         element("h1", escaped(title)),
         element("dl", *(element("dt", name) + element("dd", escaped(value)) for name, value in facts)),
         element("p", _KEYS, id="keys"),
         element("main", picture),
         '<div id="tip" role="tooltip" hidden></div>',
-        element("script", "\n", _file("page.js")),
+    ]
+    return html_page(title, _file("picture.css") + _file("page.css"), body, _file("page.js"))
+
+
+def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
+    """An HTML document that loads nothing."""
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width">',
+        element("title", escaped(title)),
+        element("style", "\n", css),
+        *body,
+        element("script", "\n", script),
         "</html>",
         "",
     ]
