@@ -146,7 +146,7 @@ class Recording:
         if self._is_over:
             return
         if self._others.are_active:
-            self._give_up(PROFILES_ITSELF)
+            self._finish(PROFILES_ITSELF)
             return
         try:
             self._about = {"thread": threading.get_native_id(), "exchanges": [ask_clock()]}
@@ -157,7 +157,7 @@ class Recording:
             self._profile.start()
             self._waits.begin()
         except Exception as error:  # noqa: BLE001 - the program goes on as without it
-            self._give_up(f"torch's profiler cannot start: {error}")
+            self._finish(f"torch's profiler cannot start: {error}")
             return
         self._about["begun_ns"] = time.time_ns()
         self._about["first_step"] = self._num_steps
@@ -177,7 +177,7 @@ class Recording:
             os.replace(f"{self._file}.tmp", f"{self._file}.json")
         except Exception as error:  # noqa: BLE001 - as above
             problem = f"its trace cannot be written: {error}"
-        self._give_up(problem)
+        self._finish(problem)
 
     def _calls(self) -> list[list[Any]]:
         """Group, number, name and time of the collectives that torch's recorder has seen in the window."""
@@ -198,10 +198,10 @@ class Recording:
             self._close(PROFILES_ITSELF)
         elif self._profile is not None:
             self._profile, self._shared[0] = None, 0
-            self._give_up(PROFILES_ITSELF)
+            self._finish(PROFILES_ITSELF)
 
-    def _give_up(self, problem: str) -> None:
-        """Record no more, and write the rest of what poprun is to know."""
+    def _finish(self, problem: str) -> None:
+        """Record no more, and write the rest of what poprun reads."""
         self._is_over = True
         while self._undo:
             self._undo.pop()()
@@ -218,7 +218,7 @@ class Recording:
             self._close()
         elif not self._is_over:
             begin = f"after step {self._first}" if self._first else "with the first call of a torch module"
-            self._give_up(f"it ended after {self._num_steps} optimizer steps, and the window begins {begin}")
+            self._finish(f"it ended after {self._num_steps} optimizer steps, and the window begins {begin}")
 
     def go_on_in_child(self) -> None:
         """Record nothing in a forked child; in a worker of a DataLoader, what it loads."""
