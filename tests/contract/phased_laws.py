@@ -330,8 +330,9 @@ def law_what_cannot_be_trained_is_refused(folder: str) -> None:
     with refused(popdist.WeightsError, "missing: shift"):
         model.load_state_dict({})
     model.module.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    with refused(popdist.WeightsError, "extra.*after phased"):
-        losses_of(model, optimizer)
+    for use in (lambda: losses_of(model, optimizer), lambda: PhasedOptimizer(model, torch.optim.SGD, lr=0.1)):
+        with refused(popdist.WeightsError, "extra.*after phased"):
+            use()
     model.close()
     for arguments, message in (
         ({"phases": 1, "memory": "1 GB"}, "either phases="),

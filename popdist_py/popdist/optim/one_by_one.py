@@ -33,6 +33,8 @@ _MIXING: Final = [name for name, reason in REASONS.items() if reason.endswith("o
 _FACTORS: Final = (1.0, 1e4, 1.0, 1e-6, 0.0, 1.0)
 """What the gradients of successive steps of the proof are multiplied by."""
 
+_INSTEAD: Final = "take one that updates each parameter by that parameter's own tensors, such as AdamW"
+
 _RATE: Final = 0.01
 _MOST_SIDE: Final = 8
 """The largest side of a tensor of the proof."""
@@ -145,10 +147,10 @@ class OneByOne:
         try:
             self._train(joint, together, apart)
         except Exception as error:
-            raise OptimizerError(f"it {reason or f'failed in a step: {error}'}") from error
+            raise OptimizerError(f"it {reason or f'failed in a step: {error}'}; {_INSTEAD}") from error
         if not all(map(_are_equal, together, apart)):
             reason = reason or "updates several parameters together to other bits than one after the other"
-            raise OptimizerError(f"it {reason}")
+            raise OptimizerError(f"it {reason}; {_INSTEAD}")
 
     def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
         """Make the same steps on both, of all parameters together and of one after the other."""

@@ -175,9 +175,9 @@ def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[int, Form
     changed += [it.name for it in layers.units if not isinstance(it.module.forward, PhasedForward)]
     if changed:
         raise WeightsError(
-            f"{name_first(changed)} of {type(module).__name__} was added, replaced, moved or removed after "
-            "phased(): its store has the weights that it had. Change a module before, as adapters and dtypes, and "
-            "then call phased(module)"
+            f"{name_first([*dict.fromkeys(changed)])} of {type(module).__name__}: added, replaced, moved or "
+            "removed after phased(), whose store has the weights that it had. Change a module before, as adapters "
+            "and dtypes, and then call phased(module)"
         )
 
 

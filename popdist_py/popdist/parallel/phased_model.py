@@ -265,8 +265,10 @@ class PhasedModel(nn.Module):
                 f"unexpected: {name_first(unexpected) or 'none'}; of another shape: {name_first(wrong) or 'none'}"
             )
         run.memory.wait()
-        for key, name in found.items():
-            run.load_weight(name, state_dict[key])
+        weights = self.store.weights
+        for key, name in found.items() if self.store.host_index == 0 else ():
+            if self.store.place_of(state_dict[key]) != (weights.file, weights.regions[name].start):
+                weights.write(name, state_dict[key])
         run.reload()
         others = {key: value for key, value in state_dict.items() if key not in found}
         keys = self.module.load_state_dict(others, strict=False)

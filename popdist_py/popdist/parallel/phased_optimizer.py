@@ -154,6 +154,7 @@ class PhasedOptimizer(Optimizer):
             raise OptimizerError(
                 f"PhasedOptimizer takes a model from popdist.parallel.phased(), not a {type(model).__name__}"
             )
+        self._run.check_same(model.module)
         given: object = optimizer_class
         if not (isinstance(given, type) and issubclass(given, Optimizer)):
             raise OptimizerError(f"PhasedOptimizer takes a class of optimizers, not {optimizer_class!r}")
@@ -164,7 +165,7 @@ class PhasedOptimizer(Optimizer):
         self.step_in_backward = step_in_backward
         self._optimizer_class = optimizer_class
         self._given = defaults
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names: dict[int, str] = self._run.names
         self._steppers: list[OneByOne] = []
         self._places: dict[Tensor, _Place] = {}
         self._is_complete = False

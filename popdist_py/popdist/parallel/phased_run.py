@@ -137,7 +137,7 @@ class PhasedRun:
 
     def check_ready(self, module: nn.Module) -> None:
         """Check that a step of ``module`` may begin."""
-        check_same(module, self.layers, {it: self.store.weights.forms[name] for it, name in self.names.items()})
+        self.check_same(module)
         optimizer = self._optimizer_now()
         left = [it for piece in self.layers.pieces for it in piece.parameters if it.grad is not None]
         if self.is_unfinished and (optimizer.step_in_backward or not all(is_used(it.grad) for it in left)):
@@ -149,6 +149,10 @@ class PhasedRun:
         self.store.check_whole()
         for parameter in left:
             parameter.grad = None
+
+    def check_same(self, module: nn.Module) -> None:
+        """Check that ``module`` has the parameters and layers that it had."""
+        check_same(module, self.layers, {it: self.store.weights.forms[name] for it, name in self.names.items()})
 
     def check_forward(self) -> None:
         """Check that all weights are those of one step."""
@@ -457,13 +461,6 @@ class PhasedRun:
         for key, value in written.items():
             state.write(f"{name}/{key}", value)
         self.memory.forget([Content("state", it.index) for it in self.layers.pieces if name in it.names])
-
-    def load_weight(self, name: str, value: Tensor) -> None:
-        """Write a weight to the store, unless it lies there already."""
-        weights = self.store.weights
-        is_there = self.store.place_of(value) == (weights.file, weights.regions[name].start)
-        if self.store.host_index == 0 and not is_there:
-            weights.write(name, value)
 
     def reload(self) -> None:
         """Read all weights anew, as what is in the store was changed, and is whole."""

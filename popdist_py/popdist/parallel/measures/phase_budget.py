@@ -230,12 +230,12 @@ class PhaseBudget:
         found = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
         if isinstance(found, PhasePlan):
             return found
-        needed, slots = (found.total + self._beside) / (1 - _SPARE), found.total - found.activations
+        needed, slots = (found.total + self._beside) / (1 - 2 * _SPARE), found.total - found.activations
         largest = max(range(len(units)), key=lambda it: units[it].slot_bytes(has_sums=self._loop.has_sums))
         raise WeightsError(
             f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it two layers at once take "
-            f"{_words(slots)}, of which {names[largest]} is the largest, and {_words(needed - slots)} are for the "
-            "rest of the process, its activations included, which smaller micro batches lessen"
+            f"{_words(slots)}, of which {names[largest]!r} is the largest, and {_words(needed - slots)} are for "
+            "the rest of the process, its activations included, which smaller micro batches lessen"
         )
 
     def _report(self) -> None:
