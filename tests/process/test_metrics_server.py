@@ -4,6 +4,8 @@ import re
 import socket
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -11,8 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from poprun.errors import UsageError
+from poprun.job.performance.curves import JobCurves
+from poprun.job.performance.metrics_server import MetricsServer
 from poprun.start import _serve_metrics
 from tests.running import DEADLINE_SECONDS, Poprun
+from tests.unit.test_report_file import COUNTERS, END, GOOD, PLAN
 
 PROGRAM = """
 import time, popdist
@@ -59,6 +64,18 @@ def test_a_running_job_answers_and_leaves_no_port(poprun: Poprun, tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["end"]
     with socket.socket() as client, pytest.raises(ConnectionRefusedError):
         client.connect(("127.0.0.1", int(told[2])))
+
+
+def test_waits_in_the_backward_pass_are_communication() -> None:
+    """As in the report."""
+    counters = replace(COUNTERS, seconds={**COUNTERS.seconds, "backward": 2.0}, idle_backward_seconds=1.5)
+    end = replace(END, statuses=[replace(GOOD, counters=counters)], curves=JobCurves(1, 0.0))
+    with closing(MetricsServer(0)) as server:
+        server.update(PLAN, end, 0)
+        (family,) = (it for it in server.collect() if it.name == "poprun_phase_seconds")
+
+    seconds = {sample.labels["phase"]: sample.value for sample in family.samples if sample.value}
+    assert seconds == {"forward": 1.0, "backward": 0.5, "communication": 1.5}
 
 
 def test_a_missing_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from poprun.errors import UsageError
 from poprun.job.performance.curves import OF_NUMBERS, count_steps
 from poprun.job.record import JobEnd
+from poprun.job.report.report_file import split_time
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.plan.plan import LaunchPlan
 
@@ -74,8 +75,9 @@ class MetricsServer(Collector):
             if status.usage is not None:
                 memory.add_metric(labels, status.usage.memory_bytes)
                 cpu.add_metric(labels, status.usage.cpu_seconds)
-            for phase, seconds in (status.counters.seconds if status.counters else {}).items():
-                phases.add_metric((*labels, phase), seconds)
+            for phase, seconds in (split_time(0.0, status.counters) if status.counters else {}).items():
+                if phase != "waiting":  # a part of communication that is known later, and a counter never falls
+                    phases.add_metric((*labels, phase), seconds)
             for name, last in lasts.items():
                 if name.startswith(OF_NUMBERS):
                     numbers.add_metric((*labels, name.removeprefix(OF_NUMBERS)), last)
