@@ -17,7 +17,7 @@ from tests.contract import checkpoint_laws, mesh_checkpoints
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS, run
 
-NUM_KILLS = 20
+NUM_KILLS = 12
 
 SEED = 3
 

@@ -16,7 +16,7 @@ from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 NUM_SAMPLES = 47
-NUM_STEPS = {1: 300, 2: 20}
+NUM_STEPS = {1: 260, 2: 20}
 """For each number of instances; a counter of steps in bfloat16 stays at 256."""
 
 

@@ -16,10 +16,10 @@ KINDS = ("plain", "sharded optimizer", "default group")
 """What is alive when the program forks: the plain one comes first, when nothing else was."""
 
 
-@pytest.mark.parametrize("num_instances", [1, 2, 4])
+@pytest.mark.parametrize("num_instances", [1, 3])
 def test_exit_of_a_child(poprun: Poprun, num_instances: int) -> None:
     """Nothing of popdist's keeps a forked child from its exit, or aborts it, or is lost to the parent."""
-    counts = ("-n", str(num_instances), "--num-replicas", "4", "--tag-output", "no")
+    counts = ("-n", str(num_instances), "--num-replicas", "3", "--tag-output", "no")
     finished = poprun("--launcher", "local", *counts, sys.executable, str(PROGRAM), *KINDS)
 
     assert finished.succeeded().lines == sorted([f"{kind}: 7 {num_instances}" for kind in KINDS] * num_instances)

@@ -1,4 +1,7 @@
-"""Jobs that are killed start again by themselves, and jobs that are asked to leave save first: no bit is lost."""
+"""Jobs that are killed start again by themselves, and jobs that are asked to leave save first: no bit is lost.
+
+The laws of preemption_laws.py hold in tests/contract/test_spawned_world.py.
+"""
 
 import os
 import random
@@ -7,9 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.contract import preemption_laws
 from tests.contract.forked_calls import ForkedWorlds
-from tests.contract.laws import laws_of
 from tests.running import DEADLINE_SECONDS, Poprun
 
 PROGRAM = Path(__file__).with_name("interrupted_training.py")
@@ -60,11 +61,3 @@ def test_jobs_that_are_killed_or_asked_to_leave_end_as_one_that_nobody_disturbed
 
     assert restarts == [["1", "2"], []]
     assert alone(forked_world, tmp_path / "disturbed") == alone(forked_world, tmp_path / "whole")
-
-
-def test_laws(forked_world: ForkedWorlds, tmp_path: Path) -> None:
-    """Every law of preemption_laws.py, on both instances."""
-    laws = forked_world(
-        preemption_laws.run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS
-    )
-    assert laws == [len(laws_of(preemption_laws))] * 2
