@@ -188,6 +188,7 @@ OPERATORS: Final[dict[str, Operator]] = {
     "AveragePool": _average_pool,
     "BatchNormalization": _batch_norm,
     "Cast": lambda x, *, to: x.to(getattr(torch, TensorProto.DataType.Name(to).lower())),
+    "CastLike": lambda x, like: x.to(like.dtype),
     "Clip": _clip,
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
     "ConstantOfShape": _constant_of_shape,
