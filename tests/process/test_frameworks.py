@@ -6,12 +6,14 @@ Most run in an environment of their own, `.venv-frameworks`; TensorFlow where sc
 import json
 import os
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.docs.markdown import ROOT, blocks
 from tests.running import Finished, MpiEnvironment, Poprun, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -192,3 +194,20 @@ def test_other_libraries_find_their_place(mpi_environments: dict[str, MpiEnviron
     finished = Poprun(python=python)(*words, str(python), "-m", "mpi4py.futures", str(program)).succeeded()
 
     assert finished.lines == ["(1, 2, [2, 3], ['b', 'd'], 1)"]
+
+
+def test_xgboost_trains_alike_in_any_number_of_instances(
+    poprun: Poprun, framework_python: str, tmp_path: Path
+) -> None:
+    """The program of docs/frameworks.md, beside popdist: its processes find the tracker that instance 0 runs."""
+    (packages,) = Path(framework_python).parents[1].glob("lib/python3*/site-packages")
+    if not (packages / "xgboost").exists():
+        pytest.skip("there is no XGBoost in .venv-frameworks: scripts/test-frameworks installs it")
+    (program,) = (it.text for it in blocks(ROOT / "docs" / "frameworks.md") if "xgboost" in it.text)
+    (script := tmp_path / "train.py").write_text(program)
+    search = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
+    words = ("--launcher=local", "--tag-output=no", sys.executable, str(script))
+    one, two = (poprun(f"-n{number}", *words, env={"PYTHONPATH": search}).succeeded() for number in (1, 2))
+
+    assert [line for line in two.lines if "Task" not in line] == ["mean error 1.69"]
+    assert [line for line in one.lines if "Task" not in line] == ["mean error 1.69"]
