@@ -78,7 +78,7 @@ def main() -> None:
     """Train, and say what it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the fastest disk, not in memory (.)")
-    parser.add_argument("--memory", type=int, default=500, help="MB of this process, torch included (500)")
+    parser.add_argument("--memory", type=int, default=600, help="MB of this process, torch included (600)")
     parser.add_argument("--times", type=float, default=10, help="so many times the memory is the model (10)")
     parser.add_argument("--width", type=int, default=512, help="of the layers, a multiple of 64 (512)")
     parser.add_argument("--length", type=int, default=512, help="of a sample in bytes (512)")
