@@ -8,6 +8,7 @@ outside. Processes that are compared take steps by turns. A row that fails says 
 - **Bits**: the weights after three steps have to be those of the model in memory. Of SGD the weights are ten times
   the limit; of AdamW and LAMB the weights, their gradients and the optimizer's state.
 - **Where it computes longer than it reads**: against the model in memory, which computes its layers again, too.
+  The limit is half as large again, as more activations need more memory.
 - **Where reading dominates**: a fast disk reads a layer about as fast as this model computes it, with few samples
   too. So the disk is slowed down, as a control group can, to ``--reads`` for our training, and likewise for what
   measures the disk. The disk's own bound is the time in which direct reads and writes, by as many threads as are
@@ -34,8 +35,11 @@ from measuring.medians import median, ratio
 from measuring.trainings import STATE_TENSORS, FailedError, Process, Training, started
 
 MIB, GIB = 1024**2, 1024**3
-COMPUTING_TOKENS, READING_TOKENS = 512, 16
+COMPUTING_TOKENS, READING_TOKENS = 1024, 16
 """Of a step that computes longer than it reads, and of one that hardly computes."""
+
+COMPUTING_LIMIT = 1.5
+"""So many times as much memory has a step that computes long: the activations of many tokens need it."""
 
 OF_MEMORY, OF_DISK, OF_MAPPED = 0.8, 0.9, 1.15
 WARM_STEPS = 3
@@ -172,8 +176,10 @@ def main() -> None:
         if "bits" in options.only:
             bits += [measuring.bits(most, name) for name in STATE_TENSORS]
         if "computing" in options.only:
-            what = f"{least:g} times the limit, {COMPUTING_TOKENS:,} tokens a step"
-            rows.append(row(what, "the model in memory", OF_MEMORY, measuring.computing(least)))
+            limit = int(COMPUTING_LIMIT * options.limit)
+            roomy = Measuring(options.folder, limit * MIB, options.rounds, options.reads * 10**6)
+            what = f"{least:g} times {limit} MiB, {COMPUTING_TOKENS:,} tokens a step"
+            rows.append(row(what, "the model in memory", OF_MEMORY, roomy.computing(least)))
         for factor in sorted({least, most}) if "reading" in options.only else ():
             what = f"{factor:g} times the limit, {few}, {reads}"
             rows.append(row(what, "the disk's own bound", OF_DISK, measuring.reading(factor)))
