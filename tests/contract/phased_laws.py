@@ -304,6 +304,12 @@ def law_a_loop_that_is_left_is_lost_on_all_instances(folder: str) -> None:
     model.close()
 
 
+def refuse_stages(folder: str) -> None:
+    """In a job of pipelines."""
+    with refused(popdist.WeightsError, "pipelines of 2 stages.*pipeline=1"):
+        phased(nn.Linear(2, 2), phases=1, store=folder)
+
+
 def law_what_cannot_be_trained_is_refused(folder: str) -> None:
     """And the next step works."""
     model = phased(net(), phases=3, store=f"{folder}/1")

@@ -44,3 +44,10 @@ def test_parts(forked_world: ForkedWorlds, disk_folder: Path) -> None:
     forked_world(
         phased_laws.train_in_parts, str(disk_folder), num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS
     )
+
+
+def test_stages_are_refused(forked_world: ForkedWorlds, disk_folder: Path) -> None:
+    """Phases are of whole models."""
+    forked_world(
+        phased_laws.refuse_stages, str(disk_folder), num_instances=2, pipeline=2, timeout_seconds=DEADLINE_SECONDS
+    )

@@ -294,8 +294,8 @@ def _checked_layout(module: nn.Module) -> ReplicaLayout:
     contract = context.environment().contract
     if contract.parallelism.pipeline > 1:
         raise WeightsError(
-            f"phased() in a job of pipelines of {contract.parallelism.pipeline} stages, which are to be in memory "
-            "together: start the job with p1, whose replicas have whole models or tensor-parallel ones"
+            f"phased() in a job of pipelines of {contract.parallelism.pipeline} stages, each of which is whole in "
+            "memory: start the job with pipeline=1, for whole models or tensor-parallel ones"
         )
     refuse_module(module, context.instances_of_replica(), contract.parallelism.stage_of(contract.instance_index))
     return contract.layout
