@@ -5,11 +5,12 @@
 
 Each round times every loop for some steps, one right after the other, and the next round the other way round. A
 loop's communication is the difference, within a round, to the same loop with the gradients in the same place and
-the reduction replaced by nothing; of FSDP2, whose weights have to come from somewhere, and of tensor parallel
-layers to one over torch's backend `fake`, which copies as much from the rank's own memory; of a pipeline, whose
-stages wait for each other, to one over popdist whose activations are cut to nothing. ReplicatedModel's is compared
-with DDP's over gloo. Of a tiny model, where the gradients are no load, the steps a second of DDP and
-ReplicatedModel are compared in place of that. Every instance has one thread.
+the reduction replaced by nothing; of FSDP2, whose weights have to come from somewhere, to one over torch's
+backend `fake`, which copies as much from the rank's own memory; of tensor parallel layers, whose instances wait
+for each other's computing, to one over `fake` with barriers; and of a pipeline, whose stages wait for each other,
+too, to one over popdist whose activations are cut to nothing. ReplicatedModel's is compared with DDP's over gloo.
+Of a tiny model, where the gradients are no load, the steps a second of DDP and ReplicatedModel are compared in
+place of that. Every instance has one thread.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from measuring.documents import put, table
 from measuring.medians import CONFIDENCE, Median, median, ratio
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -128,6 +130,7 @@ def loops(shape: Shape) -> dict[str, Step]:
         made[name] = fully_sharded_step(shape, group, is_pooled=name == SHARDED_POOL)
     for name, group in {**groups, "none": sharded["FSDP2, none"]}.items():
         made[f"tensor parallel, {name}"] = tensor_parallel_step(name, group)
+    made["tensor parallel, none"] = partial(with_barriers, groups["popdist"], made["tensor parallel, none"])
     pipelines = {name: pipeline_step(groups.get(name, groups["popdist"])) for name in (*groups, "none")}
     made |= {f"pipeline, {name}": step for name, step in pipelines.items()}
     made["pipeline, none"] = partial(without_data, pipelines["none"])
@@ -213,6 +216,18 @@ def tensor_parallel_step(name: str, group: distributed.ProcessGroup) -> Step:
         optimizer.step()
 
     return step
+
+
+def with_barriers(group: distributed.ProcessGroup, step: Step) -> None:
+    """The step, with a barrier before each all-reduce, as one waits for what the others compute longer, too."""
+    all_reduce = _functional_collectives.all_reduce
+
+    def wait_first(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as torch's
+        distributed.barrier(group)
+        return all_reduce(*arguments, **named)
+
+    with mock.patch.object(_functional_collectives, "all_reduce", wait_first):
+        step()
 
 
 def pipeline_step(group: distributed.ProcessGroup) -> Step:
