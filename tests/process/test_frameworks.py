@@ -13,51 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import jax_programs
 from tests.docs.markdown import ROOT, blocks
 from tests.running import Finished, MpiEnvironment, Poprun, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-JAX, TENSORFLOW = (str(EXAMPLES / f"{name}_training.py") for name in ("jax", "tensorflow"))
-
-MATRIX = """
-import jax, numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
-
-jax.distributed.initialize()
-mesh = jax.make_mesh((jax.device_count(),), ("inner",))
-columns, rows = PartitionSpec(None, "inner"), PartitionSpec("inner")
-
-def place(array, spec):
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])
-
-def multiply(a, b):
-    return jax.lax.psum(a @ b, "inner")
-
-step = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=(columns, rows), out_specs=PartitionSpec()))
-product = step(place(np.ones((2, 8)), columns), place(np.arange(16.0).reshape(8, 2), rows))
-indices = multihost_utils.process_allgather(np.array(jax.process_index()), tiled=False)
-if jax.process_index() == 0:
-    print("product", np.asarray(product).tolist(), "processes", len(np.atleast_1d(indices)))
-"""
-"""A product whose terms are on all devices, in JAX's way to say what each device does."""
-
-IN_TURN = """
-import runpy, sys
-import jax
-for program in sys.argv[1:]:
-    runpy.run_path(program, run_name="__main__")
-    jax.distributed.initialize = lambda: None
-"""
-"""Several programs of JAX, which joins a job once in a process."""
-
-BY_HAND = f"""
-import functools, sys
-import jax
-address, rank = sys.argv.pop(1), int(sys.argv.pop(1))
-jax.distributed.initialize = functools.partial(jax.distributed.initialize, address, 2, rank)
-{IN_TURN}"""
-"""The same, one of two processes that are told by hand what they are."""
+TENSORFLOW = str(EXAMPLES / "tensorflow_training.py")
 
 FAILS = """
 import sys
@@ -126,32 +87,23 @@ def free_address() -> str:
 
 
 def test_jax_computes_alike_in_any_number_of_processes(
-    poprun: Poprun, mpi_environments: dict[str, MpiEnvironment], framework_python: str, tmp_path: Path
+    poprun: Poprun, mpi_environments: dict[str, MpiEnvironment], framework_python: str
 ) -> None:
     """Under any launcher, with as many devices as replicas, and as by hand; jobs at a time stay apart."""
-    (matrix := tmp_path / "matrix.py").write_text(MATRIX)
-    programs = (JAX, str(matrix))
-    words = ("--num-replicas=4", "--tag-output=no", framework_python, "-c", IN_TURN, *programs)
+    program = (framework_python, jax_programs.PROGRAM)
+    words = ("--num-replicas=4", "--tag-output=no", *program)
     jobs = [
         Poprun(python=environment.python).command("--launcher=mpi", "-n2", *words)
         for environment in mpi_environments.values()
     ]
-    jobs += [
-        [framework_python, "-c", BY_HAND, address, rank, *programs]
-        for address in [free_address()]
-        for rank in "01"
-    ]
+    jobs += [[*program, address, rank] for address in [free_address()] for rank in "01"]
     with ThreadPoolExecutor(len(jobs)) as threads:
         variables = {"JAX_NUM_CPU_DEVICES": "2"}  # which poprun sets, too
         *under_mpi, first, second = (told(it) for it in threads.map(lambda job: run(job, env=variables), jobs))
     local = [told(poprun("--launcher=local", f"-n{number}", *words)) for number in (1, 4)]
 
-    def expected(number: int) -> list[str]:
-        product = f"product [[56.0, 64.0], [56.0, 64.0]] processes {number}"
-        return [f"{number} processes, 4 devices: [0. 1. 2. 3.]", product]
-
-    assert local == [expected(1), expected(4)]
-    assert [*under_mpi, first + second] == [expected(2)] * (len(mpi_environments) + 1)
+    assert local == [jax_programs.expected(1), jax_programs.expected(4)]
+    assert [*under_mpi, first + second] == [jax_programs.expected(2)] * (len(mpi_environments) + 1)
 
 
 def test_an_instance_of_jax_that_fails_ends_all(poprun: Poprun, framework_python: str) -> None:
