@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +23,7 @@ from popdist.errors import name_instances
 from tests.slowdowns.cases import CONTROLS, DDP, FAULTS, Case
 
 _PROGRAM: Final = Path(__file__).with_name("program.py")
-_MOST_SECONDS: Final = 30.0  # from the first step until it is said who is slow
-_CONTROL_SECONDS: Final = 45.0
+_MOST_SECONDS: Final = 30.0  # from the first step until it is said who is slow, or the job ends
 _START_SECONDS: Final = 120.0
 _GROUPS: Final = {"group": Path("/sys/fs/cgroup/cpu"), "disk": Path("/sys/fs/cgroup/blkio")}
 _SAID: Final = re.compile(r"instance \d+ is slow in ")
@@ -42,21 +42,62 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [*([] if options.controls else FAULTS), *([] if options.faults else CONTROLS)]
     cases = [it for it in chosen if options.only in f"{it.kind}: {it.what}" and _is_possible(it)]
-    heads = ("training", "instances", "in instance 1", "right", "after", "poprun", "TraceML")
-    sys.stdout.write(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
-    rights = []
+    print_row("training", "instances", "in instance 1", "right", "after", "poprun", "TraceML")
+    print_row(*["---"] * 7)
+    results = []
     for case in cases:
         slowdowns, seconds = run_case(case)
-        rights.append(is_right(case, slowdowns))
-        after = "" if seconds is None else f"{seconds:.0f} s"
-        right = "yes" if rights[-1] else "**no**"
         theirs = ask_traceml(case, options.traceml) if options.traceml else ""
-        row = (case.kind, str(case.num_instances), case.what, right, after, describe(slowdowns), theirs)
-        sys.stdout.write(f"| {' | '.join(row)} |\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"\n{sum(rights)} of {len(rights)} are right.\n")
-    controls = [right for right, case in zip(rights, cases, strict=True) if case.is_control]
-    return int(sum(rights) < _LEAST_SHARE * len(rights) or not all(controls))
+        result = Result(case=case, is_right=is_right(case, slowdowns), seconds=seconds, theirs=theirs)
+        results.append(result)
+        right = "yes" if result.is_right else "**no**"
+        after = describe_times([result])
+        print_row(case.kind, str(case.num_instances), case.what, right, after, describe(slowdowns), theirs)
+    print_summary(results)
+    num_right = sum(result.is_right for result in results)
+    sys.stdout.write(f"\n{num_right} of {len(results)} are right.\n")
+    are_controls_right = all(result.is_right for result in results if result.case.is_control)
+    return int(num_right < _LEAST_SHARE * len(results) or not are_controls_right)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a case."""
+
+    case: Case
+    is_right: bool
+    seconds: float | None  # of training until somebody was named
+    theirs: str  # TraceML's answer, where it was asked
+
+
+def print_summary(results: Sequence[Result]) -> None:
+    """Print how many cases of each kind are right."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.case.group, []).append(result)
+    sys.stdout.write("\n")
+    print_row("training", "slow in instance 1", "right", "after", "TraceML names instance 1")
+    print_row(*["---"] * 5)
+    for (kind, what), those in groups.items():
+        asked = [result.theirs for result in those if result.theirs]
+        named = sum(re.findall(r"R\d+/", it)[:1] == ["R1/"] for it in asked)
+        theirs = f"{named} of {len(asked)}" if asked else ""
+        print_row(kind, what, f"{sum(it.is_right for it in those)} of {len(those)}", describe_times(those), theirs)
+
+
+def print_row(*cells: str) -> None:
+    """Print a row of a table in Markdown."""
+    sys.stdout.write(f"| {' | '.join(cells)} |\n")
+    sys.stdout.flush()
+
+
+def describe_times(results: Sequence[Result]) -> str:
+    """After how many seconds of training somebody was named."""
+    seconds = [it.seconds for it in results if it.seconds is not None]
+    if not seconds:
+        return ""
+    least, most = f"{min(seconds):.0f}", f"{max(seconds):.0f}"
+    return f"{least} s" if least == most else f"{least} to {most} s"
 
 
 def _is_possible(case: Case) -> bool:
@@ -66,7 +107,6 @@ def _is_possible(case: Case) -> bool:
 
 def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
     """The slowdowns in poprun's report of a case, and after how many seconds of training the first was said."""
-    limit = _CONTROL_SECONDS if case.is_control else _MOST_SECONDS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slowdowns-")))
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -82,20 +122,20 @@ def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
             fault = f"disk:{file}"
         poprun = str(Path(sys.executable).with_name("poprun"))
         report = folder / "report.json"
-        program = [sys.executable, str(_PROGRAM), case.kind, fault, str(limit)]
+        program = [sys.executable, str(_PROGRAM), case.kind, fault, str(_MOST_SECONDS)]
         job = ["--launcher", "local", "-n", str(case.num_instances), "--report", str(report)]
-        seconds = _watch([poprun, *job, *program], environ, limit)
+        seconds = _watch([poprun, *job, *program], environ)
         attempts = json.loads(report.read_text())["attempts"] if report.exists() else []
     return (attempts[-1]["slowdowns"] if attempts else []), seconds
 
 
-def _watch(words: list[str], environ: dict[str, str], limit: float) -> float | None:
+def _watch(words: list[str], environ: dict[str, str]) -> float | None:
     """Run poprun until it names somebody or the program ends; after how many seconds of training it did."""
     began = said = None
     with subprocess.Popen(
         words, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        timer = threading.Timer(_START_SECONDS + limit, process.terminate)
+        timer = threading.Timer(_START_SECONDS + _MOST_SECONDS, process.terminate)
         timer.start()
         for line in process.stdout or ():
             if "begins" in line and began is None:

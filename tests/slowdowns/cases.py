@@ -24,6 +24,12 @@ class Case:
         """Whether nobody is slow."""
         return not self.phases
 
+    @property
+    def group(self) -> tuple[str, str]:
+        """The cases that it is counted with: how they train, and the one phase that is slow, or what is."""
+        is_one_phase = len(self.phases) == 1 and not self.cause
+        return self.kind, self.phases[0] if is_one_phase else self.what
+
 
 def _slow(kind: str, phase: str, manner: str, milliseconds: int, one_in: int, num_instances: int = TWO) -> Case:
     often = "each step" if one_in == 1 else f"one step in {one_in}, at random"
