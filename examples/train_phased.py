@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=600, help="MB of this process, torch included (600)")
     parser.add_argument("--times", type=float, default=10, help="so many times the memory is the model (10)")
     parser.add_argument("--width", type=int, default=512, help="of the layers, a multiple of 64 (512)")
-    parser.add_argument("--length", type=int, default=512, help="of a sample in bytes (512)")
+    parser.add_argument("--length", type=int, default=256, help="of a sample in bytes (256)")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     torch.manual_seed(0)
