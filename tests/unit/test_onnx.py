@@ -216,6 +216,10 @@ def test_a_model_trains_and_is_written_back(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["trained.onnx"]
     with pytest.raises(OnnxError, match=r"cannot be written as an ONNX model: .*No such file"):
         module.save(tmp_path / "missing" / "trained.onnx")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OnnxError, match=r"cannot be written as an ONNX model: .*directory"):
+        module.save(tmp_path / "folder")
+    assert {file.name for file in tmp_path.iterdir()} == {"folder", "trained.onnx"}
 
 
 @pytest.mark.parametrize(

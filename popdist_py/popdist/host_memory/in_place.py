@@ -38,7 +38,10 @@ _NEW: Final = 1 << 61
 _MOST_PREPARED: Final = 1 << 8
 
 _MANY_REFUSALS: Final = 16
-_MOST_REFUSED: Final = 1 << 10
+"""After so many calls of a kind in a row whose tensors have no places, one in so many asks for them."""
+
+_MOST_KINDS: Final = 1 << 10
+"""Of so many kinds of calls that is counted; then the counting begins anew, on all ranks at the same call."""
 
 _MOST_DESCRIPTORS: Final = 1 << 23
 _ANSWER: Final = 1 << 63
@@ -77,13 +80,13 @@ class InPlace:
         After many calls of one kind without places only some ask, as the barrier takes its time.
         """
         num_refusals = self._num_refusals.pop(reason, 0)
-        if num_refusals < _MANY_REFUSALS or num_refusals % _MANY_REFUSALS == 0:
+        if num_refusals > _MANY_REFUSALS and num_refusals % _MANY_REFUSALS:
+            posted = [0]
+        else:
             place = 0 if tensor is None else self._place_of(tensor, may_move)
             posted = self._barriers.exchange(place, reason)
-        else:
-            posted = [0]
         if tensor is None or 0 in posted:
-            if len(self._num_refusals) == _MOST_REFUSED:
+            if len(self._num_refusals) == _MOST_KINDS:
                 self._num_refusals.clear()
             self._num_refusals[reason] = num_refusals + 1
             self._unmap_gone()

@@ -6,6 +6,7 @@
 import inspect
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -137,6 +138,9 @@ class OnnxModule(nn.Module):
             Path(part).replace(path)
         except (OSError, ValueError, ProtobufError) as error:
             raise OnnxError(f"{os.fspath(path)} cannot be written as an ONNX model: {error}") from error
+        finally:
+            with suppress(OSError):
+                Path(part).unlink()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
