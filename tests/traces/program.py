@@ -1,7 +1,8 @@
 """A job to be traced: its instance 1 is late in each step, and both say when a span began by the kernel's clock.
 
 Words: a place (none, forward, compute, data or popdist), the delay of a step in milliseconds, the number of steps,
-and the milliseconds that a step computes.
+and the milliseconds that a step computes. With the place none each step does the same work, and shows what tracing
+costs; with another each step lasts as long on both instances, and only the delay makes one wait.
 """
 
 import ctypes
@@ -63,6 +64,12 @@ def compute(num_rounds: int) -> None:
         matrix = torch.mm(matrix, matrix).clamp_(0.0, 1.0)
 
 
+def compute_until(end: float) -> None:
+    """Multiply matrices until this moment of the monotonic clock."""
+    while time.monotonic() < end:
+        compute(1)
+
+
 def rounds_of(seconds: float) -> int:
     """How many rounds of `compute` take so long."""
     compute(20)
@@ -86,15 +93,16 @@ def train(place: str, delay_seconds: float, num_steps: int, step_seconds: float)
         model = nn.parallel.DistributedDataParallel(own)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     samples = Samples(num_steps, delay_seconds if is_late and place == "data" else 0.0)
-    lengths, num_rounds = [], rounds_of(step_seconds)
+    lengths, num_rounds = [], rounds_of(step_seconds) if place == "none" else 0
     began = time.perf_counter()
     for batch in DataLoader(samples, batch_size=1, num_workers=0 if place == "data" else 1):
         optimizer.zero_grad()
         for (part,) in model.micro_batches((batch,)) if place == "popdist" else ((batch,),):
             compute(num_rounds)
-            end = time.monotonic() + (delay_seconds if is_late and place == "compute" else 0.0)
-            while time.monotonic() < end:
-                compute(1)
+            if place != "none":
+                compute_until(
+                    time.monotonic() + step_seconds + (delay_seconds if is_late and place == "compute" else 0)
+                )
             if is_late and place in ("forward", "popdist"):
                 time.sleep(delay_seconds)
             model(part).sum().backward()
