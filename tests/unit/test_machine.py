@@ -3,7 +3,6 @@
 Holds poprun.probe.mpi_runtimes.
 """
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
-from poprun.plan.topology import Cpu, MpiKind
-from poprun.probe import mpi_runtimes
+from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
 from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
 from poprun.probe.machine import (
     machine_facts,
@@ -23,7 +21,7 @@ from poprun.probe.machine import (
     read_memory_nodes,
     usable_cores,
 )
-from poprun.probe.mpi_runtimes import read_version
+from poprun.probe.mpi_runtimes import find_mpi, read_version
 from poprun.probe.program import resolve_program
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
 
@@ -269,59 +267,22 @@ def test_programs_that_cannot_run(folder: Path, program: str, what: str) -> None
     assert what in str(caught.value)
 
 
-def test_a_launcher_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file is known by what changes when it is replaced; a script, or a spoilt cache, is no help."""
-    asked: list[str] = []
+def test_the_first_launcher_of_a_known_family_counts(tmp_path: Path) -> None:
+    """Others before it are named, each once; MPICH's launcher for one machine lies beside it."""
+    for name, says in (("other/mpiexec", "Intel(R) MPI Library"), ("mpich/mpiexec", HYDRA), ("mpich/mpirun", "")):
+        launcher = tmp_path / name
+        launcher.parent.mkdir(exist_ok=True)
+        launcher.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+        launcher.chmod(0o755)
+    (tmp_path / "other/mpirun").symlink_to("mpiexec")
+    found = MpiRuntime(kind=MpiKind.MPICH, path=f"{tmp_path}/mpich/mpiexec", version="5.0.2")
+    path, unknown = f"/nowhere:{tmp_path}/other", (f"{tmp_path}/other/mpiexec",)
 
-    def answer(words: tuple[str, str], timeout_seconds: float) -> str:
-        asked.append(words[0])
-        return HYDRA
-
-    monkeypatch.setattr(mpi_runtimes, "answer_of", answer)
-    launcher, cache = tmp_path / "bin" / "mpiexec", tmp_path / "cache" / "poprun" / "mpi-launchers.json"
-    launcher.parent.mkdir()
-
-    def find() -> int:
-        """How often the launcher was asked, when it is looked for twice."""
-        before = len(asked)
-        first = mpi_runtimes.find_mpi(str(launcher.parent), "", str(cache))
-        assert first == mpi_runtimes.find_mpi(str(launcher.parent), "", str(cache))
-        assert first[0] is not None
-        assert (first[0].kind, first[0].version, first[0].path) == (MpiKind.MPICH, "5.0.2", str(launcher))
-        return len(asked) - before
-
-    def replace_launcher(content: bytes) -> None:
-        other = launcher.with_name("other")
-        other.write_bytes(content)
-        other.chmod(0o755)
-        other.replace(launcher)
-
-    replace_launcher(b"\x7fELF")
-    assert find() == 1
-    assert find() == 0
-    replace_launcher(b"\x7fELF another")
-    assert find() == 1
-    for nonsense in ("", "[]", "{", '{"a": 1}', json.dumps({str(launcher): [[1], "x", "y"]})):
-        cache.write_text(nonsense)
-        assert find() == 1
-    replace_launcher(b"#!/bin/sh\n")
-    assert find() == 2
-    cache.unlink()
-    cache.parent.rmdir()
-    cache.parent.write_text("a file where the folder should be")
-    replace_launcher(b"\x7fELF")
-    assert find() == 2
-
-
-def test_answers_are_kept_in_a_folder_of_the_users_own(tmp_path: Path) -> None:
-    """Where there is none, or it is another user's, every launcher is asked."""
-    kept = "poprun/mpi-launchers.json"
-
-    assert mpi_runtimes.cache_file_of({"HOME": str(tmp_path)}) == str(tmp_path / ".cache" / kept)
-    assert mpi_runtimes.cache_file_of({"HOME": "/x", "XDG_CACHE_HOME": str(tmp_path)}) == str(tmp_path / kept)
-    assert mpi_runtimes.cache_file_of({}) is None
-    assert mpi_runtimes.cache_file_of({"HOME": "relative"}) is None
-    assert mpi_runtimes.cache_file_of({"HOME": "/nowhere"}) is None
+    assert find_mpi(path, f"{tmp_path}/mpich") == (found, unknown)
+    (tmp_path / "mpich/mpiexec.gforker").symlink_to("mpirun")
+    found = replace(found, forker=f"{tmp_path}/mpich/mpiexec.gforker")
+    assert find_mpi(path, f"{tmp_path}/mpich") == (found, unknown)
+    assert find_mpi(path, "/nowhere") == (None, unknown)
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, EIGHT_NODES])

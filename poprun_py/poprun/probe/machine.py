@@ -19,7 +19,7 @@ from poprun.errors import PlanError
 from poprun.plan.frameworks import VISIBLE_DEVICES
 from poprun.plan.topology import Allocation, Cpu, Gpu, MachineFacts, Occupant
 from poprun.probe.limits import cpu_quota, read_text
-from poprun.probe.mpi_runtimes import cache_file_of, find_mpi
+from poprun.probe.mpi_runtimes import find_mpi
 from poprun.process.spawn import answer_of
 from poprun.text.ranges import parse_hosts, parse_numbers
 
@@ -40,7 +40,7 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
     """The facts of this machine, found quickly and without the network; with MPI runtimes only if ``with_mpi``."""
     hostname = socket.gethostname()
     path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
-    mpi, unknown = find_mpi(path, own_folder, cache_file_of(environment)) if with_mpi else (None, ())
+    mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
     return MachineFacts(
         hostname=hostname,
         host_aliases=own_names(hostname),
