@@ -175,9 +175,10 @@ def test_a_kernel_that_says_nothing_of_memory() -> None:
 
 
 def test_facts_of_this_machine() -> None:
-    """Its names contain localhost and its own; what the user set is passed on."""
+    """Its names contain localhost and its own, its map every core; what the user set is passed on."""
     facts = machine_facts({"OMP_NUM_THREADS": "3"}, with_mpi=False)
 
+    assert {cpu.number for cpu in facts.cpus} == os.sched_getaffinity(0)
     assert {"localhost", facts.hostname} <= facts.host_aliases
     assert (facts.mpi, facts.user_num_threads) == (None, "3")
 
@@ -337,11 +338,6 @@ def test_memory_that_is_not_allowed(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tx\nMems_allowed:\tff\nMems_allowed_list:\t1,4-7\n")
 
     assert read_memory_nodes(str(tmp_path), str(tmp_path / "status")) == (1, 4, 5)
-
-
-def test_this_machine() -> None:
-    """Every core of this process is on its own machine's map."""
-    assert {cpu.number for cpu in read_cpus(os.sched_getaffinity(0))} == os.sched_getaffinity(0)
 
 
 def test_gpus_tell_their_node_and_kind(tmp_path: Path) -> None:

@@ -90,7 +90,6 @@ def test_the_script_of_a_program(words: str, script: str) -> None:
             "write its words without quotes around them all: poprun [OPTIONS]",
         ),
         (("FOO=1", "python", "a b.py"), UsageError, "write poprun [OPTIONS] env FOO=1 python 'a b.py'"),
-        (("no-such-program",), ProgramNotFoundError, "there is no program no-such-program on PATH"),
     ],
 )
 def test_words_that_are_no_program(words: tuple[str, ...], kind: type[PoprunError], message: str) -> None:

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 from popdist.contract import NUM_THREADS, read_node_counts
@@ -200,27 +201,33 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
     """The devices that the driver lists and ``visible``, the value of ``CUDA_VISIBLE_DEVICES``, leaves visible."""
-    # lines such as "index, uuid, address on the PCI bus, kind, 141312 MiB"; and in processes "uuid, pid"
-    rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
-    uuids = {index: uuid for index, uuid, *_ in rows}
-    about = {uuid: (*rest, "", "", "")[:3] for _, uuid, *rest in rows}
     occupants = _occupants(processes)
-    found = list(uuids.items()) if visible is None else []
-    for name in map(str.strip, visible.split(",") if visible is not None else ()):
-        uuid = _uuid_of(name, uuids)
-        if uuid is None:  # CUDA reads no further, either
+    gpus = [_gpu(line, occupants, pci) for line in inventory.splitlines() if "," in line]
+    if visible is None:
+        return tuple(gpus)
+    found = []
+    for name in map(str.strip, visible.split(",")):
+        if name.startswith("MIG-"):  # a slice of a device, which the driver does not list
+            found.append(Gpu(name=name, uuid=name, occupants=occupants.get(name, ())))
+            continue
+        matches = [it for it in gpus if name == it.name or (name.startswith("GPU-") and it.uuid.startswith(name))]
+        if len(matches) != 1:  # CUDA reads no further, either
             break
-        found.append((name, uuid))
-    gpus = []
-    for name, uuid in found:
-        address, model, mebibytes = about.get(uuid, ("", "", ""))
-        node = _node_of(address, pci) if address else None
-        memory_bytes = _last_number(mebibytes.removesuffix(" MiB")) * 2**20
-        occupied = occupants.get(uuid, ())
-        gpus.append(
-            Gpu(name=name, uuid=uuid, occupants=occupied, node=node, model=model, memory_bytes=memory_bytes)
-        )
-    return tuple(gpus)
+        found.append(replace(matches[0], name=name))
+    return tuple(found)
+
+
+def _gpu(line: str, occupants: Mapping[str, tuple[Occupant, ...]], pci: str) -> Gpu:
+    """The device of a line: number, uuid, address on the PCI bus, kind, memory such as ``143771 MiB``."""
+    index, uuid, address, model, mebibytes, *_ = (*map(str.strip, line.split(",")), "", "", "")
+    return Gpu(
+        name=index,
+        uuid=uuid,
+        occupants=occupants.get(uuid, ()),
+        node=_node_of(address, pci) if address else None,
+        model=model,
+        memory_bytes=_last_number(mebibytes.removesuffix(" MiB")) * 2**20,
+    )
 
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
@@ -238,16 +245,6 @@ def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
         if uuid and pid not in callers:
             found[uuid] = (*found.get(uuid, ()), Occupant(pid=pid, user=user_of(pid)))
     return found
-
-
-def _uuid_of(name: str, uuids: Mapping[str, str]) -> str | None:
-    """The uuid of the device that ``name`` means; a slice of one (``MIG-…``) is its own."""
-    if name in uuids:
-        return uuids[name]
-    if name.startswith("MIG-"):
-        return name
-    matches = [uuid for uuid in uuids.values() if name.startswith("GPU-") and uuid.startswith(name)]
-    return matches[0] if len(matches) == 1 else None
 
 
 def _node_of(address: str, pci: str) -> int | None:

@@ -82,16 +82,16 @@ def _find(program: str, working_directory: str, path: str) -> str | None:
     return next(found, here if os.path.exists(here) else None)
 
 
-def _closed_way(file: str) -> str:
-    """The folder in which this user may not look for ``file``; empty if the way there is open, or ends."""
+def _closed_folder(file: str) -> str:
+    """The folder above ``file`` that this user may not enter; empty if there is none."""
     try:
         os.stat(file)
     except PermissionError:
-        folders = os.path.realpath(file).split("/")
-        ways = ("/".join(folders[:number]) or "/" for number in range(1, len(folders)))
-        return next((way for way in ways if not os.access(way, os.X_OK)), "")
-    except OSError:
-        return ""
+        names = os.path.realpath(file).split("/")
+        folders = ("/".join(names[:number]) or "/" for number in range(1, len(names)))
+        return next((folder for folder in folders if not os.access(folder, os.X_OK)), "")
+    except OSError:  # there is no such file
+        pass
     return ""
 
 
@@ -121,7 +121,7 @@ def _check_interpreter(program: str, file: str, working_directory: str) -> None:
     place = os.path.join(working_directory, interpreter)
     if os.path.exists(place):
         return
-    if folder := _closed_way(place):
+    if folder := _closed_folder(place):
         raise _unreachable(f"{interpreter}, which {program} is a script for", folder)
     if interpreter.endswith("\r"):
         raise ProgramNotFoundError(
@@ -150,7 +150,7 @@ def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> Pop
         return UsageError(f"{program} is no program: write poprun [OPTIONS] env {shlex.join(words)}")
     closed = ""
     for file in _places(program, working_directory, path):
-        folder = _closed_way(file)
+        folder = _closed_folder(file)
         if folder and ("/" in program or os.path.lexists(file)):
             return _unreachable(file, folder)
         closed = closed or (f"; {os.path.dirname(file)} on it is closed to you" if folder else "")
