@@ -235,6 +235,16 @@ def test_a_program_that_ends_well_says_that_it_finalizes(tmp_path: Path, text: s
     assert page.waiting_since_seconds is not None
 
 
+def test_a_program_of_an_mpi_job_that_fails_leaves_what_it_has_recorded(tmp_path: Path) -> None:
+    """It is written before the program ends at once."""
+    end(tmp_path, "sys.exit(7)", is_watched=True)
+    asked = json.dumps({"file": str(tmp_path / "instance-0"), "steps": [5, 10], "seconds": None})
+    finished, _ = run_with_page(tmp_path, PMI_RANK="1", POPDIST_TRACE=asked)
+
+    assert finished.returncode == 7
+    assert "it ended after 0 optimizer steps" in (tmp_path / "instance-0.about").read_text()
+
+
 def test_the_hook_of_a_job_without_mpi_leaves_exits_alone(poprun: Poprun) -> None:
     """Nothing waits there."""
     program = "import sys; print(type(sys.exit).__name__, type(vars(SystemExit)['code']).__name__)"

@@ -62,15 +62,15 @@ def begin() -> None:
     if os.environ.get(WORLD_SIZE, "1") != "1":
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
         finder.call("jax", lambda _jax: watch_ending(page))  # once JAX has registered what it does at exit
-    if TRACE in os.environ:
-        make_pause = load_module("startup", "phase_sampler").CollectorPause
-        load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals), make_pause)
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
+    if TRACE in os.environ:  # after that: at exit, what is registered last is called first
+        make_pause = load_module("startup", "phase_sampler").CollectorPause
+        load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals), make_pause)
 
 
 def load_module(*place: str) -> ModuleType:
-    """A module of popdist's, without the package around it."""
+    """Load a module of popdist's by its path, without importing the package."""
     from _frozen_importlib_external import SourceFileLoader  # noqa: PLC0415 - it is loaded already; importlib is not
 
     name = "_".join(("popdist", *place))
@@ -182,7 +182,7 @@ class ExitCode:
 
 
 def exit_with_exception(*status: object) -> None:
-    """Do what sys.exit does from Python 3.12 on; before, it makes an exception only when somebody catches it."""
+    """Raise SystemExit as an object, as sys.exit does from Python 3.12 on: `ExitCode` sees no other."""
     first = status[0] if status else None
     if isinstance(first, SystemExit):
         raise first
