@@ -10,8 +10,10 @@ from base64 import b64encode
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser
 
+from popdist.startup.recording import CLOCK_DESCRIPTOR, ask_clock
 from poprun.trace.collection import TRACE_FILE
 from poprun.trace.time_table import TABLE_FILE
 from tests.running import Finished, Poprun
@@ -113,6 +115,17 @@ def test_programs_that_cannot_be_traced(poprun: Poprun, tmp_path: Path) -> None:
     document, _ = read(str(tmp_path / "trace"))
     assert faults(document) == []
     assert {it["pid"] for it in document["traceEvents"]} == {2}  # until it began to profile itself
+
+
+def test_a_clock_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has removed the variable or closed the descriptor, whose number may be that of a file now."""
+    monkeypatch.delenv(CLOCK_DESCRIPTOR, raising=False)
+    assert ask_clock() == []
+    with (tmp_path / "file").open("w") as file:
+        for number in (file.fileno(), -1):
+            monkeypatch.setenv(CLOCK_DESCRIPTOR, str(number))
+            assert ask_clock() == []
+        file.write("open")
 
 
 def test_what_programs_for_popvision_do(poprun: Poprun, tmp_path: Path) -> None:

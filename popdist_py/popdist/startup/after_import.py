@@ -25,7 +25,7 @@ class AfterImport:
         self._calls: dict[str, list[Call]] = {}
 
     def call(self, name: str, function: Call) -> None:
-        """Have ``function`` called with the module ``name`` after its first import; at once if that is over."""
+        """Call ``function`` with the module ``name`` once it is imported; at once if it is imported already."""
         if name in sys.modules:
             function(sys.modules[name])
             return

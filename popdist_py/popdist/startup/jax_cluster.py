@@ -27,9 +27,9 @@ FIRST_WITH_CPU_DEVICES = (0, 5)
 
 
 def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
-    """Add poprun to the clusters that JAX knows, as the first: called when the module with their base has run.
+    """Add poprun to the kinds of clusters that JAX knows; ``clusters`` is the module with their base class.
 
-    JAX asks when it is to be connected; ``announce`` is called then.
+    JAX asks each kind whether the process is in one when it connects the process: ``announce`` is called then.
     """
 
     class PoprunCluster(clusters.ClusterEnv):  # type: ignore[name-defined,misc] # JAX keeps a list of its subclasses

@@ -27,7 +27,7 @@ CLOCK_DESCRIPTOR = "POPDIST_CLOCK_DESCRIPTOR"
 
 NUM_QUESTIONS = 12
 ANSWER_SECONDS = 0.05
-SAMPLE_SECONDS, IDLE_SECONDS = 0.004, 0.05
+SAMPLE_SECONDS, IDLE_SECONDS = 0.004, 0.05  # between two looks at a worker, in the window and out of it
 FETCHES, LOADS = "torch/utils/data/_utils/fetch.py", "torch/utils/data/dataloader.py"
 PROFILES_ITSELF = "the program profiles itself, and a second profiler would take its events away"
 
@@ -48,22 +48,23 @@ def ask_clock() -> list[int]:
     """Our time before and after the agent's answer, and its time between; the closest of several answers."""
     import socket  # noqa: PLC0415 - only programs that are traced pay for it
 
-    answers = []
-    descriptor = os.environ.get(CLOCK_DESCRIPTOR, "")
-    if not descriptor.isdecimal():
+    try:
+        link = socket.socket(fileno=int(os.environ[CLOCK_DESCRIPTOR]))
+    except (KeyError, ValueError, OSError):  # the program has removed the variable, or closed the descriptor
         return []
-    with socket.socket(fileno=os.dup(int(descriptor))) as link:
-        link.settimeout(ANSWER_SECONDS)
-        for _ in range(NUM_QUESTIONS):
-            sent_ns = time.time_ns()
-            try:
-                link.send(b"%d" % sent_ns)
-                asked_ns, answered_ns = map(int, link.recv(64).split())
-            except (OSError, ValueError):
-                continue
-            heard_ns = time.time_ns()
-            if asked_ns == sent_ns:
-                answers.append([sent_ns, answered_ns, heard_ns])
+    link.settimeout(ANSWER_SECONDS)
+    answers = []
+    for _ in range(NUM_QUESTIONS):
+        sent_ns = time.time_ns()
+        try:
+            link.send(b"%d" % sent_ns)
+            asked_ns, answered_ns = map(int, link.recv(64).split())
+        except (OSError, ValueError):
+            continue
+        heard_ns = time.time_ns()
+        if asked_ns == sent_ns:
+            answers.append([sent_ns, answered_ns, heard_ns])
+    link.detach()  # the descriptor stays open, to be asked again
     return min(answers, key=lambda it: it[2] - it[0], default=[])
 
 
@@ -86,7 +87,7 @@ class Recording:
         self._optimizer: Callable[[], object] = lambda: None
         self._profile: Any = None
         self._others = ProgramsProfilers(self._give_way)
-        self._undo: list[Callable[[], object]] = []
+        self._forward_hook: Any = None
         self._waits = Waits()
         self._about: dict[str, Any] = {}
         self._deadline_seconds = 0.0
@@ -101,10 +102,9 @@ class Recording:
         from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - as above
 
         self._others.watch()
-        self._undo = [self._others.end_watch]
         register_optimizer_step_post_hook(self._after_step)  # for good: it cannot be removed while it is called
         if self._first == 0:
-            self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
+            self._forward_hook = register_module_forward_pre_hook(self._before_forward)
 
     def _after_step(self, optimizer: object, *_: object) -> None:
         import weakref  # noqa: PLC0415 - as above
@@ -145,7 +145,7 @@ class Recording:
 
         if self._is_over:
             return
-        if self._others.are_active:
+        if self._others.active:
             self._finish(PROFILES_ITSELF)
             return
         try:
@@ -203,8 +203,8 @@ class Recording:
     def _finish(self, problem: str) -> None:
         """Record no more, and write the rest of what poprun reads."""
         self._is_over = True
-        while self._undo:
-            self._undo.pop()()
+        if self._forward_hook is not None:  # it would slow down every call of a module
+            self._forward_hook.remove()
         about = {**self._about, "pid": os.getpid(), "num_steps": self._num_steps, "problem": problem}
         try:
             with open(f"{self._file}.about", "w", encoding="utf-8") as file:
@@ -263,21 +263,15 @@ def _loaded(frame: FrameType | None) -> str:
 
 
 class ProgramsProfilers:
-    """Knows whether the program runs a profiler of torch's itself, and tells before it starts one."""
+    """Knows which profilers of torch's the program itself runs, and tells before it starts one."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self.own: object = None  # the profiler that is not the program's
+        self.active: set[int] = set()
         self._tell = tell
-        self._active: set[int] = set()
-        self._replaced: list[tuple[type, str, Any]] = []
-
-    @property
-    def are_active(self) -> bool:
-        """Whether one runs."""
-        return bool(self._active)
 
     def watch(self) -> None:
-        """Be called when a profiler begins or ends."""
+        """Be called when a profiler begins or ends, from now on."""
         from torch.autograd.profiler import profile as inner  # noqa: PLC0415 - torch has loaded it
         from torch.profiler import profile  # noqa: PLC0415 - as above
 
@@ -287,25 +281,15 @@ class ProgramsProfilers:
             (inner, "__enter__", self._begin),
             (inner, "__exit__", self._end),
         ):
-            self._replaced.append((kind, name, vars(kind).get(name)))
             setattr(kind, name, _with_note(getattr(kind, name), note))
-
-    def end_watch(self) -> None:
-        """Restore the methods."""
-        for kind, name, method in self._replaced:
-            if method is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, method)
-        self._replaced = []
 
     def _begin(self, profiler: object) -> None:
         if profiler is not self.own:
             self._tell()
-            self._active.add(id(profiler))
+            self.active.add(id(profiler))
 
     def _end(self, profiler: object) -> None:
-        self._active.discard(id(profiler))
+        self.active.discard(id(profiler))
 
 
 def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Callable[..., Any]:
