@@ -8,10 +8,10 @@ import gzip
 import json
 import os
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import name_instances
@@ -21,17 +21,16 @@ from poprun.plan.plan import LaunchPlan
 from poprun.text.atomic_file import write_whole
 from poprun.text.fields import write_record
 from poprun.text.ranges import describe_bytes
-from poprun.trace.document import instance_events, joint_events, lanes_of, write_document
+from poprun.trace.document import instance_events, joint_events, write_document
 from poprun.trace.joint_calls import find_joint_calls, with_ends
-from poprun.trace.recorded import About, CollectiveCall, Recorded, on_clock, read_about, read_events, read_workers
+from poprun.trace.recorded import About, CollectiveCall, Recorded, read_about, read_recorded
 from poprun.trace.time_table import (
     TABLE_FILE,
     VERSION,
     InstanceTimes,
     TraceTable,
+    add_own_times,
     costliest,
-    mean_delay_seconds,
-    own_times,
     where_time_went,
 )
 
@@ -72,10 +71,10 @@ def collect_trace(
     rounds: Rounds | None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str]:
-    """Merge what an attempt has recorded; yields what the user is to know of it, in lines.
+    """Merge what an attempt has recorded; yields the lines that tell the user about it.
 
     ``rounds`` are the exchanges with the clocks of other hosts; None for an attempt that started no program.
-    ``is_stopped`` says whether the user wants no more of it.
+    ``is_stopped`` says whether the user has ended the merging.
     """
     parts = plan.trace_parts(job_id, restart_count)
     folder = os.path.dirname(parts)
@@ -114,19 +113,29 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
     if rounds is None:
         uncertainty = own.uncertainty_seconds
         return InstanceClock(own.to_theirs, -own.offset_at(about.begun_ns), -own.drift, uncertainty)
-    window = own.to_theirs(about.begun_ns), own.to_theirs(about.ended_ns)
-    after = next((number for number, it in enumerate(rounds) if it.answered_ns > window[1]), len(rounds))
-    before = next((number for number, it in enumerate(rounds) if it.answered_ns >= window[0]), len(rounds))
+    begun_ns, ended_ns = own.to_theirs(about.begun_ns), own.to_theirs(about.ended_ns)
+    ended_ns = max(begun_ns, ended_ns)  # a clock that was set back in between
+    after = next((number for number, it in enumerate(rounds) if it.answered_ns > ended_ns), len(rounds))
+    before = next((number for number, it in enumerate(rounds) if it.answered_ns >= begun_ns), len(rounds))
     near = rounds[max(0, before - _NUM_BEFORE) : after + 1]
     host = fit_clock(near)
-    outside_ns = max(0, near[0].answered_ns - window[0], window[1] - near[-1].answered_ns)
+    outside_ns = max(0, near[0].answered_ns - begun_ns, ended_ns - near[-1].answered_ns)
     drift_outside = outside_ns / _SECOND * (host.drift_uncertainty or _UNKNOWN_DRIFT)
     return InstanceClock(
         lambda at_ns: host.to_ours(own.to_theirs(at_ns)),
-        (about.begun_ns - host.to_ours(window[0])) / _SECOND,
+        (about.begun_ns - host.to_ours(begun_ns)) / _SECOND,
         host.drift - own.drift,
         own.uncertainty_seconds + host.uncertainty_seconds + drift_outside,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What is known of an instance of the trace before its events are read."""
+
+    about: About
+    clock: InstanceClock
+    calls: list[CollectiveCall]  # the collectives that it has come to, by poprun's clock
 
 
 class Merging:
@@ -138,19 +147,29 @@ class Merging:
         self._is_stopped = is_stopped
         self.problems: dict[str, list[int]] = defaultdict(list)  # instances by what is wrong with their recordings
         self.is_damaged = False  # whether one of them cannot be read
-        self._abouts: dict[int, About] = {}
-        self._clocks: dict[int, InstanceClock] = {}
-        self._times: dict[int, InstanceTimes] = {}
-        self._operations: list[dict[str, tuple[int, float]]] = []
-        for index in range(plan.num_instances):
-            about = self._read_about(index)
-            if about is not None and about.begun_ns:
-                clock = clock_of(about, rounds.get(plan.instance(index).host))
-                if clock is None:
-                    self.problems["its clock could not be compared with poprun's"].append(index)
-                else:
-                    self._abouts[index], self._clocks[index] = about, clock
-        self._joint = find_joint_calls({index: self._calls(index) for index in self._abouts})
+        found = {index: self._read_traced(index, rounds) for index in range(plan.num_instances)}
+        self._traced = {index: it for index, it in found.items() if it is not None}
+        self._joint = find_joint_calls({index: it.calls for index, it in self._traced.items()})
+        begins_ns = (it.clock.to_ours(it.about.begun_ns) for it in self._traced.values())
+        self._origin_ns = min(begins_ns, default=0)
+        self._times: list[InstanceTimes] = []
+        self._num_calls: Counter[str] = Counter()
+        self._own_ns: Counter[str] = Counter()
+
+    def _read_traced(self, index: int, rounds: Rounds) -> Traced | None:
+        about = self._read_about(index)
+        if about is None or not about.begun_ns:
+            return None
+        clock = clock_of(about, rounds.get(self._plan.instance(index).host))
+        if clock is None:
+            self.problems["its clock could not be compared with poprun's"].append(index)
+            return None
+        to_ours = clock.to_ours
+        calls = [
+            it._replace(begin_ns=to_ours(it.begin_ns), end_ns=it.end_ns and to_ours(it.end_ns))
+            for it in about.calls
+        ]
+        return Traced(about=about, clock=clock, calls=calls)
 
     def _read_about(self, index: int) -> About | None:
         try:
@@ -171,21 +190,13 @@ class Merging:
         with open(os.path.join(self._parts, f"instance-{index}.{ending}"), encoding="utf-8") as file:
             return file.read()
 
-    def _note_damage(self, index: int, error: ValueError) -> None:
+    def _note_damage(self, index: int, error: Exception) -> None:
         self.is_damaged = True
         self.problems[f"it cannot be read: {error}; it stays in {self._parts}"].append(index)
 
-    def _calls(self, index: int) -> list[CollectiveCall]:
-        """The collectives of an instance, by poprun's clock."""
-        to_ours = self._clocks[index].to_ours
-        return [
-            it._replace(begin_ns=to_ours(it.begin_ns), end_ns=it.end_ns and to_ours(it.end_ns))
-            for it in self._abouts[index].calls
-        ]
-
     def write(self, folder: str) -> TraceTable | None:
         """Write the trace and its table; None if there is nothing to merge."""
-        if not self._abouts:
+        if not self._traced:
             return None
         file = os.path.join(self._parts, TRACE_FILE)
         with gzip.open(file, "wt", _COMPRESSION, encoding="utf-8") as stream:
@@ -202,68 +213,50 @@ class Merging:
         clocks = {
             index: {
                 "host": self._plan.instance(index).host,
-                "offset_seconds": clock.offset_seconds,
-                "drift": clock.drift,
-                "uncertainty_seconds": clock.uncertainty_seconds,
+                "offset_seconds": it.clock.offset_seconds,
+                "drift": it.clock.drift,
+                "uncertainty_seconds": it.clock.uncertainty_seconds,
             }
-            for index, clock in self._clocks.items()
+            for index, it in self._traced.items()
         }
         return {"version": VERSION, "clock": _METHOD, "zero_epoch_ns": self._origin_ns, "instances": clocks}
 
-    @property
-    def _origin_ns(self) -> int:
-        return min(clock.to_ours(self._abouts[index].begun_ns) for index, clock in self._clocks.items())
-
     def _events(self) -> Iterator[Mapping[str, object]]:
         """The events of all instances, one after the other: all together may be more than the memory holds."""
-        origin_ns = self._origin_ns
-        lanes = {}
-        for index, about in self._abouts.items():
+        calls = {}
+        for index, traced in self._traced.items():
             try:
-                recorded = self._read_recorded(index, about)
+                recorded = self._read_recorded(index, traced)
             except (OSError, ValueError) as error:
-                self._note_damage(index, ValueError(str(error)))
+                self._note_damage(index, error)
                 continue
-            calls, thread = with_ends(self._calls(index), recorded.slices), str(about.thread)
-            self._add_times(index, recorded, calls)
-            lanes[index] = {call.key: lane for lane, call in lanes_of(calls)}
-            text = f"instance {index} ({self._plan.instance(index).host}, process {about.pid})"
-            for event in instance_events(index, text, recorded, thread, calls, origin_ns):
+            calls[index] = with_ends(traced.calls, recorded.slices)
+            self._add_times(index, traced, recorded, calls[index])
+            title = f"instance {index} ({self._plan.instance(index).host}, process {traced.about.pid})"
+            thread = traced.about.thread
+            for event in instance_events(index, title, recorded, thread, calls[index], self._origin_ns):
                 if self._is_stopped():
                     raise InterruptedError(errno.EINTR, "it was interrupted")
                 yield event
-        yield from joint_events(self._joint, lanes, origin_ns)
+        yield from joint_events(self._joint, calls, self._origin_ns)
 
-    def _read_recorded(self, index: int, about: About) -> Recorded:
-        """The events of an instance and of its loaders' workers, by poprun's clock."""
-        own = read_events(self._read(index, "json"), about.thread)
-        workers = read_workers("")
-        with suppress(OSError):
-            workers = read_workers(self._read(index, "workers"))
-        names = {**own.row_names, **workers.row_names}
-        both = replace(own, slices=(*own.slices, *workers.slices), row_names=names)
-        return on_clock(both, self._clocks[index].to_ours)
+    def _read_recorded(self, index: int, traced: Traced) -> Recorded:
+        profile, workers = self._read(index, "json"), ""
+        with suppress(FileNotFoundError):  # a program without workers of loaders
+            workers = self._read(index, "workers")
+        return read_recorded(profile, workers, traced.about.thread, traced.clock.to_ours)
 
-    def _add_times(self, index: int, recorded: Recorded, calls: Sequence[CollectiveCall]) -> None:
-        about, to_ours = self._abouts[index], self._clocks[index].to_ours
+    def _add_times(self, index: int, traced: Traced, recorded: Recorded, calls: Sequence[CollectiveCall]) -> None:
+        about, to_ours = traced.about, traced.clock.to_ours
         window = to_ours(about.begun_ns), to_ours(about.ended_ns)
-        thread = str(about.thread)
-        self._times[index] = where_time_went(index, window, thread, recorded.slices, calls, self._joint)
-        self._operations.append(own_times(recorded.slices))
+        self._times.append(where_time_went(index, window, about.thread, recorded.slices, calls, self._joint))
+        add_own_times(recorded.slices, self._num_calls, self._own_ns)
 
     def _table(self) -> TraceTable:
-        joint_calls = tuple(self._joint.values())
+        abouts = [it.about for it in self._traced.values()]
         return TraceTable(
-            num_steps=max(about.num_steps - about.first_step for about in self._abouts.values()),
-            num_collectives=len(joint_calls),
-            instances=tuple(
-                replace(
-                    times,
-                    uncertainty_seconds=self._clocks[index].uncertainty_seconds,
-                    num_last=sum(it.last == index for it in joint_calls),
-                    delay_seconds=mean_delay_seconds(joint_calls, index),
-                )
-                for index, times in self._times.items()
-            ),
-            operations=costliest(self._operations),
+            num_steps=max(about.num_steps - about.first_step for about in abouts),
+            num_collectives=len(self._joint),
+            instances=tuple(self._times),
+            operations=costliest(self._num_calls, self._own_ns),
         )

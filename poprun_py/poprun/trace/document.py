@@ -8,83 +8,75 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from poprun.trace.joint_calls import JointCall
-from poprun.trace.recorded import COLLECTIVE_NAME, DATA_NAME, POPDIST_GROUP, Arrow, CollectiveCall, Recorded, Slice
+from poprun.trace.recorded import (
+    COLLECTIVE_NAME,
+    DATA_NAME,
+    POPDIST_GROUP,
+    Arrow,
+    CallKey,
+    CollectiveCall,
+    Recorded,
+    Slice,
+)
 
-Key = tuple[str, int, str]  # what a collective has in common on all instances
+Places = Mapping[str, Mapping[str, int]]  # by row: the numbers of its process and its thread in the file
 
-_A_PAIR: Final = 2
 _ROWS_PER_INSTANCE: Final = 1 << 16
 _ARROWS_PER_INSTANCE: Final = 1 << 40
 _PHASES, _COLLECTIVES = "phases", "collectives"
 _BACKWARD: Final = "autograd::engine::evaluate_function"
 _OPTIMIZER: Final = "Optimizer."
-_HEAD: Final = '{"displayTimeUnit":"ms","poprun":'
-
-
-class InstanceRows:
-    """The numbers of an instance's rows in the file, in the order in which they are shown."""
-
-    def __init__(self, index: int, recorded: Recorded, thread: str, num_lanes: int) -> None:
-        self._index = index
-        lanes = {_lane(number): _lane(number) for number in range(num_lanes)}
-        rest = dict(sorted(recorded.row_names.items(), key=lambda it: (it[0] != thread, it[1])))
-        self.names = {_PHASES: _PHASES, **lanes, **rest}
-        self._numbers = {row: _number(index, place) for place, row in enumerate(self.names)}
-
-    def place(self, row: str) -> dict[str, int]:
-        """The process and thread of a row."""
-        return {"pid": _process(self._index), "tid": self._numbers[row]}
-
-    def describe(self, text: str) -> Iterator[dict[str, object]]:
-        """The events that name and order the process, which is called ``text``, and its rows."""
-        values = ("process_name", {"name": text}), ("process_sort_index", {"sort_index": self._index})
-        for name, arguments in values:
-            yield {"ph": "M", "pid": _process(self._index), "name": name, "args": arguments}
-        for row, name in self.names.items():
-            place = self.place(row)
-            yield {"ph": "M", **place, "name": "thread_name", "args": {"name": name}}
-            yield {"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": place["tid"]}}
-
-
-def _process(index: int) -> int:
-    """The number of an instance's process: Perfetto takes number 0 for the kernel's idle process."""
-    return 1 + index
-
-
-def _number(index: int, place: int) -> int:
-    return 1 + index * _ROWS_PER_INSTANCE + place
 
 
 def instance_events(
-    index: int, text: str, recorded: Recorded, thread: str, calls: Sequence[CollectiveCall], origin_ns: int
+    index: int, title: str, recorded: Recorded, thread: str, calls: Sequence[CollectiveCall], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """The events of one instance: its own, the phases of its main thread, and its collectives."""
-    collectives = lanes_of(calls)
-    rows = InstanceRows(index, recorded, thread, 1 + max((lane for lane, _ in collectives), default=0))
-    yield from rows.describe(text)
-    for one in (*recorded.slices, *phases_of(recorded.slices, thread, calls)):
-        yield {**_slice(one, origin_ns), **rows.place(one.row)}
-    for lane, call in collectives:
-        arguments = {"group": call.group, "number": call.number}
-        one = Slice(_lane(lane), call.name, "collective", call.begin_ns, call.end_ns, arguments)
-        yield {**_slice(one, origin_ns), **rows.place(one.row)}
-    yield from _arrows(index, recorded.arrows, rows, origin_ns)
+    """The events of one instance: its own, the phases of its main ``thread``, and its collectives."""
+    placed = lanes_of(calls)
+    num_lanes = 1 + max((lane for lane, _ in placed), default=0)
+    rows = sorted(recorded.row_names.items(), key=lambda it: (it[0] != thread, it[1]))
+    names = {_PHASES: _PHASES, **{_lane(number): _lane(number) for number in range(num_lanes)}, **dict(rows)}
+    places = {row: _place(index, number) for number, row in enumerate(names)}
+    collectives = [
+        Slice(_lane(lane), it.name, "collective", it.begin_ns, it.end_ns, {"group": it.group, "number": it.number})
+        for lane, it in placed
+    ]
+    yield from _titles(index, title, names, places)
+    for one in (*recorded.slices, *phases_of(recorded.slices, thread, calls), *collectives):
+        yield {**_slice(one, origin_ns), **places[one.row]}
+    yield from _arrows(index, recorded.arrows, places, origin_ns)
+
+
+def _place(index: int, number: int) -> dict[str, int]:
+    """The place of an instance's row; Perfetto takes process 0 for the kernel's idle process."""
+    return {"pid": 1 + index, "tid": 1 + index * _ROWS_PER_INSTANCE + number}
+
+
+def _titles(index: int, title: str, names: Mapping[str, str], places: Places) -> Iterator[dict[str, object]]:
+    """The events that name and order an instance's process and its rows."""
+    process = {"ph": "M", "pid": 1 + index}
+    yield {**process, "name": "process_name", "args": {"name": title}}
+    yield {**process, "name": "process_sort_index", "args": {"sort_index": index}}
+    for row, name in names.items():
+        thread = {"ph": "M", **places[row]}
+        yield {**thread, "name": "thread_name", "args": {"name": name}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": thread["tid"]}}
 
 
 def joint_events(
-    joint_calls: Mapping[Key, JointCall], lanes: Mapping[int, Mapping[Key, int]], origin_ns: int
+    joint_calls: Mapping[CallKey, JointCall], calls: Mapping[int, Iterable[CollectiveCall]], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """An arrow for each collective, from the first instance that came to the last, among those with ``lanes``."""
+    """An arrow for each collective, from the instance that came first to the last, among those with ``calls``."""
+    lanes = {index: {call.key: lane for lane, call in lanes_of(own)} for index, own in calls.items()}
     for number, (key, joint) in enumerate(joint_calls.items()):
         came = sorted(
             (at, instance) for instance, at in joint.arrivals_ns.items() if key in lanes.get(instance, ())
         )
-        if len(came) < _A_PAIR:
-            continue
-        for kind, (at_ns, instance) in (("s", came[0]), ("f", came[-1])):
-            place = {"pid": _process(instance), "tid": _number(instance, 1 + lanes[instance][key])}
-            moment = {"ts": _microseconds(at_ns - origin_ns), **({"bp": "e"} if kind == "f" else {})}
-            yield {"ph": kind, "id": number + 1, "cat": "collective", "name": joint.name, **place, **moment}
+        if len(came) > 1:
+            for end, (at_ns, instance) in (({"ph": "s"}, came[0]), ({"ph": "f", "bp": "e"}, came[-1])):
+                place = _place(instance, 1 + lanes[instance][key])
+                moment = {**place, "ts": _microseconds(at_ns - origin_ns)}
+                yield {**end, "id": number + 1, "cat": "collective", "name": key[2], **moment}
 
 
 def lanes_of(calls: Iterable[CollectiveCall]) -> list[tuple[int, CollectiveCall]]:
@@ -148,26 +140,18 @@ def _slice(one: Slice, origin_ns: int) -> dict[str, object]:
     return {**event, "args": one.arguments} if one.arguments else event
 
 
-def _arrows(
-    index: int, arrows: Iterable[Arrow], rows: InstanceRows, origin_ns: int
-) -> Iterator[dict[str, object]]:
+def _arrows(index: int, arrows: Iterable[Arrow], places: Places, origin_ns: int) -> Iterator[dict[str, object]]:
     """Torch's own arrows, with numbers that no other instance has; those that lack an end are left out."""
     ends: dict[tuple[str, int], list[Arrow]] = {}
     for one in arrows:
         ends.setdefault((one.name, one.number), []).append(one)
-    for number, pair in enumerate(ends.values()):
+    for number, pair in enumerate(ends.values(), (1 + index) * _ARROWS_PER_INSTANCE):
         if sorted(it.is_end for it in pair) != [False, True]:
             continue
         for one in pair:
-            place = {**rows.place(one.row), "ts": _microseconds(one.at_ns - origin_ns)}
             kind = {"ph": "f", "bp": "e"} if one.is_end else {"ph": "s"}
-            yield {
-                **kind,
-                "id": (index + 1) * _ARROWS_PER_INSTANCE + number,
-                "cat": one.name,
-                "name": one.name,
-                **place,
-            }
+            moment = {**places[one.row], "ts": _microseconds(one.at_ns - origin_ns)}
+            yield {**kind, "id": number, "cat": one.name, "name": one.name, **moment}
 
 
 def _microseconds(nanoseconds: int) -> float:
@@ -176,7 +160,7 @@ def _microseconds(nanoseconds: int) -> float:
 
 def write_document(about: Mapping[str, object], events: Iterable[Mapping[str, object]]) -> Iterator[str]:
     """The pieces of the whole text."""
-    yield f'{_HEAD}{json.dumps(about)},"traceEvents":[\n'
+    yield f'{{"displayTimeUnit":"ms","poprun":{json.dumps(about)},"traceEvents":[\n'
     separator = ""
     for event in events:
         yield separator + json.dumps(event, separators=(",", ":"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from poprun.trace.recorded import GPU_ANNOTATION, CollectiveCall, Slice
+from poprun.trace.recorded import GPU_ANNOTATION, CallKey, CollectiveCall, Slice
 
 _ROUNDING_NS: Final = 1000
 
@@ -15,13 +15,7 @@ _ROUNDING_NS: Final = 1000
 class JointCall:
     """One collective: when each instance came to it."""
 
-    name: str
     arrivals_ns: Mapping[int, int]  # by instance, of two or more
-
-    @property
-    def first(self) -> int:
-        """The instance that came first."""
-        return min(self.arrivals_ns, key=self.arrivals_ns.__getitem__)
 
     @property
     def last(self) -> int:
@@ -35,16 +29,16 @@ class JointCall:
         return self.arrivals_ns[self.last] - median(others)
 
 
-def find_joint_calls(calls: Mapping[int, Sequence[CollectiveCall]]) -> dict[tuple[str, int, str], JointCall]:
+def find_joint_calls(calls: Mapping[int, Sequence[CollectiveCall]]) -> dict[CallKey, JointCall]:
     """The collectives to which all instances of their group came in the window, by what they have in common."""
-    arrivals: dict[tuple[str, int, str], dict[int, int]] = defaultdict(dict)
+    arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
     for instance, own in calls.items():
         for call in own:
             arrivals[call.key][instance] = call.begin_ns
             members[call.group].add(instance)
     return {
-        key: JointCall(name=key[2], arrivals_ns=came)
+        key: JointCall(arrivals_ns=came)
         for key, came in arrivals.items()
         if len(came) > 1 and came.keys() == members[key[0]]
     }

@@ -5,6 +5,7 @@ Times are nanoseconds since 1970 by the program's own clock, or by poprun's once
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,10 @@ GPU_ANNOTATION: Final = "gpu_user_annotation"
 GPU_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", GPU_ANNOTATION)
 _KEPT_ARGUMENTS: Final = ("stream", "device", "bytes")
 _NS_PER_US: Final = 1000
+
+
+CallKey = tuple[str, int, str]
+"""The group, number and name of a collective, which it has on all instances."""
 
 
 class Slice(NamedTuple):
@@ -55,7 +60,7 @@ class CollectiveCall(NamedTuple):
     end_ns: int = 0
 
     @property
-    def key(self) -> tuple[str, int, str]:
+    def key(self) -> CallKey:
         """What the same collective has on all instances."""
         return self.group, self.number, self.name
 
@@ -67,7 +72,7 @@ class About:
     pid: int
     num_steps: int  # optimizer steps until it wrote this
     problem: str = ""  # why there is no trace, or not the whole of it
-    thread: int = 0  # the main thread, as the kernel numbers it
+    thread: str = ""  # the main thread, as the kernel numbers it
     first_step: int = 0
     begun_ns: int = 0
     ended_ns: int = 0
@@ -102,7 +107,7 @@ def read_about(text: str) -> About:
         ]
         return replace(
             about,
-            thread=int(values["thread"]),
+            thread=str(int(values["thread"])),
             first_step=int(values["first_step"]),
             begun_ns=int(values["begun_ns"]),
             ended_ns=int(values["ended_ns"]),
@@ -117,11 +122,26 @@ def _popdist_group(members: Sequence[int]) -> str:
     return f"{POPDIST_GROUP} {fold_numbers(members)}" if members else POPDIST_GROUP
 
 
-def read_events(text: str, thread: int) -> Recorded:
-    """The events in what torch's profiler wrote, but for its bookkeeping; a ValueError if it is damaged."""
+def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[int], int]) -> Recorded:
+    """What torch's profiler and the loaders' workers wrote, by poprun's clock; a ValueError if damaged."""
+    names = {thread: "main thread"}
+    slices, arrows = _read_profile(profile, names)
+    loads = _read_workers(workers)
+    names.update({it.row: f"loader {it.row}" for it in loads})
+    return Recorded(
+        # a clock never runs backwards, so that all stay nested
+        slices=_nested(
+            it._replace(begin_ns=to_ours(it.begin_ns), end_ns=to_ours(it.end_ns)) for it in (*slices, *loads)
+        ),
+        arrows=[it._replace(at_ns=to_ours(it.at_ns)) for it in arrows],
+        row_names=names,
+    )
+
+
+def _read_profile(text: str, names: dict[str, str]) -> tuple[list[Slice], list[Arrow]]:
+    """The events in what torch's profiler wrote, without those about itself; adds the names of their rows."""
     values = _object(text)
     slices, arrows = [], []
-    names = {str(thread): "main thread"}
     try:
         base_ns = int(values["baseTimeNanoseconds"])
         for event in values["traceEvents"]:
@@ -133,7 +153,7 @@ def read_events(text: str, thread: int) -> Recorded:
                 arrows.append(Arrow(row, category, int(event["id"]), kind == "f", at_ns))
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"it is damaged: {error}") from None
-    return Recorded(slices=slices, arrows=arrows, row_names=names)
+    return slices, arrows
 
 
 def _slice(event: Mapping[str, Any], base_ns: int, names: dict[str, str]) -> Slice:
@@ -152,27 +172,17 @@ def _row(event: Mapping[str, Any], names: dict[str, str]) -> str:
     return row
 
 
-def read_workers(text: str) -> Recorded:
+def _read_workers(text: str) -> list[Slice]:
     """What the workers of loaders have loaded; lines that are damaged are left out."""
-    slices, names = [], {}
+    slices = []
     for line in text.splitlines():
-        try:
+        with suppress(ValueError, TypeError):
             pid, name, begin_ns, end_ns = json.loads(line)
             slices.append(Slice(f"worker {int(pid)}", str(name), "loader", int(begin_ns), int(end_ns), {}))
-        except (ValueError, TypeError):
-            continue
-        names[f"worker {int(pid)}"] = f"loader worker {int(pid)}"
-    return Recorded(slices=slices, arrows=[], row_names=names)
+    return slices
 
 
-def on_clock(recorded: Recorded, to_ours: Callable[[int], int]) -> Recorded:
-    """The same events with times of another clock, which never runs backwards, so that all stay nested."""
-    slices = (it._replace(begin_ns=to_ours(it.begin_ns), end_ns=to_ours(it.end_ns)) for it in recorded.slices)
-    arrows = [it._replace(at_ns=to_ours(it.at_ns)) for it in recorded.arrows]
-    return replace(recorded, slices=nested(slices), arrows=arrows)
-
-
-def nested(slices: Iterable[Slice]) -> list[Slice]:
+def _nested(slices: Iterable[Slice]) -> list[Slice]:
     """The slices by row and time; one that begins within another ends within it: torch rounds their lengths."""
     made: list[Slice] = []
     around: list[Slice] = []

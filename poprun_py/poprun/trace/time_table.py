@@ -1,9 +1,9 @@
 """Where the time of traced steps went on each instance, who was last, and what an ideal job would gain. Pure."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -16,13 +16,12 @@ from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
 from poprun.text.ranges import counted
 from poprun.trace.joint_calls import JointCall
-from poprun.trace.recorded import COLLECTIVE_NAME, DATA_NAME, CollectiveCall, Slice
+from poprun.trace.recorded import COLLECTIVE_NAME, DATA_NAME, CallKey, CollectiveCall, Slice
 
 TABLE_FILE: Final = "table.json"
 VERSION: Final = 1
 _MOST_OPERATIONS: Final = 10
 _MOST_ROWS: Final = 32
-_MANY: Final = 2  # more than spans without overlap can cover a place
 _NANOSECONDS: Final = 1e9
 _COLLECTIVE_KERNEL: Final = "nccl"
 
@@ -39,9 +38,8 @@ class InstanceTimes:
     waiting_for_others_seconds: float  # nothing but collectives to which somebody had not come
     waiting_for_data_seconds: float
     idle_seconds: float  # nothing of all this: Python itself, files, or sleep
-    num_last: int = 0  # collectives to which it came last
-    delay_seconds: float = 0.0  # how much later than the median of the others, at the mean of those
-    uncertainty_seconds: float = 0.0  # of its clock, compared with poprun's
+    num_last: int  # collectives to which it came last
+    delay_seconds: float  # how much later than the median of the others, at the mean of those
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,76 +75,67 @@ def where_time_went(
     thread: str,
     slices: Sequence[Slice],
     calls: Sequence[CollectiveCall],
-    joint_calls: Mapping[tuple[str, int, str], JointCall],
+    joint_calls: Mapping[CallKey, JointCall],
 ) -> InstanceTimes:
     """The parts of a window: what the main ``thread`` of an instance does, or its GPUs where they do anything."""
     kernels = [it for it in slices if it.category == "kernel"]
     if kernels:
         busy = _spans(it for it in kernels if _COLLECTIVE_KERNEL not in it.name.lower())
-        talking = _spans(it for it in kernels if _COLLECTIVE_KERNEL in it.name.lower())
+        communicating = _spans(it for it in kernels if _COLLECTIVE_KERNEL in it.name.lower())
     else:
         own = [it for it in slices if it.row == thread and it.category == "cpu_op"]
         busy = _spans(it for it in own if not it.name.startswith(COLLECTIVE_NAME))
-        talking = _spans(it for it in own if it.name.startswith(COLLECTIVE_NAME))
-    known = [(call, joint_calls.get(call.key)) for call in calls]
-    pending = union(chain(talking, ((call.begin_ns, call.end_ns) for call, _ in known)))
-    early = union(
-        (call.begin_ns, min(call.end_ns, joint.arrivals_ns[joint.last])) for call, joint in known if joint
-    )
+        communicating = _spans(it for it in own if it.name.startswith(COLLECTIVE_NAME))
+    collectives = [*communicating, *((it.begin_ns, it.end_ns) for it in calls)]
+    waiting = [
+        (it.begin_ns, min(it.end_ns, joint.arrivals_ns[joint.last]))
+        for it in calls
+        if (joint := joint_calls.get(it.key))
+    ]
     data = _spans(it for it in slices if it.row == thread and it.name.startswith(DATA_NAME))
-    parts, left = [], [window]
-    for spans in (data, busy, early, pending):
-        rest = minus(left, spans)
-        parts.append(_seconds(left) - _seconds(rest))
-        left = rest
+    covered: Spans = []
+    ends = [0.0]  # of the parts, laid one behind the other: a moment counts for the first part that covers it
+    for spans in (data, busy, waiting, collectives, [window]):
+        covered = union((*covered, *spans))
+        ends.append(seconds_within(covered, window))
+    parts = [end - begin for begin, end in pairwise(ends)]
+    delays = [it.delay_ns for it in joint_calls.values() if it.last == index]
     return InstanceTimes(
         index=index,
         waiting_for_data_seconds=parts[0],
         compute_seconds=parts[1],
         waiting_for_others_seconds=parts[2],
         communication_seconds=parts[3],
-        idle_seconds=_seconds(left),
+        idle_seconds=parts[4],
+        num_last=len(delays),
+        delay_seconds=sum(delays) / len(delays) / _NANOSECONDS if delays else 0.0,
     )
 
 
-def mean_delay_seconds(joint_calls: Iterable[JointCall], instance: int) -> float:
-    """How much later an instance came than the others, at the mean of the times when it was last."""
-    delays = [it.delay_ns for it in joint_calls if it.last == instance]
-    return sum(delays) / len(delays) / _NANOSECONDS if delays else 0.0
-
-
-def own_times(slices: Sequence[Slice]) -> dict[str, tuple[int, float]]:
-    """The number of calls of each operation, and its seconds without those that it calls; of nested slices."""
+def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Counter[str]) -> None:
+    """Add the number of calls of each operation, and their time without that of the operations they call."""
     category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     around: list[Slice] = []
     for one in slices:
         if one.category != category:
             continue
         while around and (around[-1].row != one.row or around[-1].end_ns <= one.begin_ns):
             around.pop()
-        seconds = (one.end_ns - one.begin_ns) / _NANOSECONDS
+        num_calls[one.name] += 1
+        own_ns[one.name] += one.end_ns - one.begin_ns
         if around:
-            num_calls, before = found[around[-1].name]
-            found[around[-1].name] = num_calls, before - seconds
-        num_calls, before = found[one.name]
-        found[one.name] = num_calls + 1, before + seconds
+            own_ns[around[-1].name] -= one.end_ns - one.begin_ns
         around.append(one)
-    return dict(found)
 
 
-def costliest(times: Iterable[Mapping[str, tuple[int, float]]]) -> tuple[Operation, ...]:
-    """The operations that took most time on all instances."""
-    total: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for own in times:
-        for name, (num_calls, seconds) in own.items():
-            total[name] = total[name][0] + num_calls, total[name][1] + seconds
-    ranked = sorted(total.items(), key=lambda it: -it[1][1])[:_MOST_OPERATIONS]
-    return tuple(Operation(name=name, num_calls=count, seconds=seconds) for name, (count, seconds) in ranked)
+def costliest(num_calls: Mapping[str, int], own_ns: Counter[str]) -> tuple[Operation, ...]:
+    """The operations that took most time of their own."""
+    most = own_ns.most_common(_MOST_OPERATIONS)
+    return tuple(Operation(name=name, num_calls=num_calls[name], seconds=ns / _NANOSECONDS) for name, ns in most)
 
 
-def _spans(slices: Iterable[Slice]) -> Spans:
-    return union((it.begin_ns, it.end_ns) for it in slices)
+def _spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
+    return [(it.begin_ns, it.end_ns) for it in slices]
 
 
 def union(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -160,24 +149,10 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
     return made
 
 
-def minus(spans: Spans, others: Spans) -> Spans:
-    """What ``spans`` cover and ``others`` do not."""
-    changes = sorted(
-        [
-            *((at, kind) for span in spans for at, kind in zip(span, (1, -1), strict=True)),
-            *((at, kind) for span in others for at, kind in zip(span, (-_MANY, _MANY), strict=True)),
-        ]
-    )
-    made, depth = [], 0
-    for (at, change), (following, _) in pairwise([*changes, (0, 0)]):
-        depth += change
-        if depth > 0 and following > at:
-            made.append((at, following))
-    return made
-
-
-def _seconds(spans: Spans) -> float:
-    return sum(end - begin for begin, end in spans) / _NANOSECONDS
+def seconds_within(spans: Spans, window: tuple[int, int]) -> float:
+    """How many seconds of ``window`` the spans cover."""
+    lengths = (min(end, window[1]) - max(begin, window[0]) for begin, end in spans)
+    return sum(length for length in lengths if length > 0) / _NANOSECONDS
 
 
 def render_table(table: TraceTable, *, width: int, has_color: bool) -> str:
@@ -203,12 +178,17 @@ def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
     yield _table(("instance", *_PARTS.values(), "came last", "by ms"), rows)
     if num_left := len(table.instances) - len(rows):
         yield f"and {counted(num_left, 'more instance')}"
-    whole = sum(it.seconds for it in table.operations) and sum(it.compute_seconds for it in table.instances)
+    compute = sum(it.compute_seconds for it in table.instances)
     if table.operations:
         yield ""
         yield Text("the operations that took most time, on all instances together")
         operations = [
-            (it.name, str(it.num_calls), f"{it.seconds * 1000:.1f}", f"{it.seconds / whole:.0%}" if whole else "")
+            (
+                it.name,
+                str(it.num_calls),
+                f"{it.seconds * 1000:.1f}",
+                f"{it.seconds / compute:.0%}" if compute else "",
+            )
             for it in table.operations
         ]
         yield _table(("operation", "calls", "ms", "of compute"), operations)
@@ -228,18 +208,19 @@ _PARTS: Final = {
 """The parts of an instance's time, and their headings."""
 
 
+_GAINS: Final = {
+    "if the instances shared the work evenly": "waiting_for_others_seconds",
+    "if data were always there": "waiting_for_data_seconds",
+    "if communication were hidden behind compute": "communication_seconds",
+}
+"""The parts that an ideal job would not have, and why."""
+
+
 def gains(table: TraceTable) -> dict[str, float]:
     """By how much the time would shrink, as a share, without waits: at the mean of all instances."""
-    whole = sum(getattr(it, name) for it in table.instances for name in _PARTS) or 1.0
-
-    def share(name: str) -> float:
-        return float(sum(getattr(it, name) for it in table.instances) / whole)
-
-    return {
-        "if the instances shared the work evenly": share("waiting_for_others_seconds"),
-        "if data were always there": share("waiting_for_data_seconds"),
-        "if communication were hidden behind compute": share("communication_seconds"),
-    }
+    seconds = {part: sum(float(getattr(it, part)) for it in table.instances) for part in _PARTS}
+    whole = sum(seconds.values()) or 1.0
+    return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
