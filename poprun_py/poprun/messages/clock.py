@@ -6,7 +6,7 @@ was answered. So each exchange bounds the offset, whatever the ways there and ba
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from poprun.messages.control import Message
@@ -80,19 +80,13 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
         offset_seconds=first.offset_seconds,
         drift=drift,
         drift_uncertainty=sum(errors) / seconds if seconds else 0.0,
-        uncertainty_seconds=0.0,
+        uncertainty_seconds=max(errors),
     )
     # before the first of the two exchanges and after the last the errors of both count
     outside = max(first.middle_ns - exchanges[0].sent_ns, exchanges[-1].heard_ns - last.middle_ns) / _NANOSECONDS
     bend = max(abs(line.offset_at(it.middle_ns) - it.offset_seconds) - it.uncertainty_seconds for it in exchanges)
-    uncertainty = max(errors) + outside * line.drift_uncertainty + max(0.0, bend)
-    return ClockFit(
-        at_ns=line.at_ns,
-        offset_seconds=line.offset_seconds,
-        drift=drift,
-        drift_uncertainty=line.drift_uncertainty,
-        uncertainty_seconds=uncertainty,
-    )
+    more = outside * line.drift_uncertainty + max(0.0, bend)
+    return replace(line, uncertainty_seconds=line.uncertainty_seconds + more)
 
 
 class HostClocks:
@@ -143,10 +137,10 @@ class HostClocks:
         return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
 
     def fits(self) -> dict[str, ClockFit]:
-        """The clock of each host that has answered, by its last rounds: about a minute."""
+        """The clock of each host that has answered, as `recent_fits` has it."""
         return recent_fits(self.rounds)
 
 
 def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
-    """The clock of each host that has answered, by its last rounds."""
+    """The clock of each host that has answered, by its last rounds: about a minute."""
     return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}

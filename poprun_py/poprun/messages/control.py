@@ -96,11 +96,9 @@ def decode(line: bytes) -> Message:
         text = line.decode().strip(_BLANKS)
         message, end = _scan(text, 0)
     except (ValueError, RecursionError, StopIteration):
-        raise ProtocolError(f"a control message is no JSON: {line[:80]!r}") from None
-    if end != len(text):
-        raise ProtocolError(f"a control message is no JSON: {line[:80]!r}")
-    if not isinstance(message, dict):
-        raise ProtocolError(f"a control message is no object: {line[:80]!r}")
+        message = None
+    if not isinstance(message, dict) or end != len(text):
+        raise ProtocolError(f"a control message is no JSON object: {line[:80]!r}")
     return message
 
 

@@ -13,10 +13,8 @@ from poprun.plan.plan import LaunchPlan
 from poprun.process.process_tree import ProcessKey, key_of, send
 from poprun.process.spawn import ProcessStart, start_process
 
-_WORDS: Final = (
-    *("nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used"),
-    *("--format=csv,noheader,nounits", "--loop=5"),
-)
+_QUERY: Final = "--query-gpu=index,uuid,utilization.gpu,memory.used"
+_WORDS: Final = ("nvidia-smi", _QUERY, "--format=csv,noheader,nounits", "--loop=5")
 _MIB: Final = 2**20
 _PERCENT: Final = 100.0
 _READ_BYTES: Final = 64 * 1024
@@ -33,12 +31,13 @@ class GpuReading:
     @classmethod
     def read(cls, line: str) -> Self | None:
         """What a line of ``nvidia-smi`` says; None when it is no such line."""
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(("index", "uuid", "busy", "memory")):
+        try:
+            index, uuid, *cells = map(str.strip, line.split(","))
+            busy, memory = (float(cell) if cell.isdecimal() else None for cell in cells)
+        except ValueError:
             return None
-        busy, memory = (float(cell) if cell.replace(".", "", 1).isdecimal() else None for cell in cells[2:])
         return cls(
-            names=(cells[0], cells[1]),
+            names=(index, uuid),
             busy_share=None if busy is None else busy / _PERCENT,
             memory_bytes=None if memory is None else memory * _MIB,
         )

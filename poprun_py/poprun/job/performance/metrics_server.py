@@ -1,7 +1,7 @@
 """What Prometheus reads of a running job, at a port of 127.0.0.1, through its own library."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,17 +13,12 @@ from poprun.job.report.report_file import split_time
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.plan.plan import LaunchPlan
 
-if TYPE_CHECKING:
-    from prometheus_client.registry import Collector
-else:
-    Collector = object
-
 _HOST: Final = "127.0.0.1"
 _JOIN_SECONDS: Final = 2.0
 _INSTANCE: Final = ("instance_index", "host")  # ``instance`` is Prometheus' own name for who was asked
 
 
-class MetricsServer(Collector):
+class MetricsServer:
     """Answers Prometheus in a thread, with what was known of the job at its last look."""
 
     def __init__(self, port: int) -> None:
@@ -55,7 +50,6 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as the library asks for it at each request."""
-        looks = self._looks
         restarts = GaugeMetricFamily("poprun_restarts", "Times that the job was started again")
         restarts.add_metric((), self._restart_count)
         running = GaugeMetricFamily("poprun_running", "Whether the program of an instance runs", labels=_INSTANCE)
@@ -68,7 +62,7 @@ class MetricsServer(Collector):
             "poprun_phase_seconds", "Time that an instance has spent in a phase", labels=(*_INSTANCE, "phase")
         )
         numbers = GaugeMetricFamily("poprun_reported", "The last popdist.report()", labels=(*_INSTANCE, "name"))
-        for status, host, lasts in looks:
+        for status, host, lasts in self._looks:
             labels = (str(status.index), host)
             running.add_metric(labels, status.state is InstanceState.RUNNING)
             steps.add_metric(labels, count_steps(status))
