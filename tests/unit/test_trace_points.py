@@ -1,5 +1,7 @@
 """Spans of ``libpvti`` in a profile of torch's."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -23,3 +25,19 @@ def test_spans_of_channels_that_are_on() -> None:
     assert sorted(names) == ["Poplar: begun", "mine: context", "mine: moment"]
     with pytest.raises(AttributeError, match="no 'Graph' here"):
         _ = trace_points.Graph
+
+
+def test_a_thread_ends_its_own_span() -> None:
+    """Another thread may have begun one of the same name since then."""
+    channel = TraceChannel("mine")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with ThreadPoolExecutor(1) as pool, torch.profiler.profile(activities=activities) as profile:
+        Tracepoint.begin(channel, "work")
+        pool.submit(Tracepoint.begin, channel, "work").result()
+        Tracepoint.end(channel, "work")
+        Tracepoint.event(channel, "after it")
+        pool.submit(Tracepoint.end, channel, "work").result()
+
+    spans = sorted((it.time_range.start, it.time_range.end, it.name) for it in profile.events() or [])
+    end = next(end for _, end, name in spans if name == "mine: work")
+    assert end <= next(begin for begin, _, name in spans if name == "mine: after it")

@@ -5,6 +5,7 @@ Torch's profiler records them, and so does ``poprun --trace``.
 
 from collections import defaultdict
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import Any, NoReturn, Self
 
 from torch.profiler import record_function
@@ -31,7 +32,8 @@ traceDrivers = TraceChannel("Drivers")  # noqa: N816
 tracePoplar = TraceChannel("Poplar")  # noqa: N816
 traceFramework = TraceChannel("Framework")  # noqa: N816
 
-_open: defaultdict[tuple[str, str], list[AbstractContextManager[Any]]] = defaultdict(list)
+_open: defaultdict[tuple[int, str, str], list[AbstractContextManager[Any]]] = defaultdict(list)
+"""The spans that a thread has begun and not ended, by its number, their channel and name."""
 
 
 class Tracepoint:
@@ -54,12 +56,12 @@ class Tracepoint:
         if channel.enabled:
             span = record_function(f"{channel.name}: {name}")
             span.__enter__()
-            _open[channel.name, name].append(span)
+            _open[get_ident(), channel.name, name].append(span)
 
     @staticmethod
     def end(channel: TraceChannel, name: str) -> None:
-        """End the latest span of this name that has begun."""
-        spans = _open[channel.name, name]
+        """End the latest span of this name that this thread has begun."""
+        spans = _open[get_ident(), channel.name, name]
         if spans:
             spans.pop().__exit__(None, None, None)
 
