@@ -202,6 +202,7 @@ def folder(tmp_path: Path) -> Path:
         ("notes.txt", "", 0o644),
         ("bin/prog", "#!/bin/sh\n", 0o755),
         ("bin/notes", "", 0o644),
+        ("bin/bare_there.py", "print()", 0o755),
         ("old", "#! /nowhere/python -u\n", 0o755),
         ("windows", "#!/bin/sh\r\n", 0o755),
     ]:
@@ -223,6 +224,7 @@ def folder(tmp_path: Path) -> Path:
         (("train.py", "--lr", "1"), (sys.executable, "train.py", "--lr", "1")),
         (("./train.py",), (sys.executable, "./train.py")),
         (("bare.py",), (sys.executable, "bare.py")),
+        (("bare_there.py",), (sys.executable, "{}/bin/bare_there.py")),
         (("tool.py",), ("{}/tool.py",)),
     ],
 )

@@ -37,7 +37,8 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
     if os.path.isdir(file):
         raise ProgramNotExecutableError(f"{program} is a directory: give the program inside it")
     if file.endswith(".py") and not _runs_by_itself(file):
-        return (sys.executable, program, *arguments)
+        *on_path, _ = _places(program, working_directory, path)
+        return (sys.executable, file if file in on_path else program, *arguments)
     if not os.access(file, os.X_OK):
         raise ProgramNotExecutableError(
             f"{program} is not executable: make it so with chmod +x {shlex.quote(program)}, or name the program "
