@@ -1,7 +1,9 @@
-"""The parts of DTensors that this instance holds: popdist adds, compares and sends these like plain tensors."""
+"""The parts of DTensors that this instance holds, which popdist treats like plain tensors; forms of tensors."""
 
+import math
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,3 +66,51 @@ def placed_as(parameter: Any, part: Tensor) -> Tensor:  # noqa: ANN401 - as abov
         stride=parameter.stride(),
     )
     return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorForm:
+    """The dtype, shape and memory order of a tensor without gaps."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The form of ``tensor`` without the gaps between its elements; a whole DTensor is contiguous."""
+        dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if not is_distributed(tensor):
+            ordered = torch.empty_like(tensor, device="meta", requires_grad=False)
+            # where it is contiguous, a dimension of one element may have any stride
+            dense = dense if ordered.is_contiguous() else ordered
+        return cls(dtype=tensor.dtype, shape=tuple(tensor.shape), stride=dense.stride())
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:  # noqa: ANN401 - JSON
+        """Make the form from what :meth:`to_json` gave."""
+        name, shape, stride = value
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"torch has no dtype {name!r}")  # noqa: TRY004 - the value is wrong, whatever its type
+        return cls(dtype=dtype, shape=tuple(shape), stride=tuple(stride))
+
+    def to_json(self) -> list[Any]:
+        """The form as a list."""
+        return [str(self.dtype).removeprefix("torch."), [*self.shape], [*self.stride]]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """A tensor of this form, on the CPU, not yet filled."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor of this form at the beginning of ``memory``, which is flat and of bytes."""
+        return memory[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{[*self.shape]}"

@@ -8,12 +8,13 @@ import torch
 
 import popdist
 from popdist import context
-from popdist.parallel.phase_layout import BLOCK_BYTES, Form
+from popdist.local_tensors import TensorForm
+from popdist.parallel.phase_layout import BLOCK_BYTES
 from popdist.parallel.phase_store import PhaseStore
 from popdist.parallel.store_file import make_buffer
 from tests.running import DEADLINE_SECONDS
 
-FORMS = {"weight": Form.of(torch.zeros(1024)), "bias": Form.of(torch.zeros(3))}
+FORMS = {"weight": TensorForm.of(torch.zeros(1024)), "bias": TensorForm.of(torch.zeros(3))}
 
 
 def run_all(folder: Path) -> tuple[list[int], list[list[int]]]:
@@ -37,7 +38,7 @@ def _shared(place: str, index: int, size: int) -> list[int]:
     store.weights.file.read((size - 1 - index) * BLOCK_BYTES, back).wait()
     store.wait_for_host()
 
-    too_large = {"weight": Form(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
+    too_large = {"weight": TensorForm(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
     with pytest.raises(popdist.StoreError, match=f"needs {4 << 50} bytes"):  # on each, though one has tried
         store.add("gradients", too_large)
     if index == 0:

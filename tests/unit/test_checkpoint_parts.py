@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from popdist.checkpoint.encoding import TensorForm, decode, encode
+from popdist.checkpoint.encoding import decode, encode
 from popdist.checkpoint.parts import cut_optimizer, cut_randomness, join_optimizers, place
 from popdist.checkpoint.tensor_pieces import Held, TensorPiece, plan_writes
 from popdist.errors import CheckpointError
+from popdist.local_tensors import TensorForm
 
 
 def held(offsets: list[int], sizes: list[int], shape: list[int], total: int | None = None) -> Held:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import popdist
-from popdist.checkpoint.encoding import TensorForm, decode, encode, tensors_of
+from popdist.checkpoint.encoding import decode, encode, tensors_of
+from popdist.local_tensors import TensorForm
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 KEYS = st.none() | st.integers() | st.text()
@@ -98,3 +99,5 @@ def test_room_is_made_in_the_same_order_of_memory(tensor: torch.Tensor) -> None:
     assert (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
     assert room.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     assert room.stride() == tensor.clone(memory_format=torch.preserve_format).stride()
+    assert form.view(torch.zeros(form.num_bytes + 8, dtype=torch.uint8)).stride() == room.stride()
+    assert TensorForm.of(torch.zeros(()).expand(1)).stride == (1,)

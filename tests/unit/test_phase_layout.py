@@ -2,7 +2,8 @@
 
 import torch
 
-from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, deal, lay_out, span, total_bytes
+from popdist.local_tensors import TensorForm
+from popdist.parallel.phase_layout import BLOCK_BYTES, Region, deal, lay_out, span, total_bytes
 
 
 def test_each_tensor_begins_with_a_block() -> None:
@@ -13,7 +14,7 @@ def test_each_tensor_begins_with_a_block() -> None:
         "b": torch.zeros(3, dtype=torch.bfloat16),
         "scalar": torch.zeros((), dtype=torch.int64),
     }
-    regions = lay_out({name: Form.of(tensor) for name, tensor in tensors.items()})
+    regions = lay_out({name: TensorForm.of(tensor) for name, tensor in tensors.items()})
 
     assert {name: (it.start, it.num_bytes) for name, it in regions.items()} == {
         "a": (0, 4100),
@@ -24,19 +25,6 @@ def test_each_tensor_begins_with_a_block() -> None:
     assert total_bytes(regions) == 4 * BLOCK_BYTES
     assert span([regions["b"], regions["a"]]) == Region(start=0, num_bytes=3 * BLOCK_BYTES)
     assert (lay_out({}), total_bytes({}), span([])) == ({}, 0, Region(start=0, num_bytes=0))
-
-
-def test_a_form_keeps_the_order_of_memory() -> None:
-    """A tensor in channels-last order is so again, and the file holds its elements without gaps."""
-    tensor = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    form = Form.of(tensor[:, :, :, :])
-    memory = torch.zeros(form.num_bytes + 8, dtype=torch.uint8)
-    form.view(memory).copy_(tensor)
-
-    assert form.view(memory).stride() == tensor.stride()
-    assert torch.equal(form.view(memory), tensor)
-    assert Form.of(torch.zeros(4, 4)[:, :2]).num_bytes == 32
-    assert Form.of(torch.zeros(()).expand(1)).stride == (1,)
 
 
 def test_each_unit_is_dealt_evenly() -> None:

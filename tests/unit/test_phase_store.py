@@ -16,12 +16,13 @@ import torch
 
 import popdist
 from popdist import context
-from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region
+from popdist.local_tensors import TensorForm
+from popdist.parallel.phase_layout import BLOCK_BYTES, Region
 from popdist.parallel.phase_store import PhaseStore
 from popdist.parallel.store_file import PIECE_BYTES, digest_of_pieces, make_buffer
 
-WEIGHT = Form.of(torch.zeros(3, 700))
-FORMS = {"weight": WEIGHT, "bias": Form.of(torch.zeros(3))}
+WEIGHT = TensorForm.of(torch.zeros(3, 700))
+FORMS = {"weight": WEIGHT, "bias": TensorForm.of(torch.zeros(3))}
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def _job_of_one() -> Iterator[None]:
     assert threading.active_count() == before
 
 
-def open_store(place: Path | str, forms: dict[str, Form] | None = None) -> PhaseStore:
+def open_store(place: Path | str, forms: dict[str, TensorForm] | None = None) -> PhaseStore:
     """Open a store of two weights."""
     return PhaseStore.open(place, forms or FORMS, group=context.current_group(), device=torch.device("cpu"))
 
@@ -54,7 +55,7 @@ def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:
 def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
     """In pieces and mapped; what is written into a mapped tensor stays there."""
     store = open_store(place or tmp_path / "run" / "store")
-    big = Form.of(torch.zeros(PIECE_BYTES + BLOCK_BYTES, dtype=torch.uint8))
+    big = TensorForm.of(torch.zeros(PIECE_BYTES + BLOCK_BYTES, dtype=torch.uint8))
     state = store.add("state", {"first": WEIGHT, "big": big})
     file, regions = state.file, state.regions
     data, back = bytes_of(regions["big"].length), make_buffer(regions["big"].length)
@@ -82,7 +83,8 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
 
 def test_a_file_is_copied(tmp_path: Path) -> None:
     """Whole, with the digest of what stands in the copy."""
-    store = open_store(tmp_path / "store", {"w": Form.of(torch.zeros(2 * PIECE_BYTES + 5, dtype=torch.uint8))})
+    form = TensorForm(dtype=torch.uint8, shape=(2 * PIECE_BYTES + 5,), stride=(1,))
+    store = open_store(tmp_path / "store", {"w": form})
     store.weights.file.write(0, bytes_of(store.weights.file.num_bytes)).wait()
     digest = store.weights.file.copy_to(tmp_path / "copy")
     store.close()
@@ -131,7 +133,7 @@ def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
     assert back.any()
     again.close()
     kept = (tmp_path / "weights").read_bytes()
-    other = {"weight": Form.of(torch.zeros(4, 700)), "other": FORMS["bias"]}
+    other = {"weight": TensorForm.of(torch.zeros(4, 700)), "other": FORMS["bias"]}
     for forms in (other, dict(reversed(FORMS.items())), {**FORMS, "bias": FORMS["weight"]}):
         with pytest.raises(popdist.StoreError, match="store of another model, whose weights have other names"):
             open_store(tmp_path, forms)
@@ -168,8 +170,8 @@ def test_a_place_that_will_not_do(tmp_path: Path) -> None:
     """Each is an error that says why, and nothing stays behind."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    too_large = {"weight": Form(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
-    faults: list[tuple[Path | str, dict[str, Form], str]] = [
+    too_large = {"weight": TensorForm(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
+    faults: list[tuple[Path | str, dict[str, TensorForm], str]] = [
         (tmp_path / "full", FORMS, r"is no store, and not empty: it has thesis\.txt"),
         (tmp_path / "full" / "thesis.txt" / "store", FORMS, "cannot be a store: Not a directory"),
         (tmp_path / "new", too_large, rf"weights needs {4 << 50} bytes, and \d+ are free"),
@@ -185,5 +187,6 @@ def test_a_place_that_will_not_do(tmp_path: Path) -> None:
     store = open_store(tmp_path / "new")
     with pytest.raises(popdist.StoreError, match=re.escape(str(tmp_path / "new" / "gradients"))):
         store.add("gradients", too_large)
-    assert store.weights.file.mapped(Region(start=0, num_bytes=0), Form.of(torch.zeros(0, 2))).shape == (0, 2)
+    nothing = TensorForm.of(torch.zeros(0, 2))
+    assert store.weights.file.mapped(Region(start=0, num_bytes=0), nothing).shape == (0, 2)
     store.close()

@@ -8,8 +8,7 @@ type. Everything else is refused with its place, so a checkpoint that was writte
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,56 +21,6 @@ Json = Any
 _MAPPINGS: Final[dict[str, type]] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
 _ATTRIBUTES: Final = "attributes"
 """Of an ordered dict: torch keeps the versions of a module's layers in one of its state dict."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorForm:
-    """The dtype, shape and memory order of a whole tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        """The form of ``tensor``; a DTensor comes back contiguous, and so does one whose elements have gaps."""
-        if is_distributed(tensor):
-            dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        else:
-            dense = torch.empty_like(tensor, device="meta", requires_grad=False)
-        return cls(
-            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), stride=dense.stride()
-        )
-
-    @classmethod
-    def from_json(cls, value: Json) -> Self:
-        """Make the form from what :meth:`to_json` gave."""
-        dtype, shape, stride = value
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"torch has no dtype {dtype!r}")  # noqa: TRY004 - the value is wrong, whatever its type
-        return cls(dtype=dtype, shape=tuple(shape), stride=tuple(stride))
-
-    def to_json(self) -> Json:
-        """The form as a list."""
-        return [self.dtype, list(self.shape), list(self.stride)]
-
-    def empty(self) -> Tensor:
-        """A tensor of this form, on the CPU, not yet filled."""
-        return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of its elements."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:

@@ -277,7 +277,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
     """Overwrite each tensor with its piece of what was saved."""
     for name in reads.keys() & found.stored.keys():
         for it in found.stored[name]:
-            it.read(directory, found.forms[name].torch_dtype, *reads[name])
+            it.read(directory, found.forms[name].dtype, *reads[name])
     if others := {name: it for name, it in reads.items() if name not in found.stored}:
         from popdist.checkpoint.tensor_files import read_pieces  # noqa: PLC0415 - slow; few instances read
 

@@ -14,10 +14,11 @@ from typing import Final, Self
 import torch
 
 from popdist import context, contract
-from popdist.checkpoint.encoding import Json, TensorForm
+from popdist.checkpoint.encoding import Json
 from popdist.checkpoint.stored_tensors import StoredPiece
 from popdist.errors import CheckpointError
 from popdist.layout import Parallelism
+from popdist.local_tensors import TensorForm
 from popdist.parallel.store_file import digest_of_pieces, is_in_pieces
 
 FORMAT: Final = 2

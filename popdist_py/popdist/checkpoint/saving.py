@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from popdist import context
 from popdist.checkpoint import checkpoint_folder, manifest
-from popdist.checkpoint.encoding import Json, TensorForm, encode
+from popdist.checkpoint.encoding import Json, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
 from popdist.checkpoint.parts import place
 from popdist.checkpoint.states import Stateful, gather_sharded, join_states, replica_states_of, states_of
@@ -26,7 +26,7 @@ from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
 from popdist.collectives import gather_bytes
 from popdist.errors import CheckpointError, PopdistWarning, StoreError, whole_number
 from popdist.groups import Group
-from popdist.local_tensors import is_distributed
+from popdist.local_tensors import TensorForm, is_distributed
 from popdist.weights import sums_of
 
 

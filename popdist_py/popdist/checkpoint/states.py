@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from popdist.checkpoint.encoding import Json, TensorForm, entries_of, tensors_of, union
+from popdist.checkpoint.encoding import Json, entries_of, tensors_of, union
 from popdist.checkpoint.parts import (
     are_named,
     cut_module,
@@ -26,7 +26,7 @@ from popdist.checkpoint.tensor_pieces import Wanted
 from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import CheckpointError, name_first
 from popdist.gradients.buffers import check_buffers
-from popdist.local_tensors import is_distributed, local_part
+from popdist.local_tensors import TensorForm, is_distributed, local_part
 from popdist.sharded.sharded_optimizer import ShardedOptimizer
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from popdist.checkpoint.encoding import Json
 from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted, piece_of
 from popdist.errors import CheckpointError
-from popdist.local_tensors import local_part
-from popdist.parallel.phase_layout import Form, Region, whole_blocks
+from popdist.local_tensors import TensorForm, local_part
+from popdist.parallel.phase_layout import Region, whole_blocks
 from popdist.parallel.phase_store import PhaseStore
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StoredPiece:
         ends = [*map(min, zip(self.piece.ends, piece.ends, strict=True))]
         if not all(start < end for start, end in zip(starts, ends, strict=True)):
             return
-        form = Form(dtype=dtype, shape=self.piece.sizes, stride=self.stride)
+        form = TensorForm(dtype=dtype, shape=self.piece.sizes, stride=self.stride)
         with (directory / self.file).open("rb") as file:
             length, access = whole_blocks(form.num_bytes), mmap.PROT_READ | mmap.PROT_WRITE
             window = mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE, access, offset=self.start)
@@ -146,6 +146,6 @@ def write_into_stores(
         for store in stores:
             if store.host_index == 0 and (place := store.place_of(part)) is not None:
                 file, start = place
-                form = Form.of(part)
+                form = TensorForm.of(part)
                 region = Region(start=start, num_bytes=form.num_bytes)
                 file.write_tensor(region, form, local_part(tensors[name]))

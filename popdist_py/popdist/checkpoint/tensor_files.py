@@ -36,10 +36,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from popdist.checkpoint.encoding import TensorForm
 from popdist.checkpoint.manifest import digest_of_file
 from popdist.checkpoint.tensor_pieces import TensorPiece, piece_of
-from popdist.local_tensors import local_part
+from popdist.local_tensors import TensorForm, local_part
 
 INDEX: Final = ".metadata"
 """The name of DCP's index."""

@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from popdist.checkpoint.encoding import Json, TensorForm
+from popdist.checkpoint.encoding import Json
 from popdist.errors import CheckpointError
-from popdist.local_tensors import is_distributed, local_part, placed_as
+from popdist.local_tensors import TensorForm, is_distributed, local_part, placed_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TensorPiece:
         """A tensor for the piece of one of this form, on the CPU, not yet filled."""
         if self.sizes == form.shape:
             return form.empty()
-        return torch.empty(self.sizes, dtype=getattr(torch, form.dtype))
+        return torch.empty(self.sizes, dtype=form.dtype)
 
 
 def piece_of(tensor: Any) -> TensorPiece:  # noqa: ANN401 - torch's stubs do not know a DTensor's methods
@@ -68,7 +68,7 @@ class Held:
         return cls(form=TensorForm.from_json(form), piece=piece, total=total)
 
     def to_json(self) -> Json:
-        """The place and the length, as a list."""
+        """It as a list."""
         return [self.form.to_json(), self.piece.offsets, self.piece.sizes, self.total]
 
 

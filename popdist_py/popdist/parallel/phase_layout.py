@@ -5,10 +5,9 @@ Each tensor begins at a multiple of ``BLOCK_BYTES``, as direct reads and writes 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
-import torch
-from torch import Tensor
+from popdist.local_tensors import TensorForm
 
 BLOCK_BYTES: Final = 4096
 """Start, length and address of what is read and written directly are multiples of it."""
@@ -17,32 +16,6 @@ BLOCK_BYTES: Final = 4096
 def whole_blocks(num_bytes: int) -> int:
     """``num_bytes``, rounded up to whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """The dtype, shape and memory order of a tensor without gaps."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        """The form of ``tensor``, as it is without the gaps between its elements."""
-        dense = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if dense.is_contiguous():  # where a dimension of one element may have any stride
-            dense = torch.empty(dense.shape, dtype=dense.dtype, device="meta")
-        return cls(dtype=tensor.dtype, shape=tuple(tensor.shape), stride=dense.stride())
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of its elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def view(self, memory: Tensor) -> Tensor:
-        """The tensor of this form at the beginning of ``memory``, which is flat and of bytes."""
-        return memory[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +36,7 @@ class Region:
         return self.start + self.length
 
 
-def lay_out(forms: Mapping[str, Form]) -> dict[str, Region]:
+def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
     """The region of each tensor in one file, in their order."""
     regions: dict[str, Region] = {}
     start = 0

@@ -26,8 +26,8 @@ from popdist.errors import StoreError, name_first, name_instances
 from popdist.groups import Group
 from popdist.host_memory import forks
 from popdist.host_memory.segments import open_through_proc
-from popdist.local_tensors import local_part
-from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, lay_out, total_bytes
+from popdist.local_tensors import TensorForm, local_part
+from popdist.parallel.phase_layout import BLOCK_BYTES, Region, lay_out, total_bytes
 from popdist.parallel.store_file import StoreFile, StoreThreads, Transfer, allocate
 from popdist.transport.hosts import machine
 
@@ -49,7 +49,7 @@ class StoredTensors:
 
     file: StoreFile
     regions: dict[str, Region]
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TensorForm]
 
     def mapped(self, name: str) -> Tensor:
         """A tensor as it is in the file."""
@@ -88,7 +88,7 @@ class PhaseStore:
 
     @classmethod
     def open(
-        cls, place: str | os.PathLike[str], forms: Mapping[str, Form], *, group: Group, device: torch.device
+        cls, place: str | os.PathLike[str], forms: Mapping[str, TensorForm], *, group: Group, device: torch.device
     ) -> Self:
         """Make the store in the folder ``place``, or open the one that is there; all instances call it.
 
@@ -158,7 +158,7 @@ class PhaseStore:
         if self.folder is not None and self.host_index == 0:
             self.folder.claim(is_on_cpu=device.type == "cpu")
 
-    def add(self, name: str, forms: Mapping[str, Form]) -> StoredTensors:
+    def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
         """Make the file ``weights``, ``state`` or ``gradients`` with room for tensors; all instances call it."""
         regions = lay_out(forms)
         num_bytes = max(total_bytes(regions), BLOCK_BYTES)
@@ -191,7 +191,7 @@ class PhaseStore:
 class _Folder:
     """A store's folder: whose it is, and what its header says."""
 
-    def __init__(self, path: Path, forms: Mapping[str, Form]) -> None:
+    def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
         self.path = path
         described = repr([(name, form.dtype, form.shape, form.stride) for name, form in forms.items()])
         self._digest = blake2b(described.encode(), digest_size=16).hexdigest()

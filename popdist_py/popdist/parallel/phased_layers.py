@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
-from popdist.local_tensors import part_itself
+from popdist.local_tensors import TensorForm, part_itself
 from popdist.parallel.describe import runs_of_layers
-from popdist.parallel.phase_layout import Form
 from popdist.parallel.recompute import LayerState, chosen_layers, without_caches
 from popdist.torch_private import skip_tracing
 from popdist.training.micro_batches import map_nest
@@ -163,7 +162,7 @@ def make_absent(parameter: Parameter) -> None:
     set_data(parameter, _absent_number(part.dtype, part.device).expand(part.shape))
 
 
-def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[int, Form]) -> None:
+def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[int, TensorForm]) -> None:
     """Check that the parameters and layers of ``module`` are those that it had, with these forms by identity."""
     now = {id(it): (name, it) for name, it in module.named_parameters()}
     changed = [name for key, (name, _) in now.items() if key not in forms]

@@ -20,9 +20,8 @@ from popdist.gradients.memory import GradientMemory, OldGradients
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
-from popdist.local_tensors import is_distributed, local_part, part_itself, placed_as
+from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
-from popdist.parallel.phase_layout import Form
 from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
 from popdist.parallel.phased_layers import find_layers, install, make_absent
 from popdist.parallel.phased_run import PhasedRun, StepPlan
@@ -314,7 +313,7 @@ def _stored(
     if context.environment().contract.parallelism.is_shared and os.fspath(store) != HOST_MEMORY:
         store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
     found = find_layers(module, layers)
-    forms = {name: Form.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
+    forms = {name: TensorForm.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
     device = next((it.device for it in module.parameters() if not it.is_meta), torch.device("cpu"))
     made = PhaseStore.open(store, forms, group=group, device=device)
     units = [unit.module for unit in found.units]

@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from popdist import torch_private
 from popdist.errors import OptimizerError, check_flags
 from popdist.gradients.stored_gradients import StoredGradient
-from popdist.local_tensors import is_distributed, local_part, placed_as
+from popdist.local_tensors import TensorForm, is_distributed, local_part, placed_as
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.one_by_one import OF_SCALERS, OneByOne, State, settings_of
 from popdist.optim.pieces import PieceOptimizer, load_uncast, refuse_distributed
-from popdist.parallel.phase_layout import Form
 from popdist.sharded.sharded_optimizer import digest_of
 
 RECORD: Final = "record"
@@ -38,20 +37,20 @@ _VALUE_BYTES: Final = 64
 class _StateForm:
     """What an optimizer keeps for parameters of one form."""
 
-    tensors: dict[str, Form]
+    tensors: dict[str, TensorForm]
     values: State  # small ones, as a first step leaves them: tensors of one element, numbers and None
     names: tuple[str, ...]  # of all, in the optimizer's order
 
     @classmethod
     def of(cls, state: State, device: torch.device) -> "_StateForm":
         """The form of ``state``; an OptimizerError if something in it cannot lie in a store."""
-        tensors, values = dict[str, Form](), State()
+        tensors, values = dict[str, TensorForm](), State()
         for name, value in state.items():
             is_tensor = isinstance(value, Tensor)
             if value is None or isinstance(value, bool | int | float) or (is_tensor and _is_small(value)):
                 values[name] = value
             elif is_tensor and value.device == device and value.layout == torch.strided:
-                tensors[name] = Form.of(value)
+                tensors[name] = TensorForm.of(value)
             else:
                 kind = f"tensor of layout {value.layout} on {value.device}" if is_tensor else type(value).__name__
                 raise OptimizerError(
@@ -61,10 +60,10 @@ class _StateForm:
         return cls(tensors=tensors, values=values, names=tuple(state))
 
     @property
-    def stored(self) -> dict[str, Form]:
+    def stored(self) -> dict[str, TensorForm]:
         """The forms of all that lies in the store."""
         length = _VALUE_BYTES * (1 + len(self.values))
-        return {**self.tensors, RECORD: Form(dtype=torch.uint8, shape=(length,), stride=(1,))}
+        return {**self.tensors, RECORD: TensorForm(dtype=torch.uint8, shape=(length,), stride=(1,))}
 
     def fits(self, state: State) -> bool:
         """Whether the store has room for ``state``."""
@@ -256,7 +255,7 @@ class PhasedOptimizer(Optimizer):
         for parameter in self._places:
             parameter.grad = None
 
-    def forms_of(self, parameter: Tensor) -> dict[str, Form]:
+    def forms_of(self, parameter: Tensor) -> dict[str, TensorForm]:
         """The tensors that the store holds for ``parameter`` beside its weights; none if it is in no group."""
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
@@ -421,7 +420,7 @@ def _in_words(state: State) -> str:
     )
 
 
-def _form_of_state(stepper: OneByOne, form: Form, device: torch.device) -> _StateForm:
+def _form_of_state(stepper: OneByOne, form: TensorForm, device: torch.device) -> _StateForm:
     """The form of what a step leaves as the state of a parameter."""
     weights, gradient = (
         form.view(torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)) for _ in range(2)

@@ -24,9 +24,9 @@ from popdist.gradients.step_headers import MeanOrSum
 from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
 from popdist.groups import Group, as_words
 from popdist.layout import ReplicaLayout
-from popdist.local_tensors import local_part, part_itself, placed_as
+from popdist.local_tensors import TensorForm, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import PhaseBudget
-from popdist.parallel.phase_layout import Form, deal, span
+from popdist.parallel.phase_layout import deal, span
 from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, Ranges, StoredPieces, StoredSums
 from popdist.parallel.phase_store import PhaseStore, StoredTensors
 from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
@@ -179,7 +179,7 @@ class PhasedRun:
     def _make_room(self, num_planes: int) -> None:
         """Have room in the store for so many sums of each piece, and in memory for one."""
         forms = {
-            f"{plane}/{index}": Form(dtype=torch.uint8, shape=(gradient.num_bytes,), stride=(1,))
+            f"{plane}/{index}": TensorForm(dtype=torch.uint8, shape=(gradient.num_bytes,), stride=(1,))
             for plane in range(num_planes * self.store.host_size)
             for index, gradient in self._gradients.items()
         }
@@ -433,7 +433,7 @@ class PhasedRun:
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
         self.memory.wait()
-        forms, own = dict[str, Form](), dict[int, list[str]]()
+        forms, own = dict[str, TensorForm](), dict[int, list[str]]()
         for piece in self.layers.pieces:
             own[piece.index] = []
             for name, parameter in piece.named:
@@ -445,7 +445,7 @@ class PhasedRun:
         self.optimizer = weakref.ref(optimizer)
         self.memory.cut(self.memory.phases)
 
-    def form_of(self, parameter: Parameter) -> Form:
+    def form_of(self, parameter: Parameter) -> TensorForm:
         """The form of a weight, or of the part of it that is here."""
         return self.store.weights.forms[self.names[id(parameter)]]
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from popdist.errors import StoreError
 from popdist.host_memory import forks
-from popdist.parallel.phase_layout import BLOCK_BYTES, Form, Region, whole_blocks
+from popdist.local_tensors import TensorForm
+from popdist.parallel.phase_layout import BLOCK_BYTES, Region, whole_blocks
 
 PIECE_BYTES: Final = 8 << 20
 """How much a thread reads or writes at a time: with two threads more is not faster."""
@@ -178,13 +179,13 @@ class StoreFile:
         """Begin to write a flat tensor of bytes; as :meth:`read`."""
         return self._begin(start, data, self._write_piece, self._write_from_device)
 
-    def write_tensor(self, region: Region, form: Form, tensor: Tensor) -> None:
+    def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
         """Write the values of ``tensor``, in the memory order of ``form``, and wait until it is done."""
         if not form.num_bytes:
             return
         values = tensor.detach().to("cpu", form.dtype)
         if values.stride() != form.stride:
-            values = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu").copy_(values)
+            values = form.empty().copy_(values)
         flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
         buffer = make_buffer(min(PIECE_BYTES, region.length))
         for at in range(0, form.num_bytes, PIECE_BYTES):
@@ -192,10 +193,10 @@ class StoreFile:
             buffer[: len(part)] = part
             self.write(region.start + at, buffer[: whole_blocks(len(part))]).wait()
 
-    def mapped(self, region: Region, form: Form) -> Tensor:
+    def mapped(self, region: Region, form: TensorForm) -> Tensor:
         """A tensor of ``form`` that shows what stands in the file, and is not written into it."""
         if not form.num_bytes:
-            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
+            return form.empty()
         access = mmap.PROT_READ | mmap.PROT_WRITE
         try:
             window = mmap.mmap(self.descriptor, region.length, mmap.MAP_PRIVATE, access, offset=region.start)
