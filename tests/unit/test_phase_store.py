@@ -3,7 +3,6 @@
 Holds popdist.parallel.store_file.
 """
 
-import json
 import os
 import re
 import threading
@@ -119,32 +118,18 @@ def test_a_torn_store_says_so(tmp_path: Path) -> None:
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
-    """By the process that has it; after its end the same model takes it over, a larger one does not."""
+    """By the process that has it; after its end any model takes it over."""
     store = open_store(tmp_path)
-    store.weights.file.write(0, bytes_of(store.weights.file.num_bytes)).wait()
     with pytest.raises(popdist.StoreError, match=rf"in use by process {os.getpid()} on "):
         open_store(tmp_path)
     child = forked(lambda: store.weights.file.read(0, make_buffer(BLOCK_BYTES)))
     assert "forked" in child
     store.close()
 
-    again, back = open_store(tmp_path), make_buffer(BLOCK_BYTES)
-    again.weights.file.read(0, back).wait()
-    assert back.any()
-    again.close()
-    kept = (tmp_path / "weights").read_bytes()
-    other = {"weight": TensorForm.of(torch.zeros(4, 700)), "other": FORMS["bias"]}
-    for forms in (other, dict(reversed(FORMS.items())), {**FORMS, "bias": FORMS["weight"]}):
-        with pytest.raises(popdist.StoreError, match="store of another model, whose weights have other names"):
-            open_store(tmp_path, forms)
-    header = json.loads((tmp_path / "store.json").read_bytes())
-    (tmp_path / "store.json").write_text(json.dumps(header | {"format": 99, "popdist": "9.9"}))
-    with pytest.raises(popdist.StoreError, match=r"made by popdist 9\.9 in format 99"):
-        open_store(tmp_path)
-    (tmp_path / "store.json").write_text("{")
-    with pytest.raises(popdist.StoreError, match="cannot be read"):
-        open_store(tmp_path)
-    assert (tmp_path / "weights").read_bytes() == kept
+    other = open_store(tmp_path, {"weight": TensorForm.of(torch.zeros(4, 700))})
+    assert [it.name for it in sorted(tmp_path.iterdir())] == ["lock", "weights"]
+    assert (tmp_path / "weights").stat().st_size == other.weights.file.num_bytes
+    other.close()
 
 
 def forked(call: Callable[[], object]) -> str:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from popdist.collectives import gather_bytes
-from popdist.contract import VERSION
 from popdist.errors import StoreError, name_first, name_instances
 from popdist.groups import Group
 from popdist.host_memory import forks
@@ -34,12 +32,8 @@ from popdist.transport.hosts import machine
 HOST_MEMORY: Final = "host"
 """In place of a folder: the store is in the memory of the host."""
 
-FORMAT: Final = 1
-
-_HEADER: Final = "store.json"
 _LOCK: Final = "lock"
-_NEW_HEADER: Final = "store.json.new"
-_OWN: Final = frozenset({"weights", "state", "gradients", _LOCK, _HEADER, _NEW_HEADER})
+_FILES: Final = frozenset({"weights", "state", "gradients"})
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 
 
@@ -100,10 +94,10 @@ class PhaseStore:
 
         Raises:
             StoreError: If there is no room, the place is in memory and the model on the CPU, another job uses the
-                store, it is that of another model, or the folder is none of a store; on every instance.
+                store, or the folder is none of a store; on every instance.
         """
         is_in_memory = os.fspath(place) == HOST_MEMORY
-        store = cls(None if is_in_memory else _Folder(Path(place).absolute(), forms), group, device)
+        store = cls(None if is_in_memory else _Folder(Path(place).absolute()), group, device)
         try:
             _on_all(group, "phased(), its folder", lambda: store._claim(device))
             store.weights = store.add("weights", forms)
@@ -167,7 +161,7 @@ class PhaseStore:
 
         def create() -> list[int]:
             if self.host_index == 0:
-                if path is not None and name != "weights":  # what maps the old file keeps it
+                if path is not None:  # who has an older file open keeps it
                     path.unlink(missing_ok=True)
                 descriptors.append(_create(path, num_bytes))
             return [os.getpid(), *descriptors]
@@ -189,12 +183,10 @@ class PhaseStore:
 
 
 class _Folder:
-    """A store's folder: whose it is, and what its header says."""
+    """A store's folder, which one process holds at a time."""
 
-    def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        described = repr([(name, form.dtype, form.shape, form.stride) for name, form in forms.items()])
-        self._digest = blake2b(described.encode(), digest_size=16).hexdigest()
         self._lock = -1
         self._is_new = False
         forks.call_in_children(self._close_lock)
@@ -210,30 +202,34 @@ class _Folder:
                     f"{self.path} is on a {kind}, which is the memory that the store is to save: name a folder on "
                     "a disk"
                 )
-            if strange := sorted({it.name for it in self.path.iterdir()} - _OWN):
+            if strange := sorted({it.name for it in self.path.iterdir()} - _FILES - {_LOCK}):
                 raise StoreError(
                     f"{self.path} is no store, and not empty: it has {name_first(strange)}. Name an empty folder, "
                     "or one that is not there"
                 )
             self._acquire_lock()
-            self._check_same()
-            self._write_header()
+            self._remove_files()
         except OSError as error:
             raise StoreError(f"{self.path} cannot be a store: {error.strerror} ({error.filename})") from error
-
-    def remove_if_new(self) -> None:
-        """Remove what was made here, if there was nothing before."""
-        if self._is_new:
-            for name in _OWN:
-                (self.path / name).unlink(missing_ok=True)
-            with suppress(OSError):
-                self.path.rmdir()
 
     def close(self) -> None:
         """Release the lock."""
         if self._lock >= 0:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._close_lock()
+
+    def remove_if_new(self) -> None:
+        """Remove what was made here, if there was nothing before."""
+        if self._is_new:
+            self._remove_files()
+            (self.path / _LOCK).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.rmdir()
+
+    def _remove_files(self) -> None:
+        """Remove what an earlier run has left; who still has it open keeps it."""
+        for name in _FILES:
+            (self.path / name).unlink(missing_ok=True)
 
     def _acquire_lock(self) -> None:
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -254,38 +250,9 @@ class _Folder:
             os.close(self._lock)
             self._lock = -1
 
-    def _write_header(self) -> None:
-        """Say whose store it is."""
-        header = {"format": FORMAT, "popdist": VERSION, "weights": self._digest}
-        new = self.path / _NEW_HEADER
-        new.write_text(json.dumps(header), encoding="utf-8")
-        new.rename(self.path / _HEADER)
-
-    def _check_same(self) -> None:
-        """Refuse the store of another model or format."""
-        try:
-            header = json.loads((self.path / _HEADER).read_bytes())
-            found, weights = header["format"], header["weights"]
-        except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{self.path / _HEADER} cannot be read ({error!r}): name another folder, or remove this one"
-            ) from error
-        if found != FORMAT:
-            raise StoreError(
-                f"{self.path} was made by popdist {header['popdist']} in format {found}, and this is popdist "
-                f"{VERSION}, which has format {FORMAT}: name another folder, or remove this one"
-            )
-        if weights != self._digest:
-            raise StoreError(
-                f"{self.path} is the store of another model, whose weights have other names, shapes or dtypes: "
-                "name another folder, or remove this one"
-            )
-
 
 def _create(path: Path | None, num_bytes: int) -> int:
-    """A descriptor of a file of this size, which is there or not, or of so much host memory."""
+    """A descriptor of a new file of this size, or of so much host memory."""
     if path is None:
         if num_bytes > psutil.virtual_memory().available:
             raise StoreError(

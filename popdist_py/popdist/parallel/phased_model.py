@@ -97,8 +97,7 @@ def phased(  # noqa: PLR0913 - what a model can be told
     Raises:
         WeightsError: If the module has no layers, or something in it cannot be trained so; if ``memory`` is too
             little, with how much would do.
-        StoreError: If there is no room for the store, another job uses it, it is that of another model, or it is
-            on a file system in memory, which it is to save.
+        StoreError: If there is no room for the store, another job uses it, or it is on a file system in memory.
         BatchError, CollectiveError, ContractError, BackendError: As ``popdist.ReplicatedModel``.
     """
     return PhasedModel(module, memory, phases, store, layers, seed, initialize, weights)

@@ -58,11 +58,10 @@ def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned
 
 
 def allocate(descriptor: int, num_bytes: int, name: str) -> None:
-    """Give a file of a store all the room that it will need; a StoreError if it is not there."""
-    present = os.fstat(descriptor).st_blocks * 512
+    """Give a new file all the room that it will need; a StoreError if it is not there."""
     system = os.fstatvfs(descriptor)
     free = system.f_bavail * system.f_frsize
-    fault = os.strerror(errno.ENOSPC) if num_bytes - present > free > 0 else ""
+    fault = os.strerror(errno.ENOSPC) if num_bytes > free > 0 else ""
     try:
         if not fault:
             os.ftruncate(descriptor, num_bytes)
@@ -72,7 +71,7 @@ def allocate(descriptor: int, num_bytes: int, name: str) -> None:
         os.ftruncate(descriptor, 0)
     if fault:
         raise StoreError(
-            f"{name} needs {num_bytes} bytes, and {free + present} are free there ({fault}): make room, or name "
+            f"{name} needs {num_bytes} bytes, and {free} are free there ({fault}): make room, or name "
             "another place"
         )
 
