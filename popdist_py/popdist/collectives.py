@@ -6,14 +6,15 @@ Floats are added in the order of `popdist.tree`, so every instance has the same 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from popdist.context import current_group, device, environment, shares_tensors
-from popdist.errors import CollectiveError, name_instances
+from popdist.errors import CollectiveError, PopdistError, name_instances
 from popdist.groups import Group
 from popdist.host_memory import shared_storages
 
@@ -253,6 +254,23 @@ def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
         return [row[:length].numpy().tobytes() for row, (length,) in zip(rows, lengths, strict=True)]
 
     return group.run(text, send, data, [len(data)])
+
+
+@contextmanager
+def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterator[None]:
+    """Run the block, which waits for nobody, on every instance: what one raises, the others raise as ``error``."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001 - whatever it is, the others are told, and it is raised below
+        failure = raised
+    words = "" if failure is None else f"{failure}" or type(failure).__name__
+    message = words.encode(errors="backslashreplace")  # the name of a file may be no text
+    received = zip(group.instances, group.start(text, [len(message)]).wait(), strict=True)
+    if lengths := {instance: length for instance, (length,) in received if length}:
+        first = next(iter(lengths))
+        told = send_bytes(group, message, lengths[first], first)
+        raise failure or error(f"{group.name(lengths)} failed: {told.decode(errors='replace')}")
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:

@@ -105,9 +105,9 @@ def test_a_torn_store_says_so(tmp_path: Path) -> None:
     os.truncate(tmp_path / "weights", BLOCK_BYTES)
     failed = store.weights.file.read(0, make_buffer(store.weights.file.num_bytes))
     with pytest.raises(popdist.StoreError, match=rf"weights ends at byte {BLOCK_BYTES}"):
-        store.end_step(17, [failed])
+        store.end_step(failed.wait)
     assert store.is_torn
-    store.end_step(17)
+    store.end_step()
     store.check_whole()
     for start, data in ((0, make_buffer(100)), (8, make_buffer(BLOCK_BYTES)), (1 << 20, make_buffer(BLOCK_BYTES))):
         with pytest.raises(popdist.StoreError, match=r"are not (whole blocks|in )"):

@@ -101,7 +101,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
         states = {name: decode(part, tensors) for name, part in parts.items()}
         _load_everywhere(group, call, things, states)
         for store in stores_of(named):
-            store.end_step(store.step)
+            store.end_step()
         if is_writer(group):
             _warn_of_differences(found, where, [name for name in replica_states if name not in found.states])
         values = {name: decode(value, tensors) for name, value in found.values.items()}

@@ -1,13 +1,13 @@
 """What the instances of a job do together: one of them writes and reads, and an error on one is raised on all."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Final
 
 from torch import Tensor
 
 from popdist import context
-from popdist.collectives import send_bytes
+from popdist.collectives import fail_together, send_bytes
 from popdist.errors import CheckpointError, CollectiveError, name_instances
 from popdist.groups import Group
 
@@ -32,21 +32,9 @@ def is_writer(group: Group) -> bool:
     return group.backend.instance_index == WRITER
 
 
-@contextmanager
-def together(group: Group, text: str) -> Iterator[None]:
-    """Run the block, which waits for nobody, on every instance: an error on one of them is raised on each."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told, and it is raised below
-        failure = error
-    words = "" if failure is None else f"{failure}" or type(failure).__name__
-    message = words.encode(errors="backslashreplace")  # the name of a file may be no text
-    lengths = [length for (length,) in group.start(text, [len(message)]).wait()]
-    failed = [instance for instance, length in enumerate(lengths) if length]
-    if failed:
-        told = send_bytes(group, message, lengths[failed[0]], failed[0])
-        raise failure or CheckpointError(f"{name_instances(failed)} failed: {told.decode(errors='replace')}")
+def together(group: Group, text: str) -> AbstractContextManager[None]:
+    """Within it an error on one instance is raised on each; the block waits for nobody."""
+    return fail_together(group, text, CheckpointError)
 
 
 def broadcast_bytes(group: Group, text: str, data: bytes) -> bytes:

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import psutil
 import torch
 from torch import Tensor
 
-from popdist.collectives import gather_bytes
-from popdist.errors import StoreError, name_first, name_instances
+from popdist.collectives import fail_together, gather_bytes
+from popdist.errors import StoreError, name_first
 from popdist.groups import Group
 from popdist.host_memory import forks
 from popdist.host_memory.segments import open_through_proc
 from popdist.local_tensors import TensorForm, local_part
 from popdist.parallel.phase_layout import BLOCK_BYTES, Region, lay_out, total_bytes
-from popdist.parallel.store_file import StoreFile, StoreThreads, Transfer, allocate
+from popdist.parallel.store_file import StoreFile, StoreThreads, allocate
 from popdist.transport.hosts import machine
 
 HOST_MEMORY: Final = "host"
@@ -69,7 +69,7 @@ class PhaseStore:
 
     def __init__(self, folder: "_Folder | None", group: Group, device: torch.device) -> None:
         place = HOST_MEMORY if folder is None else f"{folder.path.resolve()}"
-        places = _on_all(group, "phased(), its stores", lambda: f"{machine()} {place}")
+        places = gather_bytes(group, "phased(), its stores", os.fsencode(f"{machine()} {place}"))
         own = group.instances.index(group.backend.instance_index)
         sharing = [index for index, it in enumerate(places) if it == places[own]]
         self.host_index, self.host_size = sharing.index(own), len(sharing)
@@ -99,12 +99,12 @@ class PhaseStore:
         is_in_memory = os.fspath(place) == HOST_MEMORY
         store = cls(None if is_in_memory else _Folder(Path(place).absolute()), group, device)
         try:
-            _on_all(group, "phased(), its folder", lambda: store._claim(device))
+            with fail_together(group, "phased(), its folder", StoreError):
+                if store.folder is not None and store.host_index == 0:
+                    store.folder.claim(is_on_cpu=device.type == "cpu")
             store.weights = store.add("weights", forms)
         except BaseException:
-            store.close()
-            if store.folder is not None and store.host_index == 0:
-                store.folder.remove_if_new()
+            store.discard()
             raise
         return store
 
@@ -112,18 +112,12 @@ class PhaseStore:
         """Mark the store as torn: from now on weights of ``step`` stand beside those of the step before."""
         self.step, self.is_torn = step, True
 
-    def end_step(self, step: int, transfers: Iterable[Transfer] = ()) -> None:
-        """Wait for ``transfers`` and for all instances, and mark the store as whole; all instances call it."""
-        failure: StoreError | None = None
-        for transfer in transfers:
-            try:
-                transfer.wait()
-            except StoreError as error:
-                failure = failure or error
-        told = self._group.start("phased(), the end of a step", [failure is not None]).wait()
-        if failed := [index for index, (is_failed,) in zip(self._group.instances, told, strict=True) if is_failed]:
-            raise failure or StoreError(f"{self._group.name(failed)} could not write weights of step {step}")
-        self.step, self.is_torn = step, False
+    def end_step(self, write: Callable[[], object] | None = None) -> None:
+        """Call ``write``, wait for all instances, and mark the store as whole; all instances call it."""
+        with fail_together(self._group, "phased(), the end of a step", StoreError):
+            if write is not None:
+                write()
+        self.is_torn = False
 
     def check_whole(self) -> None:
         """Raise a StoreError if a step was begun and has not ended."""
@@ -148,36 +142,34 @@ class PhaseStore:
         """End the threads and release the lock; the files stay as they are. May be called again."""
         self._close()
 
-    def _claim(self, device: torch.device) -> None:
+    def discard(self) -> None:
+        """Close it, and remove a folder that was not there before."""
+        self.close()
         if self.folder is not None and self.host_index == 0:
-            self.folder.claim(is_on_cpu=device.type == "cpu")
+            self.folder.remove_if_new()
 
     def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
         """Make the file ``weights``, ``state`` or ``gradients`` with room for tensors; all instances call it."""
         regions = lay_out(forms)
         num_bytes = max(total_bytes(regions), BLOCK_BYTES)
         path = None if self.folder is None else self.folder.path / name
-        descriptors: list[int] = []
-
-        def create() -> list[int]:
-            if self.host_index == 0:
-                if path is not None:  # who has an older file open keeps it
-                    path.unlink(missing_ok=True)
-                descriptors.append(_create(path, num_bytes))
-            return [os.getpid(), *descriptors]
-
-        def open_created() -> None:
-            if self.host_index:
-                descriptors.append(_open_created(path, *made[self._first]))
-
+        descriptor = -1
         try:
-            made = _on_all(self._group, f"phased(), its {name} of {num_bytes} bytes", create)
-            _on_all(self._group, f"phased(), opening its {name}", open_created)
+            with fail_together(self._group, f"phased(), its {name} of {num_bytes} bytes", StoreError):
+                if self.host_index == 0:
+                    if path is not None:  # who has an older file open keeps it
+                        path.unlink(missing_ok=True)
+                    descriptor = _create(path, num_bytes)
+            told = json.dumps([os.getpid(), descriptor]).encode()
+            made = gather_bytes(self._group, f"phased(), who has its {name}", told)
+            with fail_together(self._group, f"phased(), opening its {name}", StoreError):
+                if self.host_index:
+                    descriptor = _open_created(path, *json.loads(made[self._first]))
         except BaseException:
-            for descriptor in descriptors:
+            if descriptor >= 0:
                 os.close(descriptor)
             raise
-        file = StoreFile(descriptors[0], path, num_bytes, self._threads)
+        file = StoreFile(descriptor, path, num_bytes, self._threads)
         self._files.append(file)
         return StoredTensors(file=file, regions=regions, forms=forms)
 
@@ -291,21 +283,6 @@ def _file_system_of(path: Path) -> str:
     """The kind of the file system on which ``path`` is."""
     mounts = [it for it in psutil.disk_partitions(all=True) if path.is_relative_to(it.mountpoint)]
     return max(reversed(mounts), key=lambda it: len(it.mountpoint)).fstype if mounts else ""
-
-
-def _on_all(group: Group, text: str, make: Callable[[], Any]) -> list[Any]:
-    """What ``make`` returns on each instance, as JSON; an error of one of them is raised on all."""
-    value, failure = None, None
-    try:
-        value = make()
-    except StoreError as error:
-        failure = error
-    message = json.dumps([value, None if failure is None else str(failure)]).encode()
-    told = [json.loads(data) for data in gather_bytes(group, text, message)]
-    for instance, (_, words) in zip(group.instances, told, strict=True):
-        if words is not None:
-            raise failure or StoreError(f"{name_instances([instance])}: {words}")
-    return [it for it, _ in told]
 
 
 def _close_all(threads: StoreThreads, files: Iterable[StoreFile], folder: _Folder | None) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ from popsize.phases import even_cuts
 
 if TYPE_CHECKING:
     from popdist.parallel.phased_optimizer import PhasedOptimizer
-    from popdist.parallel.store_file import Transfer
 
 _ORDER: Final = "phased(), the order of the layers"
 
@@ -419,7 +418,7 @@ class PhasedRun:
             self._update_phases(update)
         self.is_unfinished = False
         self.memory.begin_writing()
-        self.store.end_step(self.store.step, [cast("Transfer", self.memory)])
+        self.store.end_step(self.memory.wait)
         if self.store.host_size > 1:
             others = [piece for piece in self._trained if any(name not in self.owned for name in piece.names)]
             self.memory.forget(Content("weights", piece.index) for piece in others)
@@ -464,7 +463,7 @@ class PhasedRun:
 
     def reload(self) -> None:
         """Read all weights anew, as what is in the store was changed, and is whole."""
-        self.store.end_step(self.store.step)
+        self.store.end_step()
         self.memory.forget(Content("weights", piece.index) for piece in self.layers.pieces)
 
     def _bind(self, piece: PhasePiece, memory: Tensor) -> None:

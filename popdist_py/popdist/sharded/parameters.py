@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.collectives import gather_bytes
+from popdist.collectives import fail_together, gather_bytes
 from popdist.errors import OptimizerError
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.gradients.shards import Ranges, deal_elements, flat_view, may_be_cut
 from popdist.groups import Group
+from popdist.optim.one_by_one import State
 from popdist.optim.pieces import flat_in_order_of
 
 Named: TypeAlias = tuple[str, Parameter]
@@ -50,7 +51,7 @@ class ShardedParameter:
         if self.whole.grad is not None and self.whole.grad.layout != torch.strided:
             raise OptimizerError(f"the gradient of {self.name} is sparse: make it with sparse=False")
 
-    def lend_gradient(self) -> None:
+    def set_gradient(self) -> None:
         """Set the shard's gradient to its part of the parameter's, or to None."""
         gradient = self.whole.grad
         if isinstance(gradient, PartialGradient):
@@ -105,10 +106,6 @@ def describe(named: Sequence[Named]) -> str:
     return f"{len(named)} parameters, names and shapes {digest}"
 
 
-State = dict[str, Any]
-"""What an optimizer keeps for one parameter: tensors with a number for each element, and single values."""
-
-
 def gather_state(
     group: Group,
     sharded: Sequence[ShardedParameter],
@@ -117,10 +114,9 @@ def gather_state(
     text: str,
 ) -> Iterator[tuple[ShardedParameter, State]]:
     """Yield the whole state of each parameter that has one; all instances must iterate to the end."""
-    described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
+    with fail_together(group, f"{text}, its form", OptimizerError):
+        described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
     everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]
-    if trouble := next((said for said in everybody if isinstance(said, str)), None):
-        raise OptimizerError(trouble)
     for position, parameter in enumerate(sharded):
         owners = [instance for instance, elements in enumerate(parameter.ranges) if elements]
         described = [everybody[owner][position] for owner in owners]
@@ -157,14 +153,13 @@ def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.
 
 def _describe_all(
     sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
-) -> list[dict[str, Any]] | str:
-    """Describe the state of each parameter as JSON; a text says why that is not possible."""
+) -> list[dict[str, Any]]:
+    """Describe the state of each parameter as JSON."""
     if others := set(states) - {parameter.shard for parameter in sharded}:
-        return f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
-    try:
-        return [_describe(parameter, states.get(parameter.shard, {}), keys) for parameter in sharded]
-    except OptimizerError as error:
-        return str(error)
+        raise OptimizerError(
+            f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
+        )
+    return [_describe(parameter, states.get(parameter.shard, {}), keys) for parameter in sharded]
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:

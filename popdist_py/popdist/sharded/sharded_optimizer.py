@@ -27,12 +27,11 @@ from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
-from popdist.optim.one_by_one import settings_of
+from popdist.optim.one_by_one import State, settings_of
 from popdist.optim.pieces import BLOCK, NodeSums, Piece, PieceOptimizer, load_uncast, refuse_distributed
 from popdist.sharded.parameters import (
     Named,
     ShardedParameter,
-    State,
     copy_state,
     describe,
     gather_state,
@@ -219,7 +218,7 @@ class ShardedOptimizer(Optimizer):
             self._norms.begin_step()
         try:
             for parameter in self._sharded:
-                parameter.lend_gradient()
+                parameter.set_gradient()
             self._num_steps += 1
             if is_checked(self._num_steps) and context.current_job().is_checked:
                 check_in_training(inside)
@@ -274,7 +273,6 @@ class ShardedOptimizer(Optimizer):
             OptimizerError: If it is no state, or of another precision or another optimizer inside LowPrecision.
             ValueError: If it has other groups.
         """
-        assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
         given: object = state_dict
         if not isinstance(given, Mapping) or "param_groups" not in given:
             raise OptimizerError(f"{reprlib.repr(given)} is no state_dict() of an optimizer")
