@@ -17,9 +17,10 @@ import popdist
 from popdist.optim import LAMB, LARS, LowPrecision
 from popdist.parallel import PhasedOptimizer, phased, recompute
 from tests.contract.collective_laws import refused
+from tests.contract.phased_laws import assert_equal
 from tests.contract.training_laws import share
+from tests.unit.test_phased_optimizer import check_state
 
-TIMEOUT_SECONDS = 300.0
 NUM_STEPS = 10
 SIZE = 8
 
@@ -64,16 +65,6 @@ class Tower(nn.Module):
         return result
 
 
-def run_all(folder: Path) -> int:
-    """Every law of this file; how many there were."""
-    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
-    for law in laws:
-        popdist.barrier()
-        law(folder / law.__name__)
-    return len(laws)
-
-
 def batch_of(step: int, accumulation: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """This instance's samples of a step."""
     numbers = torch.Generator().manual_seed(step)
@@ -86,14 +77,15 @@ def make(kind: type[Optimizer], folder: Path, dtype: torch.dtype, *, in_backward
     tower = Tower(dtype)
     plain = popdist.ReplicatedModel(recompute(copy.deepcopy(tower)))
     in_phases = phased(tower, phases=3, store=folder)
-    groups: list[list[dict[str, Any]]] = [
-        [{"params": matrices}, {"params": others, "lr": 0.003}]
-        for model in (plain, in_phases)
-        for trained in [[it for it in model.parameters() if it.requires_grad]]
-        for matrices, others in [([it for it in trained if it.dim() > 1], [it for it in trained if it.dim() == 1])]
-    ]
-    optimizer = PhasedOptimizer(in_phases, kind, groups[1], step_in_backward=in_backward, **settings)
-    return (plain, kind(groups[0], **settings)), (in_phases, optimizer)
+    optimizer = PhasedOptimizer(in_phases, kind, groups_of(in_phases), step_in_backward=in_backward, **settings)
+    return (plain, kind(groups_of(plain), **settings)), (in_phases, optimizer)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The matrices that are trained, and the vectors with a learning rate of their own."""
+    trained = [it for it in model.parameters() if it.requires_grad]
+    matrices, vectors = [it for it in trained if it.dim() > 1], [it for it in trained if it.dim() == 1]
+    return [{"params": matrices}, {"params": vectors, "lr": 0.003}]
 
 
 def train(model: Any, optimizer: Any, batch: Any, accumulation: int, after: Callable[..., object]) -> None:  # noqa: ANN401 - of both kinds
@@ -106,16 +98,8 @@ def train(model: Any, optimizer: Any, batch: Any, accumulation: int, after: Call
 def check_equal(pairs: Any) -> None:  # noqa: ANN401 - what make() gives
     """Weights and states have the same bits."""
     (plain, optimizer), (in_phases, phased_optimizer) = pairs
-    weights = in_phases.state_dict()
-    for name, value in plain.module.state_dict().items():
-        assert torch.equal(weights[name], value), name
-    found, expected = phased_optimizer.state_dict(), optimizer.state_dict()
-    assert found["param_groups"] == expected["param_groups"]
-    assert found["state"].keys() == expected["state"].keys()
-    for number, state in expected["state"].items():
-        for name, value in state.items():
-            here = found["state"][number][name]
-            assert torch.equal(here, value) if isinstance(value, Tensor) else here == value, (number, name)
+    assert_equal(in_phases.state_dict(), plain.module.state_dict())
+    check_state(phased_optimizer.state_dict(), optimizer.state_dict())
 
 
 def check_bits(  # noqa: PLR0913 - a case
@@ -226,18 +210,22 @@ class Failing(SGD):
 
 def law_a_failure_in_an_update_is_known_afterwards(folder: Path) -> None:
     """As weights of two steps are in the store, nothing goes on with them."""
-    pairs = make(Failing, folder, torch.float32, in_backward=True, lr=0.01)
-    _, (model, optimizer) = pairs
     batch = batch_of(0, 1, torch.float32)
-    train(model, optimizer, batch, 1, step_only)
-    Failing.is_failing = True
-    try:
-        with refused(ArithmeticError, "no step"):
-            train(model, optimizer, batch, 1, step_only)
-    finally:
-        Failing.is_failing, Failing.num_updates = False, 0
-    with refused(popdist.StoreError, "step 2 is half made.*checkpoint"):
+    for in_backward in (True, False):
+        place = folder / f"{in_backward}"
+        _, (model, optimizer) = make(Failing, place, torch.float32, in_backward=in_backward, lr=0.01)
         train(model, optimizer, batch, 1, step_only)
+        Failing.is_failing = True
+        try:
+            with refused(ArithmeticError, "no step"):
+                train(model, optimizer, batch, 1, step_only)
+        finally:
+            Failing.is_failing, Failing.num_updates = False, 0
+        with refused(popdist.MicroBatchError, "without a gradient|was lost"):
+            optimizer.step()
+        for use in (model.state_dict, partial(train, model, optimizer, batch, 1, step_only)):
+            with refused(popdist.StoreError, "step 2 is half made.*checkpoint"):
+                use()
 
 
 def law_wrong_use_is_an_error_on_every_instance(folder: Path) -> None:

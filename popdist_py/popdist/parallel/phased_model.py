@@ -19,6 +19,7 @@ from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
 from popdist.gradients.memory import GradientMemory, OldGradients
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
+from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
@@ -58,21 +59,11 @@ def phased(  # noqa: PLR0913 - what a model can be told
 ) -> "PhasedModel":
     """Have a few layers of ``module`` in memory at a time, while the rest of it waits in a store.
 
-    ::
-
-        model = popdist.parallel.phased(model, memory="2 GB", store="/data/store")
-        optimizer = popdist.parallel.PhasedOptimizer(model, torch.optim.AdamW, lr=1e-3)
-        for batch in loader:
-            for x, y in model.micro_batches(batch):
-                loss_fn(model(x), y).backward()
-            optimizer.step()
-
     Two phases, runs of layers, are in memory: while one computes, the next one is read, and what the one before
-    has changed is written. The inputs of layers are kept from the forward to the backward pass, which computes
-    each layer again; what a layer draws and which buffers it reads are the same then. The bits of the weights are
-    those of ``popdist.ReplicatedModel(popdist.parallel.recompute(module))``, for any number of phases, and for any
-    number of instances among which the replicas are dealt. In a model whose layers are no chain, gradients of a
-    tensor that several layers read may be added in another order, which can change their last bits.
+    has changed is written. Of a layer the inputs are kept; the backward pass computes it again, with the same
+    random numbers and buffers. The weights have the bits of ``ReplicatedModel(recompute(module))``, for any number
+    of phases and instances; but where layers are no chain, gradients of a tensor that several of them read may be
+    added in another order.
 
     A weight that is not in memory reads as NaN: use weights in the ``forward`` of their layer only. Those that the
     module, or one that holds layers, has directly stay in memory.
@@ -95,12 +86,21 @@ def phased(  # noqa: PLR0913 - what a model can be told
         The model; it is trained by a `popdist.parallel.PhasedOptimizer`.
 
     Raises:
-        WeightsError: If the module has no layers, or something in it cannot be trained so; if ``memory`` is too
-            little, with how much would do.
+        WeightsError: If something in the module cannot be trained so, or ``memory`` is too little.
         StoreError: If there is no room for the store, another job uses it, or it is on a file system in memory.
         BatchError, CollectiveError, ContractError, BackendError: As ``popdist.ReplicatedModel``.
     """
-    return PhasedModel(module, memory, phases, store, layers, seed, initialize, weights)
+    limit_bytes, num_phases = _checked_size(memory, phases)
+    layout = _checked_layout(module)
+    seed = checked_seed(seed, layout.num_replicas)
+    context.ensure_init()
+    context.data_parallel_group().agree(f"phased({phases=}, {memory=}, {seed=})")
+    run = _stored(module, store, layers, layout, initialize, weights)
+    run.budget.limit_bytes = limit_bytes
+    run.cut(num_phases or len(run.layers.units))
+    give_back_memory()
+    install(run.layers, run)
+    return PhasedModel(PhasedSteps(module, layout, seed=seed, run=run))
 
 
 class PhasedModel(nn.Module):
@@ -120,39 +120,10 @@ class PhasedModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(  # noqa: PLR0913, PLR0917 - as above
-        self,
-        module: nn.Module,
-        memory: str | int | None,
-        phases: int | None,
-        store: str | os.PathLike[str],
-        layers: Iterable[nn.Module | str] | None,
-        seed: int | None,
-        initialize: Initialize | None,
-        weights: str | os.PathLike[str] | None,
-    ) -> None:
+    def __init__(self, steps: "PhasedSteps") -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
-        if (phases is None) == (memory is None):
-            raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
-        phases = None if phases is None else whole_number("phases", phases, WeightsError)
-        limit_bytes = None if memory is None else limit_of(memory)
-        layout = _checked_layout(module)
-        seed = checked_seed(seed, layout.num_replicas)
-        context.ensure_init()
-        context.data_parallel_group().agree(f"phased({phases=}, {memory=}, {seed=})")
-        if any(map(is_distributed, module.parameters())):
-            give_parts_numbers()
-        self.module = module
-        give_back_memory()  # from now on, too, while weights come and go
-        run = self.phased_run = _stored(module, store, layers, layout, initialize, weights)
-        run.budget.limit_bytes = limit_bytes
-        run.cut(phases or len(run.layers.units))
-        give_back_memory()
-        install(run.layers, run)
-        steps = PhasedSteps(module, layout, seed=seed, run=run)
-        self.store, self.randomness = run.store, steps.randomness
+        self.module = steps.module
+        self.phased_run, self.store, self.randomness = steps.run, steps.run.store, steps.randomness
         self._steps = steps  # from now on other attributes are the module's
 
     @property
@@ -224,10 +195,12 @@ class PhasedModel(nn.Module):
 
         Raises:
             WeightsError: As ``popdist.ReplicatedModel``.
+            StoreError: If the last step is half made.
         """
         check_buffers(self.module)
+        if not kwargs.pop("keep_vars", False) and not self.phased_run.is_unfinished:
+            self.store.check_whole()
         self.phased_run.memory.wait()
-        kwargs.pop("keep_vars", None)
         state: dict[str, Any] = self.module.state_dict(*args, keep_vars=True, **kwargs)
         return {key: self._in_store(value) for key, value in state.items()}
 
@@ -252,10 +225,8 @@ class PhasedModel(nn.Module):
         """
         run, own = self.phased_run, self.module.state_dict(keep_vars=True)
         found = {key: run.names[id(it)] for key, it in own.items() if id(it) in run.names and key in state_dict}
-        missing, unexpected = (
-            [key for key in own if key not in state_dict],
-            [it for it in state_dict if it not in own],
-        )
+        missing = [key for key in own if key not in state_dict]
+        unexpected = [key for key in state_dict if key not in own]
         wrong = [key for key in found if tuple(state_dict[key].shape) != tuple(own[key].shape)]
         if wrong or (strict and (missing or unexpected)):
             raise WeightsError(
@@ -265,7 +236,7 @@ class PhasedModel(nn.Module):
         run.memory.wait()
         weights = self.store.weights
         for key, name in found.items() if self.store.host_index == 0 else ():
-            if self.store.place_of(state_dict[key]) != (weights.file, weights.regions[name].start):
+            if self.store.place_of(local_part(state_dict[key])) != (weights.file, weights.regions[name].start):
                 weights.write(name, state_dict[key])
         run.reload()
         others = {key: value for key, value in state_dict.items() if key not in found}
@@ -287,8 +258,19 @@ class PhasedModel(nn.Module):
         self.phased_run.store.close()
 
 
+def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | None, int | None]:
+    """The bytes that a process may use, or the number of phases; an error unless one of them is given."""
+    if (phases is None) == (memory is None):
+        raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
+    if memory is not None:
+        return limit_of(memory), None
+    return None, whole_number("phases", phases, WeightsError)
+
+
 def _checked_layout(module: nn.Module) -> ReplicaLayout:
     """The replicas of the job; an error if ``module`` cannot be trained by them in phases."""
+    if not isinstance(module, nn.Module):
+        raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
     contract = context.environment().contract
     if contract.parallelism.pipeline > 1:
         raise WeightsError(
@@ -308,6 +290,9 @@ def _stored(
     weights: str | os.PathLike[str] | None,
 ) -> PhasedRun:
     """Write the weights to a store, layer by layer; what passes and updates take from there."""
+    give_back_memory()  # from now on, too, while weights come and go
+    if any(map(is_distributed, module.parameters())):
+        give_parts_numbers()
     group = context.data_parallel_group()
     if context.environment().contract.parallelism.is_shared and os.fspath(store) != HOST_MEMORY:
         store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
@@ -315,26 +300,32 @@ def _stored(
     forms = {name: TensorForm.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
     device = next((it.device for it in module.parameters() if not it.is_meta), torch.device("cpu"))
     made = PhaseStore.open(store, forms, group=group, device=device)
-    units = [unit.module for unit in found.units]
-
-    def write(tensors: Mapping[str, Tensor]) -> None:
+    try:
+        units = [unit.module for unit in found.units]
+        for tensors in unit_weights(module, units, initialize=initialize, weights=weights):
+            _write(made, group, tensors)
+            for name in tensors:
+                make_absent(module.get_parameter(name))
+        found = find_layers(module, units)
+        for piece in found.resident:
+            _write(made, group, {name: it.detach() for name, it in piece.named})
         if len(group.instances) > 1:
-            broadcast_tensors(group, 0, tensors.values())
-        if made.host_index == 0:
-            for name, tensor in tensors.items():
-                made.weights.write(name, tensor)
-
-    for tensors in unit_weights(module, units, initialize=initialize, weights=weights):
-        write({name: local_part(it) for name, it in tensors.items()})
-        for name in tensors:
-            make_absent(module.get_parameter(name))
-    found = find_layers(module, units)
-    for piece in found.resident:
-        write({name: local_part(it.detach()) for name, it in piece.named})
-    if len(group.instances) > 1:
-        broadcast_tensors(group, 0, list(module.buffers()))
-    made.wait_for_host()
+            broadcast_tensors(group, 0, list(module.buffers()))
+        made.wait_for_host()
+    except BaseException:
+        made.discard()
+        raise
     return PhasedRun(found, made, group, layout)
+
+
+def _write(store: PhaseStore, group: Group, tensors: Mapping[str, Tensor]) -> None:
+    """Write weights of the first instance to the store of each host."""
+    parts = {name: local_part(it) for name, it in tensors.items()}
+    if len(group.instances) > 1:
+        broadcast_tensors(group, 0, parts.values())
+    if store.host_index == 0:
+        for name, part in parts.items():
+            store.weights.write(name, part)
 
 
 class PhasedSteps(ModelSteps):
@@ -343,7 +334,7 @@ class PhasedSteps(ModelSteps):
     make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
 
     def __init__(self, module: nn.Module, layout: ReplicaLayout, *, seed: int | None, run: PhasedRun) -> None:
-        self._run = run
+        self.run = run
         super().__init__(module, layout, seed=seed, checks_finite=False, gradient_dtype=None, norm_size=1)
 
     def _make_step(self, checks: StepChecks, old: OldGradients, accumulation: int) -> "PhasedStep":
@@ -351,11 +342,11 @@ class PhasedSteps(ModelSteps):
         buffers = self.buffers if self.layout.num_replicas > 1 else None
         total = _NoGradients(memory, buffers, checks, old)
         step = PhasedStep(memory, self.buffers, total, checks, accumulation=accumulation, checks_finite=False)
-        step.run = self._run
+        step.run = self.run
         return step
 
     def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
-        self._run.check_ready(self.module)
+        self.run.check_ready(self.module)
         step, contents, counts = super()._begin_loop(asked)
         try:
             filled = [number for number, content in enumerate(contents) if content is not None]
@@ -381,7 +372,7 @@ class PhasedStep(Step):
 
     def begin_run(self, reduction: MeanOrSum, weights: Sequence[float], last: int) -> None:
         """Begin it, with what each micro batch weighs, and the last one that has samples."""
-        plan = StepPlan(
+        step = StepPlan(
             accumulation=self.accumulation,
             reduction=reduction,
             weights=weights,
@@ -390,7 +381,7 @@ class PhasedStep(Step):
             total_weight=self._memory.total_weight,
             barrier=GradientBarrier(context.data_parallel_group()),
         )
-        self.run.begin_step(plan)
+        self.run.begin_step(step)
 
     def begin_micro_batch(self, index: int, weight: float) -> int:
         """Begin micro batch ``index``; gives its replica in the job."""

@@ -414,9 +414,9 @@ class PhasedRun:
                 "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
                 "last call"
             )
+        self.is_unfinished = False  # whatever fails from here on: no second step on weights that have changed
         if update is not None:
             self._update_phases(update)
-        self.is_unfinished = False
         self.memory.begin_writing()
         self.store.end_step(self.memory.wait)
         if self.store.host_size > 1:
