@@ -3,7 +3,7 @@
 Each tensor begins at a multiple of ``BLOCK_BYTES``, as direct reads and writes need it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,13 +49,6 @@ def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
 def total_bytes(regions: Mapping[str, Region]) -> int:
     """The size of the file that holds them."""
     return max((region.end for region in regions.values()), default=0)
-
-
-def span(regions: Iterable[Region]) -> Region:
-    """The bytes from the beginning of the first region to the end of the last one."""
-    found = [*regions]
-    start = min((region.start for region in found), default=0)
-    return Region(start=start, num_bytes=max((region.end for region in found), default=0) - start)
 
 
 def deal(units: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:

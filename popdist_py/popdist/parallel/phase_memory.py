@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.parallel.phase_layout import Region, span
+from popdist.parallel.phase_layout import Region
 from popdist.parallel.phase_store import StoredTensors
 from popdist.parallel.phased_layers import PhasedLayers, PhasePiece, make_absent
 from popdist.parallel.store_file import StoreFile, make_buffer
@@ -66,15 +66,22 @@ class _Slot:
 class PhaseMemory:
     """Which phases are in memory, and what is on its way between memory and the store."""
 
-    def __init__(self, layers: PhasedLayers, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: PhasedLayers,
+        device: torch.device,
+        bind: Callable[[PhasePiece, Tensor], None],
+        wanted_back: Callable[[PhasePiece], Iterable[tuple[Content, Ranges]]],
+    ) -> None:
+        """``bind`` lets weights have these bytes; ``wanted_back`` is what a backward pass reads beside weights."""
         self.layers = layers
         self.device = device
         self.sizes: dict[Content, int] = {}  # of all that may be in memory
         self.stored: dict[Content, Ranges] = {}  # of weights: where they lie
         self.phases: list[tuple[int, ...]] = []  # the units of each
         self.phase_of: dict[int, int] = {}  # by unit
-        self.bind: Callable[[PhasePiece, Tensor], None] = lambda *_: None  # lets weights have these bytes
-        self.wanted_back: Callable[[PhasePiece], Iterable[tuple[Content, Ranges]]] = lambda _: ()
+        self._bind = bind
+        self._wanted_back = wanted_back
         self._slots: list[_Slot] = []
         self._current: tuple[int, bool] | None = None
         self._bound: list[PhasePiece] = []
@@ -94,18 +101,21 @@ class PhaseMemory:
         self._current = None
         self._slots = []
         sizes = [self._places(number)[1] for number in range(len(self.phases))]
-        self._slots = [self._make_slot(max(part)) for part in (sizes[::2], sizes[1::2]) if part]
+        most = [max(part) for part in (sizes[::2], sizes[1::2]) if part]
+        most += [self._places(RESIDENT)[1]] if self.layers.resident else []
+        self._slots = [_Slot(memory=make_buffer(num_bytes, self.device)) for num_bytes in most]
         if self.layers.resident:
-            slot = self._make_slot(self._places(RESIDENT)[1])
-            self._slots.append(slot)
+            slot = self._slots[-1]
             self._place(slot, RESIDENT)
-            self._request(slot, self._weights(RESIDENT))
-            self._arrive(slot, self._weights(RESIDENT))
-            for piece in self.pieces_of(RESIDENT):
-                self.bind(piece, slot.room(Content("weights", piece.index)))
+            self._read_resident(slot)
+            for piece in self.layers.resident:
+                self._bind(piece, slot.room(Content("weights", piece.index)))
 
-    def _make_slot(self, num_bytes: int) -> _Slot:
-        return _Slot(memory=make_buffer(num_bytes, self.device))
+    def _read_resident(self, slot: _Slot) -> None:
+        """Read what is not there of the weights that stay in memory."""
+        wanted = self._wanted(RESIDENT, backward=False)
+        self._request(slot, wanted)
+        self._arrive(slot, wanted)
 
     def pieces_of(self, phase: int) -> list[PhasePiece]:
         """The pieces that the units of a phase use."""
@@ -153,36 +163,29 @@ class PhaseMemory:
         """
         if phase == RESIDENT or (phase, backward) == self._current:
             return
-        slot = self._slot_of(phase)
-        if slot is None:
-            slot = self._slots[phase % 2]
-            self._place(slot, phase)
+        slot = self._slot_for(phase)
         if self._current_phase != phase:
             self._unbind()
         self._count()
         self._current = (phase, backward)
-        wanted = self._weights(phase) + (self._wanted_back(phase) if backward else [])
+        wanted = self._wanted(phase, backward=backward)
         self._request(slot, wanted)
         self._read_ahead(phase, backward=backward, will_return=will_return)
         self._arrive(slot, wanted)
         if not self._bound:
             self._bound = self.pieces_of(phase)
             for piece in self._bound:
-                self.bind(piece, slot.room(Content("weights", piece.index)))
+                self._bind(piece, slot.room(Content("weights", piece.index)))
 
     def _read_ahead(self, phase: int, *, backward: bool, will_return: bool) -> None:
         """Begin to read what comes behind ``phase``; where a pass turns, the phase before it stays."""
         following = phase + (-1 if backward else 1)
         if 0 <= following < len(self.phases):
-            slot = self._slot_of(following)
-            if slot is None:
-                slot = self._slots[following % 2]
-                self._place(slot, following)
-            self._request(slot, self._weights(following) + (self._wanted_back(following) if backward else []))
+            self._request(self._slot_for(following), self._wanted(following, backward=backward))
         elif will_return and not backward:
             for number in (phase, phase - 1):
                 if (slot := self._slot_of(number)) is not None and number >= 0:
-                    self._request(slot, self._weights(number) + self._wanted_back(number))
+                    self._request(slot, self._wanted(number, backward=True))
 
     @property
     def _current_phase(self) -> int | None:
@@ -191,13 +194,23 @@ class PhaseMemory:
     def _slot_of(self, phase: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.phase == phase), None)
 
-    def _weights(self, phase: int) -> list[tuple[Content, Ranges]]:
-        contents = [Content("weights", piece.index) for piece in self.pieces_of(phase)]
-        return [(content, self.stored[content]) for content in contents]
+    def _slot_for(self, phase: int) -> _Slot:
+        """The slot that holds ``phase``, from now on if none did."""
+        slot = self._slot_of(phase)
+        if slot is None:
+            slot = self._slots[phase % 2]
+            self._place(slot, phase)
+        return slot
 
-    def _wanted_back(self, phase: int) -> list[tuple[Content, Ranges]]:
-        pieces = [piece for piece in self.pieces_of(phase) if self.last_phase(piece) == phase]
-        return [wanted for piece in pieces for wanted in self.wanted_back(piece)]
+    def _wanted(self, phase: int, *, backward: bool) -> list[tuple[Content, Ranges]]:
+        """What a pass reads: the weights, and backwards what is used when gradients are complete."""
+        pieces = self.pieces_of(phase)
+        contents = [Content("weights", piece.index) for piece in pieces]
+        wanted = [(content, self.stored[content]) for content in contents]
+        if backward:
+            complete = (piece for piece in pieces if self.last_phase(piece) == phase)
+            wanted += [it for piece in complete for it in self._wanted_back(piece)]
+        return wanted
 
     def _place(self, slot: _Slot, phase: int) -> None:
         """Let ``slot`` hold ``phase``, whose contents are read when all of the phase before is written."""
@@ -311,17 +324,11 @@ class PhaseMemory:
         forgotten = {*contents}
         for slot in self._slots:
             for content in forgotten & slot.present.keys():
-                if slot.phase != RESIDENT or content.what != "weights":
-                    del slot.present[content]
+                del slot.present[content]
         self._current = None
         self._unbind()
-        resident = self._slot_of(RESIDENT)
-        if resident is not None:
-            wanted = [it for it in self._weights(RESIDENT) if it[0] in forgotten]
-            for content, _ in wanted:
-                del resident.present[content]
-            self._request(resident, wanted)
-            self._arrive(resident, wanted)
+        if self.layers.resident:
+            self._read_resident(self._slots[-1])
 
     def _unbind(self) -> None:
         for piece in self._bound:
@@ -349,7 +356,8 @@ def _joined(slot: _Slot, wanted: Sequence[tuple[Content, Ranges]]) -> list[Move]
         if found and found[-1][0] is file:
             last = found[-1][1]
             if last.end == region.start and found[-1][2] + last.length == begin:
-                found[-1] = (file, span([last, region]), found[-1][2])
+                joined = Region(start=last.start, num_bytes=region.end - last.start)
+                found[-1] = (file, joined, found[-1][2])
                 continue
             if last.start <= region.start < last.end:  # the same once more
                 continue
@@ -373,10 +381,10 @@ class StoredPieces:
             self._offsets[piece] = dict(zip(own, ends, strict=False))
             self.num_bytes[piece] = ends[-1]
 
-    def ranges(self, piece: int) -> Ranges:
-        """Where those of a piece lie in the store."""
-        file, regions = self.stored.file, self.stored.regions
-        return tuple(FileRange(file, regions[name], offset) for name, offset in self._offsets[piece].items())
+    def ranges(self, piece: int, names: Iterable[str] | None = None) -> Ranges:
+        """Where those of a piece lie in the store, or some of them."""
+        file, regions, offsets = self.stored.file, self.stored.regions, self._offsets[piece]
+        return tuple(FileRange(file, regions[it], offsets[it]) for it in (offsets if names is None else names))
 
     def load(self, piece: int) -> dict[str, Tensor]:
         """Those of a piece by name, in memory that may be written."""
@@ -385,13 +393,16 @@ class StoredPieces:
 
     def room(self, piece: int) -> dict[str, Tensor]:
         """Memory for those of a piece, by name."""
-        memory = self._memory.make_writable(Content(self._what, piece))
+        return self.views(piece, self._memory.make_writable(Content(self._what, piece)))
+
+    def views(self, piece: int, memory: Tensor) -> dict[str, Tensor]:
+        """Those of a piece, by name, in its ``memory``."""
         forms = self.stored.forms
         return {name: forms[name].view(memory[begin:]) for name, begin in self._offsets[piece].items()}
 
-    def write_behind(self, piece: int) -> None:
-        """Write those of a piece that are in memory."""
-        self._memory.write_behind(Content(self._what, piece), self.ranges(piece), self.ranges(piece))
+    def write_behind(self, piece: int, names: Iterable[str] | None = None) -> None:
+        """Write those of a piece, or some of them, from its memory."""
+        self._memory.write_behind(Content(self._what, piece), self.ranges(piece, names), self.ranges(piece))
 
 
 class StoredSums:

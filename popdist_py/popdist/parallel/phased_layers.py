@@ -162,14 +162,14 @@ def make_absent(parameter: Parameter) -> None:
     set_data(parameter, _absent_number(part.dtype, part.device).expand(part.shape))
 
 
-def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[int, TensorForm]) -> None:
-    """Check that the parameters and layers of ``module`` are those that it had, with these forms by identity."""
-    now = {id(it): (name, it) for name, it in module.named_parameters()}
-    changed = [name for key, (name, _) in now.items() if key not in forms]
-    changed += [name for piece in layers.pieces for name, it in piece.named if id(it) not in now]
-    for key, (name, parameter) in now.items():
-        part = part_itself(parameter)
-        if key in forms and (forms[key].dtype, forms[key].shape) != (part.dtype, tuple(part.shape)):
+def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[str, TensorForm]) -> None:
+    """Check that ``module`` has these layers and parameters, whose parts that are here have these forms."""
+    names = {id(it): name for piece in layers.pieces for name, it in piece.named}
+    now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
+    changed = [name for key, name in names.items() if key not in now]
+    for key, (name, part) in now.items():
+        form = forms[names[key]] if key in names else None
+        if form is None or (form.dtype, form.shape) != (part.dtype, tuple(part.shape)):
             changed.append(name)
     changed += [it.name for it in layers.units if not isinstance(it.module.forward, PhasedForward)]
     if changed:
@@ -251,13 +251,8 @@ class CallCounts:
 class LayerRunner(Protocol):
     """What runs the passes of units: it brings their weights, and takes their gradients."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-
-    @property
-    def calls(self) -> CallCounts:
-        """The forward passes that a backward pass has not followed."""
+    device: torch.device  # of the weights
+    calls: CallCounts
 
     def running(self, unit: Unit, *, backward: bool) -> AbstractContextManager[None]:
         """Within it the weights of ``unit`` are in memory."""

@@ -25,7 +25,7 @@ from popdist.local_tensors import TensorForm, is_distributed, local_part, part_i
 from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
 from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
 from popdist.parallel.phased_layers import find_layers, install, make_absent
-from popdist.parallel.phased_run import PhasedRun, StepPlan
+from popdist.parallel.phased_run import PhasedRun, RunningStep
 from popdist.parallel.phased_sums import GradientBarrier
 from popdist.parallel.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
@@ -372,7 +372,7 @@ class PhasedStep(Step):
 
     def begin_run(self, reduction: MeanOrSum, weights: Sequence[float], last: int) -> None:
         """Begin it, with what each micro batch weighs, and the last one that has samples."""
-        step = StepPlan(
+        step = RunningStep(
             accumulation=self.accumulation,
             reduction=reduction,
             weights=weights,

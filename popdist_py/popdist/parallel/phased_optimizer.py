@@ -360,10 +360,9 @@ class PhasedOptimizer(Optimizer):
             self.state[parameter] = {name: deepcopy(made[name]) for name in form.values}
             form.write_record(record, made)
             stored, place_of = self._run.stored_state(parameter), self.store.place_of
-            for name in form.tensors:
-                place = place_of(stored[name])
-                if place is None or place_of(saved[name]) != place:
-                    written[name] = made[name]
+            written |= {
+                name: made[name] for name in form.tensors if place_of(saved[name]) != place_of(stored[name])
+            }
         self._run.write_state(parameter, written)
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -26,8 +26,8 @@ from popdist.groups import Group, as_words
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import PhaseBudget
-from popdist.parallel.phase_layout import deal, span
-from popdist.parallel.phase_memory import Content, FileRange, PhaseMemory, Ranges, StoredPieces, StoredSums
+from popdist.parallel.phase_layout import deal
+from popdist.parallel.phase_memory import Content, PhaseMemory, Ranges, StoredPieces, StoredSums
 from popdist.parallel.phase_store import PhaseStore, StoredTensors
 from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
 from popdist.parallel.phased_sums import (
@@ -50,8 +50,8 @@ Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
 
 
 @dataclass(kw_only=True)
-class StepPlan:
-    """What is known of a step when its loop begins."""
+class RunningStep:
+    """A step while its loop runs: what is asked of it, and how far it is."""
 
     accumulation: int
     reduction: MeanOrSum
@@ -60,7 +60,6 @@ class StepPlan:
     scale: Callable[[float | None], float]  # the divisor of weights; waits for all instances
     total_weight: Callable[[list[list[int]]], float]
     barrier: GradientBarrier
-    places: StoredSums = field(init=False)
     sums: StepSums = field(init=False)
     number: int = -1  # of the micro batch that runs, or ran last
     over: float = 1.0
@@ -73,16 +72,14 @@ class PhasedRun:
         self.layers = layers
         self.store = store
         self.device = part_itself(layers.pieces[0].parameters[0]).device
-        self.memory = PhaseMemory(layers, self.device)
-        self.memory.bind = self._bind
-        self.memory.wanted_back = self._wanted_back
+        self.memory = PhaseMemory(layers, self.device, self._bind, self._wanted_back)
         self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
         sizes = [{name: store.weights.regions[name].num_bytes for name in it.names} for it in layers.pieces]
         owners = deal(sizes, store.host_size)
         self.owned = {name for name, owner in owners.items() if owner == store.host_index}
         self.budget = PhaseBudget(self.memory, self.owned, is_first=group.backend.instance_index == 0)
         self.optimizer: weakref.ref[PhasedOptimizer] | None = None
-        self.step: StepPlan | None = None
+        self.step: RunningStep | None = None
         self.is_unfinished = False  # whether a loop has ended, and the optimizer's step has not
         self._group = group
         self._layout = layout
@@ -97,13 +94,14 @@ class PhasedRun:
         self._used: list[Parameter] = []
         self._sums = InstanceSums(group, layout)
         nothing = StoredTensors(file=store.weights.file, regions={}, forms={})
+        self._weights = StoredPieces(
+            "weights", self.memory, store.weights, {it.index: it.names for it in layers.pieces}
+        )
         self._state = StoredPieces("state", self.memory, nothing, {})
         self._kept = StoredPieces("sum", self.memory, nothing, {})  # gradients, beside sums of them
-        for piece in layers.pieces:
-            region = span(store.weights.regions[name] for name in piece.names)
-            content = Content("weights", piece.index)
-            self.memory.sizes[content] = region.length
-            self.memory.stored[content] = (FileRange(store.weights.file, region, 0),)
+        for index, num_bytes in self._weights.num_bytes.items():
+            self.memory.sizes[Content("weights", index)] = num_bytes
+            self.memory.stored[Content("weights", index)] = self._weights.ranges(index)
 
     def cut(self, num_phases: int) -> None:
         """Have so many phases of about equal bytes, or as many as there are layers."""
@@ -151,7 +149,7 @@ class PhasedRun:
 
     def check_same(self, module: nn.Module) -> None:
         """Check that ``module`` has the parameters and layers that it had."""
-        check_same(module, self.layers, {it: self.store.weights.forms[name] for it, name in self.names.items()})
+        check_same(module, self.layers, self.store.weights.forms)
 
     def check_forward(self) -> None:
         """Check that all weights are those of one step."""
@@ -162,18 +160,18 @@ class PhasedRun:
             )
         self.store.check_whole()
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def begin_step(self, step: RunningStep) -> None:
         """Begin a step: gradients of the weights that are trained now."""
-        self.step, self._num_final, self._complete, self._final_order = plan, 0, set(), []
+        self.step, self._num_final, self._complete, self._final_order = step, 0, set(), []
         self._used = []
         self._trained = [piece for piece in self.layers.pieces if piece.is_trained]
         self._gradients = {piece.index: PieceGradient(piece.named) for piece in self._trained}
-        merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, plan.accumulation)
+        merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, step.accumulation)
         self._make_room(num_planes)
-        plan.places = StoredSums(self.memory, self._kept.stored, num_planes * self.store.host_index)
-        plan.sums = StepSums(self._gradients, merges, plan.weights, lambda: plan.scale(None), plan.places)
+        places = StoredSums(self.memory, self._kept.stored, num_planes * self.store.host_index)
+        step.sums = StepSums(self._gradients, merges, step.weights, lambda: step.scale(None), places)
         self.memory.begin_step()
-        self.budget.begin_step(len(plan.weights), updates_apart=not self._optimizer_now().step_in_backward)
+        self.budget.begin_step(len(step.weights), updates_apart=not self._optimizer_now().step_in_backward)
 
     def _make_room(self, num_planes: int) -> None:
         """Have room in the store for so many sums of each piece, and in memory for one."""
@@ -216,17 +214,16 @@ class PhasedRun:
 
     def finish(self) -> None:
         """Make all gradients final that are not yet, and end the updates."""
-        step, optimizer = self._step_now(), self._optimizer_now()
+        optimizer = self._optimizer_now()
         self._complete = set(self._gradients)
         self._make_final()
-        step.barrier.is_over = True
+        self.step, self.is_unfinished = None, True  # nobody waits for gradients any more
         if optimizer.step_in_backward:
             optimizer.end_update()
         else:
             self.memory.wait()
             self.store.wait_for_host()
         self._show_gradients()
-        self.step, self.is_unfinished = None, True
 
     def abandon(self) -> bool:
         """Leave the step without a gradient; whether the others know, as they wait for gradients. Never raises."""
@@ -237,7 +234,7 @@ class PhasedRun:
                 parameter.grad = None
         return step is not None and step.barrier.abandon(step.scale)
 
-    def _step_now(self) -> StepPlan:
+    def _step_now(self) -> RunningStep:
         if self.step is None:
             raise MicroBatchError("this model is in no step")
         return self.step
@@ -317,7 +314,7 @@ class PhasedRun:
             optimizer.begin_update()
             self.store.begin_step(self.store.step + 1)
 
-    def _sum_over_job(self, piece: PhasePiece, step: StepPlan) -> None:
+    def _sum_over_job(self, piece: PhasePiece, step: RunningStep) -> None:
         """Set every ``.grad`` of ``piece`` to that of all replicas."""
         gradient = self._gradients[piece.index]
         is_lone = len(step.weights) == self._layout.num_replicas == 1
@@ -363,8 +360,8 @@ class PhasedRun:
         mine = [it for it in gradients if self.names[id(it)] in self.owned]
         if not mine:
             return
-        weights, state, changed = Content("weights", piece.index), self._state, list[FileRange]()
-        self.memory.make_writable(weights)
+        state = self._state
+        self.memory.make_writable(Content("weights", piece.index))
         own = [it for name, it in piece.named if name in self.owned and optimizer.forms_of(it)]
         is_new = len(mine) == len(own) and not any(map(optimizer.has_state, own))
         views = state.room(piece.index) if is_new else state.load(piece.index)
@@ -373,10 +370,7 @@ class PhasedRun:
             forms = optimizer.forms_of(parameter)
             with self.budget.updating(piece.units):
                 update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
-            region = self.store.weights.regions[name]
-            first = self.memory.stored[weights][0].region.start
-            changed.append(FileRange(self.store.weights.file, region, region.start - first))
-        self.memory.write_behind(weights, changed, self.memory.stored[weights])
+        self._weights.write_behind(piece.index, [self.names[id(it)] for it in mine])
         state.write_behind(piece.index)
 
     @torch.no_grad()
@@ -468,10 +462,9 @@ class PhasedRun:
 
     def _bind(self, piece: PhasePiece, memory: Tensor) -> None:
         """Let the weights of ``piece`` be in ``memory``."""
-        regions = self.store.weights.regions
+        views = self._weights.views(piece.index, memory)
         for name, parameter in piece.named:
-            begin = regions[name].start - regions[piece.names[0]].start
-            set_data(parameter, self.form_of(parameter).view(memory[begin:]))
+            set_data(parameter, views[name])
 
     def _wanted_back(self, piece: PhasePiece) -> list[tuple[Content, Ranges]]:
         """What a backward pass, or one of updates, needs of ``piece`` beside its weights."""
@@ -485,9 +478,7 @@ class PhasedRun:
         may_have_state = self.memory.sizes.get(state) and any(map(optimizer.has_state, piece.parameters))
         if may_have_state and is_updated:
             wanted.append((state, self._state.ranges(index)))
-        if step is None:  # in _update_phases()
-            ranges = self._kept.ranges(index)
-            wanted += [(gradient, ranges)] if ranges else []
-        elif (plane := step.sums.awaited(index, step.number)) is not None:
-            wanted.append((gradient, step.places.ranges(index, plane)))
+        # no step runs in _update_phases()
+        ranges = self._kept.ranges(index) if step is None else step.sums.awaited(index, step.number)
+        wanted += [(gradient, ranges)] if ranges else []
         return wanted

@@ -26,7 +26,7 @@ from popdist.gradients.flat_buffers import (
 from popdist.gradients.reduction import ABANDON_SECONDS
 from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
-from popdist.parallel.phase_memory import StoredSums
+from popdist.parallel.phase_memory import Ranges, StoredSums
 from popdist.tree import TreeSum
 
 _LINE_BYTES: Final = 64
@@ -137,7 +137,6 @@ class GradientBarrier:
     """The places of one step at which all instances wait for each other, to add gradients that are complete."""
 
     def __init__(self, group: Group) -> None:
-        self.is_over = False  # whether there is nothing more to wait for
         self._group = group
         self._number = 0
         self._is_lost = False  # whether all instances know that there is no gradient
@@ -169,7 +168,7 @@ class GradientBarrier:
 
         ``wait`` waits, so many seconds at most, until all have begun the step.
         """
-        if len(self._group.instances) > 1 and not self.is_over and not self._is_lost:
+        if len(self._group.instances) > 1 and not self._is_lost:
             with suppress(PopdistError):
                 wait(ABANDON_SECONDS)
                 self._group.start(_TEXT, [_LEFT, self._number]).wait(ABANDON_SECONDS)
@@ -227,10 +226,11 @@ class StepSums:
         self._waiting: dict[int, list[bool]] = {piece: [] for piece in gradients}  # False for zeros
         self._positions = dict.fromkeys(gradients, 0)
 
-    def awaited(self, piece: int, number: int) -> int | None:
-        """The plane of the sum that is needed first when micro batch ``number`` is added; None for none."""
+    def awaited(self, piece: int, number: int) -> Ranges | None:
+        """Where the sum lies that is needed first when micro batch ``number`` is added; None for none."""
         waiting = self._waiting[piece]
-        return len(waiting) - 1 if waiting and waiting[-1] and self._merges[number] else None
+        is_needed = waiting and waiting[-1] and self._merges[number]
+        return self._places.ranges(piece, len(waiting) - 1) if is_needed else None
 
     def push(self, piece: int, number: int, stop: int) -> Tensor | None:
         """Add what micro batch ``number`` has left in ``.grad``, and zeros for all others before ``stop``.
