@@ -248,18 +248,17 @@ def law_a_divided_model_learns_what_a_whole_one_does() -> None:
 
 def law_a_llama_is_known_by_name() -> None:
     """Its mapping may be in a file."""
-    number = 0 if own_mapping().tensor < own_mapping().pipeline else -1
-    for mapping in [[*ways()][number]]:
-        torch.manual_seed(0)
-        whole = llama()
-        model = deepcopy(whole)
-        with TemporaryDirectory() as name:
-            path = Path(name, "mapping.json")
-            training = {"global_batch": 8}
-            path.write_text(json.dumps({"schema": 1, "mapping": asdict(mapping), "training": training}))
-            divided = parallelize(model, path)
-        train(divided)
-        check_weights(divided, trained_alone(whole))
+    mapping = [*ways()][0 if own_mapping().tensor < own_mapping().pipeline else -1]
+    torch.manual_seed(0)
+    whole = llama()
+    model = deepcopy(whole)
+    with TemporaryDirectory() as name:
+        path = Path(name, "mapping.json")
+        training = {"global_batch": 8}
+        path.write_text(json.dumps({"schema": 1, "mapping": asdict(mapping), "training": training}))
+        divided = parallelize(model, path)
+    train(divided)
+    check_weights(divided, trained_alone(whole))
 
 
 def law_an_instance_has_memory_for_its_part_only() -> None:

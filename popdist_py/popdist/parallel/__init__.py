@@ -32,6 +32,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'popdist.parallel' has no attribute {name!r}")
-    return getattr(
-        import_module("popdist.parallel.apply_mapping"), name
-    )  # torch's DTensor takes a second to import
+    return getattr(import_module("popdist.parallel.apply_mapping"), name)  # torch's DTensor is slow to import

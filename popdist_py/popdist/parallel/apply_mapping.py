@@ -116,18 +116,16 @@ def parallelize(
         ContractError: If the mapping cannot be read, is for another job, or has what cannot be applied.
         BackendError, CollectiveError: As ``popdist.device_mesh()``.
     """
-    if roles is None:
-        roles = _roles_of_llama(model)
+    roles = _roles_of_llama(model) if roles is None else roles
     mesh = device_mesh() if mesh is None else mesh
     found = _mapping(mapping, mesh)
     _check_roles(model, roles)
     if found.sequence_parallel and not roles.norms:
         raise WeightsError("sequence_parallel=yes divides norms, too, and roles name none: norms=(...)")
     stages = _dealt_layers(model, roles, found)
-    number = len(stages)
-    if number > 1:
+    if len(stages) > 1:
         _check_places(model, roles, stages)
-    own = range(mesh.get_local_rank("pipeline"), number, found.pipeline)
+    own = range(mesh.get_local_rank("pipeline"), len(stages), found.pipeline)
     pieces = nn.ModuleList([model] if len(own) == 1 else [_copy(model) for _ in own])
     for piece, stage in zip(pieces, own, strict=True):
         layers = _keep_stage(piece, roles, stages, stage)
@@ -337,13 +335,12 @@ def _divide(
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in roles.columns}
     plan |= {name: RowwiseParallel(output_layouts=output) for name in roles.rows}
     plan |= {name: SequenceParallel() for name in roles.norms if is_sequence_divided}
+    drawing_names = ("",) if is_sequence_divided else roles.dropouts  # "": all of a layer is divided then
     for layer in layers:
         parallelize_module(layer, mesh, plan)
         for name in roles.norms:
             layer.get_submodule(name).register_forward_hook(partial(_give_whole, mesh))
-        for name in (
-            [""] if is_sequence_divided else roles.dropouts
-        ):  # all of a layer works on divided tensors then
+        for name in drawing_names:
             drawing = layer.get_submodule(name)
             drawing.forward = _OwnNumbers(drawing)
         for name in roles.divided:
