@@ -352,28 +352,9 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == ["step-000000000002"]  # noqa: PTH208 - hidden ones too
 
 
-def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
-    """An error about it can be told to the other instances, and is the error that this one raises."""
-    file = tmp_path / os.fsdecode(b"\xff")
-    file.touch()
-
-    with pytest.raises(popdist.CheckpointError, match="is no folder of checkpoints"):
-        save(file, epoch=0)
-
-
 def test_the_last_step_there_can_be(tmp_path: Path) -> None:
     """No checkpoint gets a name under which it would never be found."""
     save(tmp_path, step=10**12 - 1, epoch=0)
 
     with pytest.raises(popdist.CheckpointError, match="holds a checkpoint of step 999999999999, the last"):
         save(tmp_path, epoch=1)
-
-
-def test_tensors_without_elements_come_back(tmp_path: Path) -> None:
-    """Of any shape that has none, and single numbers."""
-    save(tmp_path, none=torch.empty(0, 3), one=torch.tensor(2.5))
-    loaded = load_latest(tmp_path)
-
-    assert loaded is not None
-    assert loaded.values["none"].shape == (0, 3)
-    assert loaded.values["one"] == 2.5

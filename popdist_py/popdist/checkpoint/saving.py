@@ -26,7 +26,7 @@ from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
 from popdist.collectives import gather_bytes
 from popdist.errors import CheckpointError, PopdistWarning, StoreError, whole_number
 from popdist.groups import Group
-from popdist.local_tensors import TensorForm, is_distributed
+from popdist.local_tensors import is_distributed
 from popdist.weights import sums_of
 
 
@@ -74,18 +74,12 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
         if is_writer(group):
             states[name] = encode(random_states, name, tensors)
     plan, states = _join(group, call, named, states, tensors)
-    with together(group, f"{call}, writing"):
-        if is_writer(group):
-            step = _choose_step(folder, step)
-            with _explained(folder, step):
-                (checkpoint_folder.begin(folder, step) / manifest.TENSORS).mkdir()
-    ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
-    own = {name: (plan.forms[name], tensors[name]) for name in plan.writes[group.backend.instance_index]}
-    copies = StoreCopies(named, {name: it for name, (_, it) in own.items()}, group.backend.instance_index)
+    step = _begin(group, call, folder, step)
     described = Manifest(
         step=step, conditions=current_conditions(), states=states, values=values, forms=plan.forms, files={}
     )
-    _write(group, call, folder, described, own, copies)
+    own = {name: tensors[name] for name in plan.writes[group.backend.instance_index]}
+    _write(group, call, folder, described, named, own)
     if is_writer(group):
         _remove_older(folder, keep, step)
     return checkpoint_folder.directory_of(folder, step)
@@ -139,19 +133,32 @@ def _describe_parts(
     return json.dumps([{name: states[name] for name in shared} if adds else {}, held]).encode()
 
 
+def _begin(group: Group, call: str, folder: Path, step: int | None) -> int:
+    """Make an empty directory for the checkpoint; gives its step."""
+    with together(group, f"{call}, writing"):
+        if is_writer(group):
+            step = _choose_step(folder, step)
+            with _explained(folder, step):
+                (checkpoint_folder.begin(folder, step) / manifest.TENSORS).mkdir()
+    ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
+    return step
+
+
 def _write(
     group: Group,
     call: str,
     folder: Path,
     described: Manifest,
-    own: Mapping[str, tuple[TensorForm, Tensor]],
-    copies: StoreCopies,
+    named: Mapping[str, object],
+    own: Mapping[str, Tensor],
 ) -> None:
     """Write the checkpoint, of which this instance writes its ``own`` tensors; all of it or nothing."""
     directory, written = checkpoint_folder.partial_of(folder, described.step), b""
+    copies = StoreCopies(named, own, group.backend.instance_index)
+    pieces = {name: (described.forms[name], it) for name, it in own.items() if name not in copies.places}
     try:
         with together(group, f"{call}, tensors"), _explained(folder, described.step):
-            if pieces := {name: it for name, it in own.items() if name not in copies.places}:
+            if pieces:
                 from popdist.checkpoint.tensor_files import write_pieces  # noqa: PLC0415 - slow; few write
 
                 written = write_pieces(directory / manifest.TENSORS, group.backend.instance_index, pieces)
@@ -179,11 +186,8 @@ def _explained(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = (
-            ": the hosts of all instances that write need this folder"
-            if isinstance(error, FileNotFoundError)
-            else ""
-        )
+        is_absent = isinstance(error, FileNotFoundError)
+        advice = ": the hosts of all instances that write need this folder" if is_absent else ""
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {folder}: {error}{advice}"
         ) from error
