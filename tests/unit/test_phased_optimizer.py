@@ -296,7 +296,11 @@ def test_wrong_use_is_said_and_changes_nothing(in_phases: MakeModel) -> None:
     for parameter in amsgrad.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     amsgrad.step()
+    wider = copy.deepcopy(before)
+    wider["state"][0]["exp_avg"] += 1.0
+    wider["state"][1]["exp_avg"] = torch.ones(9)
     for wrong, message in (
+        (lambda: optimizer.load_state_dict(wider), r"has .*exp_avg \(9,\).* for 0.bias"),
         (lambda: optimizer.step(lambda: 1.0), "without a closure"),
         (
             lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),

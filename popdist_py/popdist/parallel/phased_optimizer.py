@@ -71,6 +71,12 @@ class _StateForm:
         kinds |= {name: _kind_of(value) for name, value in self.values.items()}
         return {name: _kind_of(value) for name, value in state.items()} == kinds
 
+    def may_load(self, saved: State) -> bool:
+        """Whether a saved state has no other names than a state here, and tensors of the same shapes."""
+        shapes = {name: getattr(value, "shape", None) for name, value in saved.items()}
+        fit = [shapes.get(name, form.shape) == form.shape for name, form in self.tensors.items()]
+        return {*saved} <= {*self.names} and all(fit)
+
     def write_record(self, record: Tensor, state: State) -> None:
         """Write the small values of a state."""
         values = [state[name].item() if isinstance(state[name], Tensor) else state[name] for name in self.values]
@@ -335,14 +341,16 @@ class PhasedOptimizer(Optimizer):
             raise OptimizerError(f"{reprlib.repr(given)} is no state_dict() of an optimizer")
         before = {"param_groups": [dict(group) for group in self.param_groups], "state": self.state}
         try:
-            states = load_uncast(self, state_dict)
+            states = {
+                parameter: {name: local_part(value) for name, value in state.items()}
+                for parameter, state in load_uncast(self, state_dict).items()
+            }
             for parameter, place in self._places.items():
-                if set(saved := states.get(parameter, {})) - set(place.form.names):
+                if not place.form.may_load(saved := states.get(parameter, {})):
                     self._refuse_state(place, saved)
             for parameter, place in self._places.items():
                 settings = settings_of(state_dict["param_groups"][place.group])
-                saved = {name: local_part(value) for name, value in states.get(parameter, {}).items()}
-                self._load(parameter, place, settings, saved)
+                self._load(parameter, place, settings, states.get(parameter, {}))
         except OptimizerError:
             self.__setstate__(before)
             raise
