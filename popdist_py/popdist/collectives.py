@@ -256,6 +256,11 @@ def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
     return group.run(text, send, data, [len(data)])
 
 
+def gather_json(group: Group, text: str, value: Any) -> list[Any]:  # noqa: ANN401 - JSON
+    """Every instance's JSON value; as :func:`gather_bytes`."""
+    return [json.loads(data) for data in gather_bytes(group, text, json.dumps(value).encode())]
+
+
 @contextmanager
 def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterator[None]:
     """Run the block, which waits for nobody, on every instance: what one raises, the others raise as ``error``."""

@@ -31,7 +31,7 @@ from popdist.checkpoint.states import (
 from popdist.checkpoint.stored_tensors import batches, stores_of, write_into_stores
 from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted
 from popdist.checkpoint.together import WRITER, broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
-from popdist.collectives import gather_bytes
+from popdist.collectives import gather_bytes, gather_json
 from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
 from popdist.parallel.phase_store import PhaseStore
@@ -193,10 +193,9 @@ def _parts(
 ) -> dict[str, Json]:
     """What this instance loads of each state, encoded; an error if the states are those of other things."""
     contract, owned = context.environment().contract, owned_of(named)
-    everybody = [owned]
+    everybody = [owned]  # this instance first
     if contract.parallelism.is_shared:
-        described = gather_bytes(group, f"{call}, keys and names", json.dumps(owned).encode())
-        everybody += [json.loads(data) for data in described]
+        everybody += gather_json(group, f"{call}, keys and names", owned)
     is_same = not differences({PARTS: found.conditions[PARTS]}, current_conditions())
     with together(group, f"{call}, comparing"):
         if not is_same and (nameless := [name for name, own in owned.items() if own is None]):
@@ -251,10 +250,8 @@ def _read(
     replicas = context.data_parallel_group()
     is_first = replicas.backend.instance_index == WRITER
     pieces = {name: it.piece for name, it in sorted(wanted.items())}
-    told = json.dumps(
-        {name: [it.offsets, it.sizes] for name, it in pieces.items() if wanted[name].like is not None}
-    )
-    everybody = [json.loads(data) for data in gather_bytes(replicas, f"{call}, pieces", told.encode())]
+    placed = {name: [it.offsets, it.sizes] for name, it in pieces.items() if wanted[name].like is not None}
+    everybody = gather_json(replicas, f"{call}, pieces", placed)
     apart = {name for mine in everybody for name in mine if any(it.get(name) != mine[name] for it in everybody)}
     tensors = {name: it.empty(wanted[name].form) for name, it in pieces.items()}
     reads = {name: (pieces[name], tensors[name]) for name in pieces if is_first or name in apart}

@@ -1,6 +1,5 @@
 """Saving a checkpoint: the first instance that holds a piece of a tensor writes it, instance 0 the rest."""
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from popdist.checkpoint.states import Stateful, gather_sharded, join_states, rep
 from popdist.checkpoint.stored_tensors import StoreCopies, check_whole, join_copies
 from popdist.checkpoint.tensor_pieces import Held, WritePlan, held_of, plan_writes
 from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
-from popdist.collectives import gather_bytes
+from popdist.collectives import gather_bytes, gather_json
 from popdist.errors import CheckpointError, PopdistWarning, StoreError, whole_number
 from popdist.groups import Group
 from popdist.local_tensors import is_distributed
@@ -106,7 +105,7 @@ def _join(
     """
     with together(group, f"{call}, parts"):
         described = _describe_parts(group, named, states, tensors)
-    everybody = [json.loads(data) for data in gather_bytes(group, f"{call}, parts of all", described)]
+    everybody = gather_json(group, f"{call}, parts of all", described)
     with together(group, f"{call}, joining"):
         plan = plan_writes({name: Held.from_json(it) for name, it in held.items()} for _, held in everybody)
         if is_writer(group):
@@ -117,7 +116,7 @@ def _join(
 
 def _describe_parts(
     group: Group, named: Mapping[str, object], states: Mapping[str, Json], tensors: Mapping[str, Tensor]
-) -> bytes:
+) -> Json:
     """What this instance adds to the states of the one that writes, and the tensors that it can write."""
     contract = context.environment().contract
     shared = {name for name, thing in named.items() if isinstance(thing, nn.Module | Optimizer)}
@@ -130,7 +129,7 @@ def _describe_parts(
     copies = [name for name in mine if contract.parallelism.is_shared and not is_distributed(mine[name])]
     totals = dict(zip(copies, sums_of(mine[name] for name in copies), strict=True))
     held = {name: it.to_json() for name, it in held_of(mine, totals).items()}
-    return json.dumps([{name: states[name] for name in shared} if adds else {}, held]).encode()
+    return [{name: states[name] for name in shared} if adds else {}, held]
 
 
 def _begin(group: Group, call: str, folder: Path, step: int | None) -> int:
@@ -163,7 +162,7 @@ def _write(
 
                 written = write_pieces(directory / manifest.TENSORS, group.backend.instance_index, pieces)
             copied = copies.write(directory / manifest.TENSORS)
-        all_copied = gather_bytes(group, f"{call}, what was copied", copied)
+        all_copied = gather_json(group, f"{call}, what was copied", copied)
         everybody = [data for data in gather_bytes(group, f"{call}, what was written", written) if data]
         with together(group, f"{call}, completing"), _explained(folder, described.step):
             if is_writer(group):

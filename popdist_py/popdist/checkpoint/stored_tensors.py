@@ -1,6 +1,5 @@
 """Tensors that lie in the store of a model in phases: saved as whole files, and loaded into their places there."""
 
-import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,17 +104,17 @@ class StoreCopies:
                 piece = TensorPiece(offsets=piece_of(tensor).offsets, sizes=tuple(part.shape))
                 self.places[name] = StoredPiece(file=label, start=start, piece=piece, stride=part.stride())
 
-    def write(self, directory: Path) -> bytes:
+    def write(self, directory: Path) -> Json:
         """Copy the files into ``directory``; gives what :func:`join_copies` needs."""
         digests = {label: file.copy_to(directory / label) for file, label in self._files.items()}
-        return json.dumps([digests, {name: it.to_json() for name, it in self.places.items()}]).encode()
+        return [digests, {name: it.to_json() for name, it in self.places.items()}]
 
 
-def join_copies(written: Iterable[bytes]) -> tuple[dict[str, str], dict[str, list[StoredPiece]]]:
+def join_copies(written: Iterable[Json]) -> tuple[dict[str, str], dict[str, list[StoredPiece]]]:
     """The digests of all files, and where each tensor lies in them, from what the instances have written."""
     digests: dict[str, str] = {}
     stored: dict[str, list[StoredPiece]] = {}
-    for digests_of_one, places in map(json.loads, written):
+    for digests_of_one, places in written:
         digests |= digests_of_one
         for name, place in places.items():
             stored.setdefault(name, []).append(StoredPiece.from_json(place))

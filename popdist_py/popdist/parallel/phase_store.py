@@ -5,7 +5,6 @@ store is working memory: what an earlier run has left in it is overwritten, and 
 """
 
 import fcntl
-import json
 import os
 import socket
 import weakref
@@ -19,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from popdist.collectives import fail_together, gather_bytes
+from popdist.collectives import fail_together, gather_json
 from popdist.errors import StoreError, name_first
 from popdist.groups import Group
 from popdist.host_memory import forks
@@ -69,7 +68,7 @@ class PhaseStore:
 
     def __init__(self, folder: "_Folder | None", group: Group, device: torch.device) -> None:
         place = HOST_MEMORY if folder is None else f"{folder.path.resolve()}"
-        places = gather_bytes(group, "phased(), its stores", os.fsencode(f"{machine()} {place}"))
+        places = gather_json(group, "phased(), its stores", [machine(), place])
         own = group.instances.index(group.backend.instance_index)
         sharing = [index for index, it in enumerate(places) if it == places[own]]
         self.host_index, self.host_size = sharing.index(own), len(sharing)
@@ -160,11 +159,10 @@ class PhaseStore:
                     if path is not None:  # who has an older file open keeps it
                         path.unlink(missing_ok=True)
                     descriptor = _create(path, num_bytes)
-            told = json.dumps([os.getpid(), descriptor]).encode()
-            made = gather_bytes(self._group, f"phased(), who has its {name}", told)
+            made = gather_json(self._group, f"phased(), who has its {name}", [os.getpid(), descriptor])
             with fail_together(self._group, f"phased(), opening its {name}", StoreError):
                 if self.host_index:
-                    descriptor = _open_created(path, *json.loads(made[self._first]))
+                    descriptor = _open_created(path, *made[self._first])
         except BaseException:
             if descriptor >= 0:
                 os.close(descriptor)

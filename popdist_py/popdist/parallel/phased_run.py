@@ -4,20 +4,19 @@ In the last micro batch of a step a gradient is added over all replicas, and its
 layer adds to it any more; all instances do so in one order.
 """
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from popdist.collectives import gather_bytes
+from popdist.collectives import gather_json
 from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError, OptimizerError
 from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.step_headers import MeanOrSum
@@ -42,8 +41,6 @@ from popsize.phases import even_cuts
 
 if TYPE_CHECKING:
     from popdist.parallel.phased_optimizer import PhasedOptimizer
-
-_ORDER: Final = "phased(), the order of the layers"
 
 Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
 """Updates a parameter by its gradient, with the memory of the optimizer's state for it."""
@@ -285,8 +282,7 @@ class PhasedRun:
         """Have all instances make gradients final in one order: the layers of the first forward pass backwards."""
         if self._agreed_order is None:
             self._step_now().barrier.wait_for_others()
-            told = gather_bytes(self._group, _ORDER, json.dumps(self._order).encode())
-            orders = [json.loads(it) for it in told]
+            orders = gather_json(self._group, "phased(), the order of the layers", self._order)
             self._agreed_order = next(filter(None, orders), [])
         known = self._agreed_order
         order = [*known, *(unit.index for unit in self.layers.units if unit.index not in known)]

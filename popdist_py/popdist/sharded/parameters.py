@@ -4,7 +4,6 @@ The state is gathered into the form that it has without sharding, or cut into sh
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.collectives import fail_together, gather_bytes
+from popdist.collectives import fail_together, gather_json
 from popdist.errors import OptimizerError
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.gradients.shards import Ranges, deal_elements, flat_view, may_be_cut
@@ -115,8 +114,8 @@ def gather_state(
 ) -> Iterator[tuple[ShardedParameter, State]]:
     """Yield the whole state of each parameter that has one; all instances must iterate to the end."""
     with fail_together(group, f"{text}, its form", OptimizerError):
-        described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
-    everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]
+        described_here = _describe_all(sharded, states, keys)
+    everybody = gather_json(group, text, described_here)
     for position, parameter in enumerate(sharded):
         owners = [instance for instance, elements in enumerate(parameter.ranges) if elements]
         described = [everybody[owner][position] for owner in owners]
