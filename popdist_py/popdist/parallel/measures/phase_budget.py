@@ -122,11 +122,14 @@ class PhaseBudget:
     @contextmanager
     def updating(self, units: Sequence[int]) -> Iterator[None]:
         """Within it weights of ``units`` are updated."""
+        if not self._is_measuring:
+            yield
+            return
         start = self._computed()
         yield
         seconds = self._computed() - start
         self._inside += seconds
-        if self._is_measuring and units:
+        if units:
             self._times[min(units)].update_seconds += seconds
 
     def end_step(self, order: Sequence[int]) -> None:
