@@ -290,7 +290,6 @@ def _stored(
     weights: str | os.PathLike[str] | None,
 ) -> PhasedRun:
     """Write the weights to a store, layer by layer; what passes and updates take from there."""
-    give_back_memory()  # from now on, too, while weights come and go
     if any(map(is_distributed, module.parameters())):
         give_parts_numbers()
     group = context.data_parallel_group()
@@ -306,6 +305,8 @@ def _stored(
             _write(made, group, tensors)
             for name in tensors:
                 make_absent(module.get_parameter(name))
+            tensors.clear()
+            give_back_memory()  # before the next layer is made
         found = find_layers(module, units)
         for piece in found.resident:
             _write(made, group, {name: it.detach() for name, it in piece.named})
