@@ -4,7 +4,6 @@ A law is a function ``law_...``. Each trains a divided transformer, and the whol
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -30,7 +29,6 @@ from popsize.footprint import memory_of
 from popsize.hardware import named_machine
 from popsize.mapping import Mapping, Training, Workload
 from tests.contract.collective_laws import refused
-from tests.contract.laws import laws_of
 
 WORDS, LENGTH, WIDTH, HEADS, LAYERS = 19, 8, 16, 4, 4
 NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 2, 2
@@ -123,15 +121,6 @@ def prepare() -> None:
     """Import what all worlds need, in the process that forks them."""
     import_module("torch._dynamo")
     import_module("transformers.models.llama")
-
-
-def run_all() -> int:
-    """Every law of this file, in their order; how many there are."""
-    popdist.init(torch_distributed=True)
-    laws = laws_of(sys.modules[__name__])
-    for law in laws:
-        law()
-    return len(laws)
 
 
 def own_mapping(**values: Any) -> Mapping:  # noqa: ANN401 - fields
