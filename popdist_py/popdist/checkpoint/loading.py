@@ -3,7 +3,6 @@
 An instance reads its own pieces of the tensors; what other replicas have as well, the first replica reads for all.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,8 +29,8 @@ from popdist.checkpoint.states import (
 )
 from popdist.checkpoint.stored_tensors import batches, stores_of, write_into_stores
 from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted
-from popdist.checkpoint.together import WRITER, broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
-from popdist.collectives import gather_bytes, gather_json
+from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
+from popdist.collectives import broadcast_object, gather_bytes, gather_json
 from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
 from popdist.parallel.phase_store import PhaseStore
@@ -115,28 +114,26 @@ def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
     with together(group, call):
         if is_writer(group):
             steps = checkpoint_folder.steps_in(folder)
-    ((number,), *_) = group.start(f"{call}, checkpoints", [len(steps)]).wait()
-    for index in range(number):
-        step = steps[-1 - index] if is_writer(group) else 0
-        ((step,), *_) = group.start(f"{call}, its step", [step]).wait()
+    steps = broadcast_object(steps, WRITER)
+    for step in reversed(steps):
         directory = checkpoint_folder.directory_of(folder, step)
-        data, damage = b"", ""
+        content, damage = None, ""
         with together(group, f"{call}, its manifest"):
             if is_writer(group):
                 try:
-                    data = json.dumps(manifest.read(directory).to_json()).encode()
+                    content = manifest.read(directory).to_json()
                 except DamagedError as error:
                     damage = f"{error}"
-        data = broadcast_bytes(group, f"{call}, what was found", data)
-        found = Manifest.from_json(json.loads(data)) if data else None
+        content = broadcast_object(content, WRITER)
+        found = None if content is None else Manifest.from_json(content)
         if found is not None:
             damage = _damage_of_files(group, call, directory, found)
         if not _is_damaged(group, call, damage, directory) and found is not None:
             yield found
-    if number:
+    if steps:
         raise CheckpointError(
-            f"none of the {number} checkpoints in {folder} can be read (a warning of instance {WRITER} says why "
-            "for each): restore one, or use another folder to start anew"
+            f"none of the {len(steps)} checkpoints in {folder} can be read (a warning of instance {WRITER} says "
+            "why for each): restore one, or use another folder to start anew"
         )
 
 
@@ -266,7 +263,9 @@ def _read(
     if _is_damaged(group, call, damage, where):
         return None
     sent = [tensors[name] for name in tensors if name not in apart]
-    broadcast_tensors(replicas, f"{call}, {len(sent)} tensors", sent)
+    replicas.agree(f"{call}, {len(sent)} tensors")
+    for tensor in sent:
+        replicas.backend.broadcast(tensor.as_strided((tensor.numel(),), (1,)), WRITER)  # in its order of memory
     return {name: wanted[name].placed(tensor) for name, tensor in tensors.items()}
 
 

@@ -1,13 +1,10 @@
 """What the instances of a job do together: one of them writes and reads, and an error on one is raised on all."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Final
 
-from torch import Tensor
-
 from popdist import context
-from popdist.collectives import fail_together, send_bytes
+from popdist.collectives import fail_together
 from popdist.errors import CheckpointError, CollectiveError, name_instances
 from popdist.groups import Group
 
@@ -35,17 +32,3 @@ def is_writer(group: Group) -> bool:
 def together(group: Group, text: str) -> AbstractContextManager[None]:
     """Within it an error on one instance is raised on each; the block waits for nobody."""
     return fail_together(group, text, CheckpointError)
-
-
-def broadcast_bytes(group: Group, text: str, data: bytes) -> bytes:
-    """The writer's ``data``, on every instance."""
-    (length,) = group.start(text, [len(data)]).wait()[WRITER]
-    return send_bytes(group, data, length, WRITER)
-
-
-def broadcast_tensors(group: Group, text: str, tensors: Iterable[Tensor]) -> None:
-    """Overwrite dense CPU tensors, of the same shapes and order on all instances, with the writer's."""
-    group.agree(text)
-    for tensor in tensors:
-        in_memory_order = tensor.as_strided((tensor.numel(),), (1,))
-        group.backend.broadcast(in_memory_order, WRITER)
