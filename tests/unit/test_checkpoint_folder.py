@@ -96,17 +96,22 @@ def test_the_last_ones_stay(tmp_path: Path, count: int, left: list[int]) -> None
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, the directories that list them, then the new name, and the folder that lists it."""
+    """What lists a new folder; files and the directories that list them; then the new name, and what lists it."""
     done: list[str] = []
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
     )
-    create(tmp_path / "folder", 1, fill)
+    place = tmp_path / "a" / "b"
+    create(place, 1, fill)
+    partial = f"{place}/.step-000000000001.partial"
+    assert {*done[:2]} == {str(tmp_path), str(tmp_path / "a")}
+    assert {*done[2:5]} == {f"{partial}/inner/file", f"{partial}/inner", partial}
+    assert done[5:] == [str(place)]
 
-    partial = str(tmp_path / "folder" / ".step-000000000001.partial")
-    assert done[0] == str(tmp_path)
-    assert {*done[1:4]} == {f"{partial}/inner/file", f"{partial}/inner", partial}
-    assert done[4:] == [str(tmp_path / "folder")]
+    done.clear()
+    create(place, 2, fill)  # in a folder that is there, whose parent need not be one that can be read
+    assert str(place) in done
+    assert str(tmp_path / "a") not in done
 
 
 def test_differences_of_conditions_are_told_in_words() -> None:
@@ -117,21 +122,3 @@ def test_differences_of_conditions_are_told_in_words() -> None:
     assert differences({**now, "threads per replica": 96, "moon": "full"}, now) == [
         f"threads per replica: 96 then, {now['threads per replica']} now"
     ]
-
-
-def test_only_folders_that_were_made_need_a_parent_that_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder inside one that may be entered and not listed will do; a new one is synced with all it lies in."""
-    done: list[str] = []
-    monkeypatch.setattr(
-        os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-    )
-    place = tmp_path / "a" / "b"
-    create(place, 1, fill)
-    assert {str(place), str(tmp_path / "a"), str(tmp_path)} <= set(done)
-
-    done.clear()
-    create(place, 2, fill)
-    assert str(place) in done
-    assert str(tmp_path / "a") not in done
