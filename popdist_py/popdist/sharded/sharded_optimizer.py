@@ -27,7 +27,7 @@ from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
-from popdist.optim.one_by_one import State, settings_of
+from popdist.optim.one_by_one import OF_SCALERS, State, settings_of
 from popdist.optim.pieces import BLOCK, NodeSums, Piece, PieceOptimizer, load_uncast, refuse_distributed
 from popdist.sharded.parameters import (
     Named,
@@ -323,12 +323,12 @@ class ShardedOptimizer(Optimizer):
     @contextmanager
     def _scaled(self, inside: Optimizer) -> Iterator[None]:
         """Hand a GradScaler's scale and its found infinity to the optimizer inside, for this step."""
-        said = {name: it for name, it in vars(self).items() if name in ("grad_scale", "found_inf")}
-        vars(inside).update(said)
+        handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
+        vars(inside).update(handed)
         try:
             yield
         finally:
-            for name in said:
+            for name in handed:
                 del vars(inside)[name]
 
     def _completed_settings(self) -> Optimizer:
