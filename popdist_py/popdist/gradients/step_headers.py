@@ -6,7 +6,6 @@ and all that it stands for only where digests differ.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from popdist.collectives import gather_bytes
+from popdist.collectives import gather_bytes, gather_json
 from popdist.errors import CollectiveError, WeightsError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.groups import Group, as_floats
@@ -197,10 +196,8 @@ def agree_on_changes(
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels
-    message = json.dumps([f"{own.mask:x}", own.others, [key for key, _ in own.irregular], labels, own.starts])
-    received = [
-        json.loads(data) for data in gather_bytes(group, "exchange what a step has changed", message.encode())
-    ]
+    message = [f"{own.mask:x}", own.others, [key for key, _ in own.irregular], labels, own.starts]
+    received = gather_json(group, "exchange what a step has changed", message)
     mask = 0
     for digits, *_ in received:
         mask |= int(digits, 16)
@@ -240,7 +237,7 @@ def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None
     tensors = [buffers.tensor_of(key) for key in keys]
     forms = [None if tensor is None else [str(tensor.dtype), *tensor.shape] for tensor in tensors]
     text = "compare buffers that were made in a step"
-    received = [json.loads(data) for data in gather_bytes(group, text, json.dumps(forms).encode())]
+    received = gather_json(group, text, forms)
     digests = []
     for tensor, *forms_of_one in zip(tensors, *received, strict=True):
         known = [form for form in forms_of_one if form is not None]
@@ -250,7 +247,7 @@ def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None
             continue
         common = [min(sizes) for sizes in zip(*(form[1:] for form in known), strict=True)]
         digests.append(_describe(tensor[tuple(slice(size) for size in common)]))
-    found = [json.loads(data) for data in gather_bytes(group, f"{text}, contents", json.dumps(digests).encode())]
+    found = gather_json(group, f"{text}, contents", digests)
     for key, *own in zip(keys, *found, strict=True):
         if len(set(own) - {""}) > 1:
             first = next(digest for digest in own if digest)
