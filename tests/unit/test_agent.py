@@ -1,4 +1,4 @@
-"""The end of an agent's tree: asked first, killed at one deadline, whoever asks how often."""
+"""The end of an agent's tree: asked first, killed at one deadline, whoever asks how often. And its questions."""
 
 import os
 import signal
@@ -6,11 +6,13 @@ import socket
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
 from poprun.launch import agent
-from poprun.launch.agent import TreeEnding
+from poprun.launch.agent import Agent, HeldKey, Parentage, TreeEnding
+from poprun.messages.control import Link
 from poprun.process.process_tree import ProcessKey
 
 PROGRAM = 4_000_001
@@ -102,3 +104,18 @@ def test_a_library_that_listens_at_a_held_port_is_seen() -> None:
 
         assert agent.is_in_use(holder)
         assert not agent.is_in_use(other)
+
+
+def test_a_program_is_asked_one_question_at_a_time() -> None:
+    """Answers to two would be mixed up in its page. Stacks come first: moments of calls are asked for again."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    watch = Mock()
+    with ours, theirs:
+        tested = Agent(Link(ours), 1, Parentage(0, 0, (), {}), [], HeldKey("", ""))
+        tested._program, tested._watch = PROGRAM, watch
+        for kind in ("calls", "calls", "stacks", "calls"):
+            tested._execute({"order": kind, "most_helpers": 0})
+        for holder in tested._held:
+            holder.close()
+
+    assert [call[0] for call in watch.mock_calls] == ["ask_for_calls", "ask_for_stacks"]

@@ -13,7 +13,7 @@ import select
 import time
 
 from poprun.launch.mpi_leftovers import remove_abandoned
-from poprun.launch.program_watch import CallsQuestion, ProgramQuestion, ProgramWatch
+from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
 from poprun.messages import ProtocolError
 from poprun.messages.control import RECEIVE_BYTES, Link, Message, connect, is_remote, notice_death
 from poprun.process.process_tree import (
@@ -232,7 +232,6 @@ class Agent:
         self._began_at_seconds = time.monotonic()
         self._watch = ProgramWatch()
         self._question: ProgramQuestion | None = None
-        self._calls: CallsQuestion | None = None
         self._poll = select.poll()
         self._clock: ClockAnswers | None = None
         self._lease_address = ""
@@ -315,12 +314,9 @@ class Agent:
         if self._question is not None and (answer := self._question.answer()):
             self._queue(answer)
             self._question = None
-        if self._calls is not None and (answer := self._calls.answer()):
-            self._queue(answer)
-            self._calls = None
 
     def _patience_milliseconds(self) -> float | None:
-        if self._ending.has_begun or self._question is not None or self._calls is not None:
+        if self._ending.has_begun or self._question is not None:
             return _WALK_MILLISECONDS
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
@@ -381,8 +377,9 @@ class Agent:
             self._question = self._watch.ask_for_stacks(order["most_helpers"])
         elif order["order"] == "clock":
             self._queue({"event": "clock", "sent_ns": order["sent_ns"], "answered_ns": time.time_ns()})
-        elif order["order"] == "calls" and self._program is not None:
-            self._calls = self._watch.ask_for_calls(order["most_helpers"])
+        elif order["order"] == "calls" and self._program is not None and self._question is None:
+            # two questions at once would mix up what processes write; one about calls is asked again anyway
+            self._question = self._watch.ask_for_calls(order["most_helpers"])
         elif order["order"] == "stop":
             is_kept = self._program is not None and (self._watch.uses_jax() or is_in_use(self._held[0]))
             self._ending.grace_seconds = order["grace_seconds_in_vain" if is_kept else "grace_seconds"]

@@ -17,7 +17,7 @@ from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, s
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any, Final
 
     from poprun.launch.recorder import RecorderQuestion
@@ -223,54 +223,29 @@ class StackQuestion:
 
 
 class ProgramQuestion:
-    """One question to the program: for its stacks, and what torch's recorder of collectives holds."""
+    """One question to the program: for stacks, and for what torch's recorder of collectives holds."""
 
-    def __init__(self, stacks: StackQuestion, pid: int, descriptor: int) -> None:
+    def __init__(
+        self,
+        stacks: StackQuestion | None,
+        recorder: RecorderQuestion | None,
+        to_event: Callable[[Message, Message], Message],
+    ) -> None:
         self._stacks = stacks
-        self._event: Message | None = None
-        self._record: Message | None = {}
-        self._recorder: RecorderQuestion | None = None
-        if descriptor and not is_stopped(pid):
-            from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - most programs are never asked
-
-            self._recorder, self._record = RecorderQuestion(pid, descriptor), None
+        self._recorder = recorder
+        self._to_event = to_event  # makes the event of what the two have answered
+        self._stacks_event: Message | None = {} if stacks is None else None
+        self._record: Message | None = {} if recorder is None else None
 
     def answer(self) -> Message | None:
         """The event with the stacks and the record; None as long as one of them may still come."""
         if self._recorder is not None and self._record is None:
             self._record = self._recorder.answer()
-        if self._event is None:
-            self._event = self._stacks.answer()
-        if self._event is None or self._record is None:
+        if self._stacks is not None and self._stacks_event is None:
+            self._stacks_event = self._stacks.answer()
+        if self._stacks_event is None or self._record is None:
             return None
-        return {**self._event, "recorder": self._record}
-
-
-class CallsQuestion:
-    """One question for the moments at which the program called its last collectives, and for its whole page."""
-
-    def __init__(self, page: int, pid: int, descriptor: int, stacks: StackQuestion | None = None) -> None:
-        self._page = page
-        self._stacks = stacks
-        self._found: Message | None = None
-        self._recorder: RecorderQuestion | None = None
-        if descriptor and not is_stopped(pid):
-            from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - some have no recorder
-
-            self._recorder = RecorderQuestion(pid, descriptor, is_about_moments=True)
-
-    def answer(self) -> Message | None:
-        """The event with both; None as long as the recorder may still answer."""
-        if self._stacks is not None:
-            found = self._stacks.answer()
-            if found is None:
-                return None
-            self._found, self._stacks = found, None
-        groups = {} if self._recorder is None else self._recorder.answer()
-        if groups is None:
-            return None
-        page = os.pread(self._page, _TEXT_AT, 0).hex()
-        return {"event": "calls", "groups": groups, "page": page, "stacks": self._found}
+        return self._to_event(self._stacks_event, self._record)
 
 
 def _is_full(place: str) -> bool:
@@ -379,19 +354,41 @@ class ProgramWatch:
 
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
         """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
-        pid, signum = self._announced()
-        stacks = StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers)
-        return ProgramQuestion(stacks, pid, self._said_by_hook()[0])
+        return ProgramQuestion(
+            self._question_for_stacks(most_helpers),
+            self._question_for_recorder(is_about_moments=False),
+            lambda stacks, record: {**stacks, "recorder": record},
+        )
+
+    def ask_for_calls(self, most_helpers: int) -> ProgramQuestion:
+        """Request the moments of the program's last collectives, and the stacks of so many helpers."""
+        return ProgramQuestion(
+            self._question_for_stacks(most_helpers) if most_helpers else None,
+            self._question_for_recorder(is_about_moments=True),
+            lambda stacks, groups: {
+                "event": "calls",
+                "groups": groups,
+                "page": os.pread(self._page, _TEXT_AT, 0).hex(),
+                "stacks": stacks,
+            },
+        )
 
     def uses_jax(self) -> bool:
         """Whether the program's JAX asked which job it is in."""
         return self._said_by_hook()[1]
 
-    def ask_for_calls(self, most_helpers: int) -> CallsQuestion:
-        """Request the moments of the program's last collectives, and the stacks of so many helpers."""
+    def _question_for_stacks(self, most_helpers: int) -> StackQuestion:
         pid, signum = self._announced()
-        stacks = StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers) if most_helpers else None
-        return CallsQuestion(self._page, pid, self._said_by_hook()[0], stacks)
+        return StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers)
+
+    def _question_for_recorder(self, *, is_about_moments: bool) -> RecorderQuestion | None:
+        """The question to torch's recorder; None where there is none, or the program could not answer."""
+        pid, descriptor = self._announced()[0], self._said_by_hook()[0]
+        if not descriptor or is_stopped(pid):
+            return None
+        from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - some programs have no recorder
+
+        return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""
