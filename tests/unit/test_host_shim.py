@@ -24,7 +24,8 @@ class Deaf(HostShim):
     def _fork_agent(self, index: int, *_: object) -> None:
         self.forked.append(index)
 
-    def _tell_of_loss(self, index: int, number: int) -> None:
+    def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
+        del event
         self.told.append((index, number))
 
 
