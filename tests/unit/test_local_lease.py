@@ -1,6 +1,7 @@
 """Which cores a job that wants its own is offered, beside those that other jobs have."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,3 +62,11 @@ def test_cores_beside_those_of_others(
 def test_a_plan_file_names_its_cores(taken: list[int], offer: list[int]) -> None:
     """It gets just those, or waits for them."""
     assert offered(LAPTOP, taken, is_fixed=True, **COMPACT | {"num_instances": 2}) == offer
+
+
+def test_a_job_wants_as_many_cores_as_it_has_threads() -> None:
+    """Those that its user has set for all programs, too."""
+    facts = replace(facts_of(LAPTOP), user_num_threads="2")
+    plan = planned(facts, num_instances=2, placement=ProcessPlacement.COMPACT)
+
+    assert CoreClaim(plan, facts, plan.named_devices).request().num_ipus == 4

@@ -81,8 +81,6 @@ def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple
     ``size`` is the number of instances of a replica.
     """
     asked, num_replicas = request.mapping, request.num_replicas
-    if num_replicas is not None:
-        check_count("--num-replicas", num_replicas)
     if asked is not None and asked.replicas is not None:
         number = asked.replicas * size
         is_other = size > 1 and is_counted and request.num_instances not in (None, number)

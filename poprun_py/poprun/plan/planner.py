@@ -66,7 +66,7 @@ def make_plan(
             it, or the tasks are not as many as the instances; the message has the words for Slurm.
         MpiNotFoundError: If MPI was asked for and there is none.
     """
-    return _decide(request, facts, pod, is_counted=is_counted)[0]
+    return make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=True)[0]
 
 
 def make_advised_plan(
@@ -78,14 +78,6 @@ def make_advised_plan(
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
     """The plan of :func:`make_plan` with advice on it; ``are_hosts_seen`` says if other hosts are examined."""
-    plan, left_out, differences = _decide(request, facts, pod, is_counted=is_counted)
-    return plan, (*differences, *advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen))
-
-
-def _decide(
-    request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
-) -> tuple[LaunchPlan, tuple[str, ...], tuple[str, ...]]:
-    """Make the plan; with words that its launcher cannot be told, and how devices differ from its mapping's."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -133,7 +125,8 @@ def _decide(
     num_computing = max(num_instances, plan.num_replicas)
     threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_computing)
     plan = replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod))
-    return replace(plan, bindings=place(plan, facts)), words.left_out, differences
+    plan = replace(plan, bindings=place(plan, facts))
+    return plan, (*differences, *advise(plan, facts, left_out=words.left_out, are_hosts_seen=are_hosts_seen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +149,8 @@ def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
     """Find the counts of a job; the request comes back with what a mapping and an allocation of Slurm say."""
+    if request.num_replicas is not None:
+        check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()
     if request.mapping is not None or request.instances_per_replica is not None:
         from poprun.plan.parallelism import choose_parallelism, with_counts  # noqa: PLC0415 - as above
@@ -295,7 +290,7 @@ def _num_automatic(
 ) -> int:
     """The instances of ``auto``, ``size`` a replica: a host has free GPUs for ``num_free`` of them."""
     wanted = max(1, num_free) * num_hosts
-    if num_replicas is not None and num_replicas >= 1:
+    if num_replicas is not None:
         legal = legal_instances(num_replicas, num_hosts, size)
         return max((n for n in legal if n <= wanted or size > 1), default=wanted)
     # without a number of replicas the pod has room for all of them
@@ -381,6 +376,6 @@ def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
     """The placement asked for, or none if words for the MPI launcher make it bind the instances."""
-    words = (*request.mpi_global_args, *request.mpi_local_args)
+    words = [part for word in (*request.mpi_global_args, *request.mpi_local_args) for part in word.split("=", 1)]
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

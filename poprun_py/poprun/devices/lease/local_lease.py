@@ -232,8 +232,11 @@ class CoreClaim(LocalClaim):
 
     def request(self) -> PoolRequest:
         """The request for as many cores as there are threads, or for just those that the plan names."""
-        threads = self.plan.num_instances_per_host * (self.plan.threads_per_replica or 1)
-        num_cores = len(_bound(self._given.bindings)) if self._facts is None else threads
+        if self._facts is None:
+            num_cores = len(_bound(self._given.bindings))
+        else:
+            threads = self.plan.threads_per_replica or self._facts.num_user_threads or 1
+            num_cores = self.plan.num_instances_per_host * threads
         return PoolRequest(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:

@@ -175,10 +175,10 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
             start_new_session=True,
             check=False,
         )
-        if started.returncode:
-            raise LaunchError("the process that renews the lease cannot be started: see above")
         os.close(life_reader)
         os.close(end_writer)
+        if started.returncode:
+            raise LaunchError("the process that renews the lease cannot be started: see above")
         os.write(life_writer, json.dumps(job).encode() + b"\n")
         yield life_writer
     finally:
