@@ -23,21 +23,13 @@ POD: Final = "pod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualIpu:
-    """A virtual IPU of a cluster.
-
-    Attributes:
-        index: Its number in the cluster.
-        name: What it is called by all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``.
-        domain: Number of its IPU-Link domain.
-        device: What ``CUDA_VISIBLE_DEVICES`` calls it; empty when it is no CUDA device.
-        occupants: Processes that hold memory on it.
-    """
+    """A virtual IPU of a cluster."""
 
     index: int
-    name: str
-    domain: int = 0
-    device: str = ""
-    occupants: tuple[Occupant, ...] = ()
+    name: str  # what it is called by all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
+    domain: int = 0  # number of its IPU-Link domain
+    device: str = ""  # what ``CUDA_VISIBLE_DEVICES`` calls it; empty when it is no CUDA device
+    occupants: tuple[Occupant, ...] = ()  # processes that hold memory on it
 
     def __str__(self) -> str:
         return f"GPU {self.device}" if self.device else self.name
@@ -45,25 +37,16 @@ class VirtualIpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Virtual IPUs that are handed out together.
+    """Virtual IPUs that are handed out together."""
 
-    Attributes:
-        name: Such as ``POD64``, or the machine's own name.
-        kind: ``gpu``, ``cpu`` or ``pod``; or ``core``, for the cores that instances have to themselves.
-        ipus: All of them, by index.
-        is_open: Whether further ones can be made: shares of a CPU nobody has counted.
-        memory_bytes: Memory of each, where it is known.
-        allocations: Parts of the cluster by name, as indices of their IPUs.
-        hosts: The hosts that it belongs to; empty for this machine.
-    """
-
-    name: str
-    kind: str
-    ipus: tuple[VirtualIpu, ...]
-    is_open: bool = False
-    memory_bytes: int | None = None
+    name: str  # such as ``POD64``, or the machine's own name
+    kind: str  # ``gpu``, ``cpu`` or ``pod``; or ``core``, for the cores that instances have to themselves
+    ipus: tuple[VirtualIpu, ...]  # all of them, by index
+    is_open: bool = False  # whether further ones can be made: shares of a CPU nobody has counted
+    memory_bytes: int | None = None  # memory of each, where it is known
+    # parts of the cluster by name, as indices of their IPUs
     allocations: Mapping[str, range] = field(default_factory=dict)
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # the hosts that it belongs to; empty for this machine
 
     @property
     def domain_size(self) -> int:

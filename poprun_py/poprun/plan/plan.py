@@ -39,71 +39,45 @@ class LauncherKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFacts:
-    """What programs are told and a plan does not know: it is decided when the job starts.
+    """What programs are told and a plan does not know: it is decided when the job starts."""
 
-    Attributes:
-        job_id: The same for all instances and all attempts of a job.
-        restart_count: How often the job has been started again.
-        master: Where torch's own store of the program will listen.
-        store: Where popdist's store listens.
-        coordinator: Where JAX's coordinator will listen.
-        workers: Where TensorFlow's worker of each instance will listen.
-        devices: CUDA devices that leases gave the job on the instance's host, in slot order; else empty.
-    """
-
-    job_id: str = ""
-    restart_count: int = 0
-    master: Endpoint | None = None
-    store: Endpoint | None = None
-    coordinator: Endpoint | None = None
-    workers: Sequence[Endpoint] = ()
+    job_id: str = ""  # the same for all instances and all attempts of a job
+    restart_count: int = 0  # how often the job has been started again
+    master: Endpoint | None = None  # where torch's own store of the program will listen
+    store: Endpoint | None = None  # where popdist's store listens
+    coordinator: Endpoint | None = None  # where JAX's coordinator will listen
+    workers: Sequence[Endpoint] = ()  # where TensorFlow's worker of each instance will listen
+    # CUDA devices that leases gave the job on the instance's host, in slot order; else empty
     devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedDevices:
-    """The devices and cores that leases gave a job on one host, in place of those that its plan names.
+    """The devices and cores that leases gave a job on one host, in place of those that its plan names."""
 
-    Attributes:
-        devices: CUDA devices, in slot order.
-        cores: Cores of the host, ascending.
-        bindings: What the instances are bound to.
-    """
-
-    devices: tuple[str, ...]
-    cores: tuple[int, ...]
-    bindings: tuple[Binding, ...]
+    devices: tuple[str, ...]  # CUDA devices, in slot order
+    cores: tuple[int, ...]  # cores of the host, ascending
+    bindings: tuple[Binding, ...]  # what the instances are bound to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstancePlan:
-    """One process of a plan.
+    """One process of a plan."""
 
-    Attributes:
-        index: Global index of the instance.
-        host: Name of the host it runs on.
-        host_index: That host among the hosts of the plan.
-        local_index: The instance among those of its host.
-        replicas: Global indices of its replicas; of the one that it has a part of, where instances share them.
-        part: Which part of which replica it holds.
-        ipus: Its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next.
-        ordinals: Its CUDA devices, as numbers among the job's on its host, for all its replicas; empty on the CPU.
-        devices: Names of the same devices on that host.
-        cores: Cores that its virtual IPUs stand for, on which its replicas take turns; empty with CUDA devices.
-        binding: What its process is bound to, or None.
-    """
-
-    index: int
+    index: int  # among all instances
     host: str
-    host_index: int
-    local_index: int
-    replicas: range
-    part: ReplicaPart
+    host_index: int  # of that host among those of the plan
+    local_index: int  # among the instances of its host
+    replicas: range  # global indices of its replicas; of the one that it has a part of, where instances share them
+    part: ReplicaPart  # which part of which replica it holds
+    # its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next
     ipus: range
+    # its CUDA devices, as numbers among the job's on its host, for all its replicas; empty on the CPU
     ordinals: range
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # names of the same devices on that host
+    # cores that its virtual IPUs stand for, on which its replicas take turns; empty with CUDA devices
     cores: tuple[int, ...]
-    binding: Binding | None
+    binding: Binding | None  # what its process is bound to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

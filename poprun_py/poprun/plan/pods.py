@@ -34,22 +34,15 @@ def _machine_numbers(value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodDescription:
-    """A pod as a file describes it.
-
-    Attributes:
-        name: Its name.
-        num_machines: IPU-Machines, of 4 IPUs each.
-        machines_per_domain: IPU-Machines of an IPU-Link domain; None for as many as IPU-Links connect.
-        hosts: The hosts that it belongs to, in range notation, or None.
-        memory_per_ipu_bytes: Memory of an IPU, or None where it is not known.
-        allocations: Names with the IPU-Machines that belong to them, such as ``0-7``, or None.
-    """
+    """A pod as a file describes it."""
 
     name: Annotated[str, _check_name]
-    num_machines: Annotated[int, between(1, _MAX_IPUS // IPUS_PER_MACHINE)]
+    num_machines: Annotated[int, between(1, _MAX_IPUS // IPUS_PER_MACHINE)]  # IPU-Machines, of 4 IPUs each
+    # IPU-Machines of an IPU-Link domain; None for as many as IPU-Links connect
     machines_per_domain: Annotated[int, between(1, MAX_DOMAIN_SIZE // IPUS_PER_MACHINE)] | None = None
-    hosts: Hosts | None = None
-    memory_per_ipu_bytes: int | None = None
+    hosts: Hosts | None = None  # the hosts that it belongs to, in range notation, or None
+    memory_per_ipu_bytes: int | None = None  # memory of an IPU, or None where it is not known
+    # names with the IPU-Machines that belong to them, such as ``0-7``, or None
     allocations: Mapping[str, Annotated[Any, _machine_numbers]] | None = None
 
 

@@ -36,111 +36,65 @@ _MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSettings:
-    """What is shown and kept of what the programs print.
+    """What is shown and kept of what the programs print."""
 
-    Attributes:
-        shown_instances: The instances whose output is shown, ascending; None for all.
-        is_tagged: Whether lines name their instance; None where there are several, or a ``tag_format``.
-        tag_format: The tag as a template, see :func:`check_tag_format`; None for the usual one.
-        is_folded: Whether lines that several instances print alike are shown once.
-        log_dir: Directory for logs of each instance, absolute or below the job's working directory, or None.
-        has_monitor: Whether a live view of the instances takes the place of their lines.
-    """
-
-    shown_instances: tuple[int, ...] | None = None
+    shown_instances: tuple[int, ...] | None = None  # the instances whose output is shown, ascending; None for all
+    # whether lines name their instance; None where there are several, or a ``tag_format``
     is_tagged: bool | None = None
-    tag_format: str | None = None
-    is_folded: bool = False
-    log_dir: str | None = None
-    has_monitor: bool = False
+    tag_format: str | None = None  # the tag as a template, see `check_tag_format`; None for the usual one
+    is_folded: bool = False  # whether lines that several instances print alike are shown once
+    log_dir: str | None = None  # for logs of each instance, absolute or below the job's working directory
+    has_monitor: bool = False  # whether a live view of the instances takes the place of their lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndingSettings:
-    """The times that a job has, its restarts, and what is told of how it goes.
+    """The times that a job has, its restarts, and what is told of how it goes."""
 
-    Attributes:
-        stop_timeout_seconds: How long a program that is being stopped may take before it is killed.
-        start_timeout_seconds: How long the instances may take to come to life.
-        timeout_seconds: How long the whole job may take, or None.
-        max_restarts: How often a failed job is started again.
-        restarts_anyway: Whether that is done also where the failure seems to be one that comes again.
-        hang_report_seconds: How long a wait without any progress is before poprun reports it; None never does.
-        hang_timeout_seconds: How long such a wait is before poprun ends the job; None never does.
-        report_files: Files for the job's report, absolute or below the job's working directory: pages, whose
-            names end in ``.html``, and data, in ``.json``.
-        metrics_port: The port of 127.0.0.1 at which Prometheus is answered, 0 for a free one, or None.
-    """
-
-    stop_timeout_seconds: float = 5.0
-    start_timeout_seconds: float = 60.0
-    timeout_seconds: float | None = None
+    stop_timeout_seconds: float = 5.0  # how long a program that is being stopped may take before it is killed
+    start_timeout_seconds: float = 60.0  # how long the instances may take to come to life
+    timeout_seconds: float | None = None  # how long the whole job may take
     max_restarts: int = 0
+    # whether a job is started again also where its failure seems to be one that comes again
     restarts_anyway: bool = field(default=False, metadata=IF_USED)
-    hang_report_seconds: float | None = 120.0
-    hang_timeout_seconds: float | None = None
-    report_files: tuple[str, ...] = ()
+    hang_report_seconds: float | None = 120.0  # after so long a wait without progress it is reported; None: never
+    hang_timeout_seconds: float | None = None  # after so long a wait the job is ended; None: never
+    report_files: tuple[str, ...] = ()  # absolute or below the working directory; pages (.html) and data (.json)
+    # the port of 127.0.0.1 at which Prometheus is answered, 0 for a free one, or None
     metrics_port: int | None = field(default=None, metadata=IF_USED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSettings:
-    """How the hosts of a job are reached.
+    """How the hosts of a job are reached."""
 
-    Attributes:
-        subnet: The subnet of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes.
-        ssh_config: File with the configuration of ssh, or None for the user's own.
-        synchronises_venv: Whether hosts that lack poprun's Python environment get a copy of it.
-        slurm_job: Number of the Slurm job whose allocation has the hosts: Slurm starts what runs there; None: ssh.
-    """
-
-    subnet: str | None = None
-    ssh_config: str | None = None
-    synchronises_venv: bool = False
-    slurm_job: str | None = None
+    subnet: str | None = None  # of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes
+    ssh_config: str | None = None  # file with the configuration of ssh, or None for the user's own
+    synchronises_venv: bool = False  # whether hosts that lack poprun's Python environment get a copy of it
+    slurm_job: str | None = None  # number of the Slurm job that has the hosts, and reaches them; None: ssh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VipuSettings:
-    """The virtual IPUs that a job holds, and how it comes by them.
+    """The virtual IPUs that a job holds, and how it comes by them."""
 
-    Attributes:
-        partition: Name of the partition to use or to create, or None.
-        partition_attempts: How often to try for a partition that is not ready. At least 1.
-        allocation: Name of the allocation to create the partition in, or None.
-        cluster: The allocation under its older name, or None.
-        updates_partition: Whether a partition that does not fit is changed, or created.
-        resets_partition: Whether the partition is reset first; None does so only where it has to be.
-        removes_partition: Whether a partition that poprun created is removed afterwards.
-        num_ilds: IPU-Link domains of the job, or None for as many as the pod has.
-        ipus_per_host: Virtual IPUs that a host has; None for its GPUs, or no limit on a host without.
-        waits_for_devices: Whether to queue until the virtual IPUs are free.
-        shares_devices: Whether GPUs may be used that processes outside the pool use.
-        is_offline: Whether the job runs without virtual IPUs.
-        server_host: Where the server is whose pool the job asks, or None for the pool of the machine.
-        server_port: The port of that server.
-        server_timeout_seconds: How long the pool, or the server, may take to answer.
-        pool: Folder of the pool, or None for that of the machine.
-        pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
-    """
-
-    partition: str | None = None
-    partition_attempts: int = 1
-    allocation: str | None = None
-    cluster: str | None = None
-    updates_partition: bool = False
-    resets_partition: bool | None = None
-    removes_partition: bool = True
-    num_ilds: int | None = None
-    ipus_per_host: int | None = None
-    waits_for_devices: bool = False
-    shares_devices: bool = False
-    is_offline: bool = False
-    server_host: str | None = None
+    partition: str | None = None  # name of the partition to use or to create, or None
+    partition_attempts: int = 1  # how often to try for one that is not ready
+    allocation: str | None = None  # name of the allocation to create the partition in, or None
+    cluster: str | None = None  # the allocation under its older name, or None
+    updates_partition: bool = False  # whether a partition that does not fit is changed, or created
+    resets_partition: bool | None = None  # whether it is reset first; None does so only where it has to be
+    removes_partition: bool = True  # whether a partition that poprun created is removed afterwards
+    num_ilds: int | None = None  # IPU-Link domains of the job, or None for as many as the pod has
+    ipus_per_host: int | None = None  # virtual IPUs of a host; None for its GPUs, or no limit on a host without
+    waits_for_devices: bool = False  # whether to queue until the virtual IPUs are free
+    shares_devices: bool = False  # whether GPUs may be used that processes outside the pool use
+    is_offline: bool = False  # whether the job runs without virtual IPUs
+    server_host: str | None = None  # where the server of the pool is, or None for the machine's own pool
     server_port: int = DEFAULT_PORT
-    server_timeout_seconds: float = 120.0
-    pool: str | None = None
-    pod: str | None = None
+    server_timeout_seconds: float = 120.0  # how long the pool, or the server, may take to answer
+    pool: str | None = None  # folder of the pool, or None for that of the machine
+    pod: str | None = None  # what the job is planned for: a pod's name, or the YAML file that describes it
 
 
 class LauncherChoice(StrEnum):
@@ -158,17 +112,11 @@ TRACED_STEPS: Final = range(5, 10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSettings:
-    """What is asked of a trace.
+    """What is asked of a trace."""
 
-    Attributes:
-        folder: Directory for it, absolute or below the job's working directory; None for no trace.
-        steps: The optimizer's steps to record, counted from 0; None is ``TRACED_STEPS``, or none with seconds.
-        seconds: How long to record from the first call of a torch module on, in place of steps.
-    """
-
-    folder: str | None = None
-    steps: range | None = None
-    seconds: float | None = None
+    folder: str | None = None  # directory for it, absolute or below the job's working directory; None for no trace
+    steps: range | None = None  # of the optimizer, counted from 0; None is ``TRACED_STEPS``, or none with seconds
+    seconds: float | None = None  # how long to record from the first call of a torch module on, in place of steps
 
 
 NO_TRACE: Final = TraceSettings()
@@ -176,23 +124,14 @@ NO_TRACE: Final = TraceSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMapping:
-    """What ``--parallelism`` asks for, in words or in a file that `poprun-size` saved.
+    """What ``--parallelism`` asks for, in words or in a file that `poprun-size` saved."""
 
-    Attributes:
-        text: The words, or the name of the file, as they were written.
-        tensor: Instances that share each layer.
-        pipeline: Stages that the layers are cut into.
-        replicas: Model replicas in the whole job; None where the words do not say.
-        path: Absolute path of the file, or None for words.
-        devices: What the file was planned for; None for words.
-    """
-
-    text: str
-    tensor: int = 1
-    pipeline: int = 1
-    replicas: int | None = None
-    path: str | None = None
-    devices: "PlannedDevices | None" = None
+    text: str  # the words, or the name of the file, as they were written
+    tensor: int = 1  # instances that share each layer
+    pipeline: int = 1  # stages that the layers are cut into
+    replicas: int | None = None  # model replicas in the whole job; None where the words do not say
+    path: str | None = None  # absolute path of the file, or None for words
+    devices: "PlannedDevices | None" = None  # what the file was planned for; None for words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

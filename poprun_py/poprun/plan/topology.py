@@ -14,18 +14,12 @@ class MpiKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiRuntime:
-    """An MPI runtime that is installed, with its launcher.
+    """An MPI runtime that is installed, with its launcher."""
 
-    Attributes:
-        kind: Whose command line it takes.
-        path: Absolute path of its ``mpiexec`` or ``mpirun``.
-        version: As the runtime prints it, such as ``5.0.2``.
-        forker: Path of MPICH's ``mpiexec.gforker``, which starts jobs of one machine without a port, if used.
-    """
-
-    kind: MpiKind
-    path: str
-    version: str
+    kind: MpiKind  # whose command line it takes
+    path: str  # absolute path of its ``mpiexec`` or ``mpirun``
+    version: str  # as the runtime prints it, such as ``5.0.2``
+    # path of MPICH's ``mpiexec.gforker``, which starts jobs of one machine without a port, if used
     forker: str | None = None
 
     @property
@@ -44,15 +38,10 @@ class MpiRuntime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupant:
-    """A process that holds memory on a device.
-
-    Attributes:
-        pid: Its id.
-        user: Whose it is; empty when the system does not say.
-    """
+    """A process that holds memory on a device."""
 
     pid: int
-    user: str = ""
+    user: str = ""  # whose it is; empty when the system does not say
 
     def __str__(self) -> str:
         return f"process {self.pid}" + (f" of {self.user}" if self.user else "")
@@ -60,25 +49,15 @@ class Occupant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A CUDA device of a machine.
+    """A CUDA device of a machine."""
 
-    Attributes:
-        name: What ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID.
-        uuid: What the driver calls it, for all users; empty when it is not known.
-        occupants: Processes that hold memory on it.
-        is_leased: Whether a job of the pool holds it.
-        node: NUMA node that it is attached to, or None where the machine does not say.
-        model: What the driver calls its kind, such as ``NVIDIA H200``; empty when it is not known.
-        memory_bytes: Size of its memory; 0 when it is not known.
-    """
-
-    name: str
-    uuid: str = ""
-    occupants: tuple[Occupant, ...] = ()
-    is_leased: bool = False
-    node: int | None = None
-    model: str = ""
-    memory_bytes: int = 0
+    name: str  # what ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID
+    uuid: str = ""  # what the driver calls it, for all users; empty when it is not known
+    occupants: tuple[Occupant, ...] = ()  # processes that hold memory on it
+    is_leased: bool = False  # whether a job of the pool holds it
+    node: int | None = None  # NUMA node that it is attached to, or None where the machine does not say
+    model: str = ""  # what the driver calls its kind, such as ``NVIDIA H200``; empty when it is not known
+    memory_bytes: int = 0  # size of its memory; 0 when it is not known
 
     @property
     def is_free(self) -> bool:
@@ -88,73 +67,45 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """A hardware thread of a machine, which Linux calls a CPU and poprun a core, and where it sits.
-
-    Attributes:
-        number: Its number.
-        core: Number of the first hardware thread of its physical core: equal for those that share one.
-        cache: Number of the first hardware thread that shares its last-level cache.
-        node: Its NUMA node.
-        socket: Its processor package.
-    """
+    """A hardware thread of a machine, which Linux calls a CPU and poprun a core, and where it sits."""
 
     number: int
-    core: int
-    cache: int
-    node: int
-    socket: int
+    core: int  # number of the first hardware thread of its physical core: equal for those that share one
+    cache: int  # number of the first hardware thread that shares its last-level cache
+    node: int  # its NUMA node
+    socket: int  # its processor package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What Slurm has given to the job that poprun was called in.
+    """What Slurm has given to the job that poprun was called in."""
 
-    Attributes:
-        job_id: Slurm's number of the job.
-        nodes: Names of its nodes, in Slurm's order. At least one.
-        node_here: What Slurm calls this machine; None on a machine that is no node, as where salloc was called.
-        tasks_per_node: Tasks of each node; empty when nobody asked for tasks.
-        cpus_per_node: Processors of each node; empty when Slurm does not tell.
-        num_gpus_per_node: GPUs of each node; 0 when nobody asked for any.
-        task: Rank and size of the step of which poprun itself is one of several tasks; None when it is not.
-    """
-
-    job_id: str
-    nodes: tuple[str, ...]
+    job_id: str  # Slurm's number of the job
+    nodes: tuple[str, ...]  # in Slurm's order, at least one
+    # what Slurm calls this machine; None on a machine that is no node, as where salloc was called
     node_here: str | None = None
-    tasks_per_node: tuple[int, ...] = ()
-    cpus_per_node: tuple[int, ...] = ()
-    num_gpus_per_node: int = 0
+    tasks_per_node: tuple[int, ...] = ()  # tasks of each node; empty when nobody asked for tasks
+    cpus_per_node: tuple[int, ...] = ()  # processors of each node; empty when Slurm does not tell
+    num_gpus_per_node: int = 0  # GPUs of each node; 0 when nobody asked for any
+    # rank and size of the step of which poprun itself is one of several tasks; None when it is not
     task: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What poprun found on the machine it runs on.
-
-    Attributes:
-        hostname: The machine's own name.
-        host_aliases: Every name and address that means this machine, ``localhost`` among them.
-        cores: Numbers of the CPU cores that this process may use, ascending; never empty.
-        cpus: Where each core sits that the affinity allows, more than ``cores`` under a quota; empty if unknown.
-        memory_nodes: NUMA nodes whose memory the process may use, ascending.
-        gpus: The CUDA devices that it may use, in slot order.
-        mpi: The MPI runtime found, or None.
-        unknown_mpi: Paths of MPI launchers that are of neither family.
-        user_num_threads: ``OMP_NUM_THREADS`` as the user set it, or None.
-        allocation: What Slurm has given to the job; None outside Slurm.
-    """
+    """What poprun found on the machine it runs on."""
 
     hostname: str
-    host_aliases: frozenset[str]
-    cores: tuple[int, ...]
+    host_aliases: frozenset[str]  # every name and address that means this machine, ``localhost`` among them
+    cores: tuple[int, ...]  # numbers of the CPU cores that this process may use, ascending; never empty
+    # where each core sits that the affinity allows, more than ``cores`` under a quota; empty if unknown
     cpus: tuple[Cpu, ...] = ()
-    memory_nodes: tuple[int, ...] = ()
-    gpus: tuple[Gpu, ...] = ()
-    mpi: MpiRuntime | None = None
-    unknown_mpi: tuple[str, ...] = ()
-    user_num_threads: str | None = None
-    allocation: Allocation | None = None
+    memory_nodes: tuple[int, ...] = ()  # NUMA nodes whose memory the process may use, ascending
+    gpus: tuple[Gpu, ...] = ()  # the CUDA devices that it may use, in slot order
+    mpi: MpiRuntime | None = None  # the one found
+    unknown_mpi: tuple[str, ...] = ()  # paths of MPI launchers that are of neither family
+    user_num_threads: str | None = None  # ``OMP_NUM_THREADS`` as the user set it, or None
+    allocation: Allocation | None = None  # None outside Slurm
 
     @property
     def num_user_threads(self) -> int:
@@ -193,16 +144,11 @@ class ProcessPlacement(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """What some instances of a host are bound to, on every host of the job alike.
+    """What some instances of a host are bound to, on every host of the job alike."""
 
-    Attributes:
-        instances: Their indices among the instances of the host, ascending.
-        cores: Cores on which their threads may run, ascending; at least one.
-        memory_nodes: NUMA nodes from which they take memory, ascending; empty leaves that to the kernel.
-    """
-
-    instances: tuple[int, ...]
-    cores: tuple[int, ...]
+    instances: tuple[int, ...]  # their indices among the instances of the host, ascending
+    cores: tuple[int, ...]  # cores on which their threads may run, ascending; at least one
+    # NUMA nodes from which they take memory, ascending; empty leaves that to the kernel
     memory_nodes: tuple[int, ...]
 
     def holds(self, instance: int) -> bool:
