@@ -268,7 +268,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
     if asked.explain is not None:
         first = _explained(asked, workload)
         answer = Answer(fitting=(first,), faster=None, num_mappings=1)
-        table = explanation(first, workload)
+        table = explanation(first)
     else:
         answer = search(workload, asked.values())
         if not answer.fitting:
@@ -282,9 +282,9 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
     if asked.form == "table":
         print_out(wrapped(table, width()))
     elif asked.form == "svg":
-        print_out(cube_svg(first, workload))
+        print_out(cube_svg(first))
     elif asked.form == "csv":
-        print_out(answer_csv(answer, workload, asked.top))
+        print_out(answer_csv(answer, asked.top))
     else:
         print_out(answer_json(answer, workload, asked.top))
 

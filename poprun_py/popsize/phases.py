@@ -56,9 +56,6 @@ class Loop:
         return self.num_micro_batches > 1 or self.updates_apart
 
 
-ONE_MICRO_BATCH: Final = Loop()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpeed:
     """How fast the store is for one instance, while the others of its host read and write, too."""
@@ -123,7 +120,7 @@ class PhasePlan:
 
 
 def plan_phases(
-    units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop = ONE_MICRO_BATCH
+    units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop
 ) -> PhasePlan | PhaseMemory:
     """The fewest phases that fit into ``budget_bytes`` and take at most a hundredth longer than the fastest.
 
@@ -139,9 +136,7 @@ def plan_phases(
     return next(plan for plan in fitting if plan.step.seconds <= fastest * _EQUALLY_FAST)
 
 
-def plan_with(
-    units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop = ONE_MICRO_BATCH
-) -> PhasePlan:
+def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop) -> PhasePlan:
     """What a step takes with phases that begin at these units."""
     phases, number = _joined(units, cuts), loop.num_micro_batches
     step = _walked(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
@@ -151,7 +146,7 @@ def plan_with(
     return PhasePlan(cuts=tuple(cuts), memory=memory_with(units, cuts, loop), step=step)
 
 
-def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop = ONE_MICRO_BATCH) -> PhaseMemory:
+def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> PhaseMemory:
     """The most bytes that a step needs with phases that begin at these units."""
     phases = _joined(units, cuts)
     size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
@@ -167,7 +162,7 @@ def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop = ONE
     )
 
 
-def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop = ONE_MICRO_BATCH) -> tuple[int, ...]:
+def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop) -> tuple[int, ...]:
     """The first units of ``num_phases`` phases, of which the largest is as small as it can be."""
     return even_cuts(tuple(unit.slot_bytes(has_sums=loop.has_sums) for unit in units), num_phases)
 

@@ -7,7 +7,7 @@ from typing import Final
 from popsize.duration import phase_plan
 from popsize.footprint import phase_units
 from popsize.hardware import GIB
-from popsize.mapping import Mapping, Workload
+from popsize.mapping import Mapping
 from popsize.model import Model
 from popsize.search import Candidate
 from popsize.stages import stages_of
@@ -25,9 +25,9 @@ _SHOWN: Final = {"stages": 8, "shards": 8, "replicas": 4}
 _HUES: Final = ("#dbe9f6", "#fde6cf", "#def0d8", "#f6dcdc", "#e8e0f1", "#efe5e0", "#fbe3f0", "#eeeeee")
 
 
-def cube_svg(one: Candidate, workload: Workload) -> str:
+def cube_svg(one: Candidate) -> str:
     """The cube of a mapping: stages to the right, shards of a layer downwards, replicas behind each other."""
-    mapping, model = one.mapping, workload.model
+    mapping, workload, model = one.mapping, one.workload, one.workload.model
     drawn = {name: min(number, _SHOWN[name]) for name, number in _sizes(mapping).items()}
     width = max(_LEAST, 2 * _MARGIN + drawn["stages"] * _WIDTH + drawn["replicas"] * _RIGHT)
     front = _TOP + drawn["replicas"] * _UP
@@ -54,7 +54,7 @@ def cube_svg(one: Candidate, workload: Workload) -> str:
         parts.append(_text(_MARGIN, bottom, f"not drawn: {', '.join(hidden)}", 12))
         bottom += 24
     if mapping.phases > 1:
-        parts.append(_phases(one, workload, bottom, width - 2 * _MARGIN))
+        parts.append(_phases(one, bottom, width - 2 * _MARGIN))
         bottom += 84
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom}" '
@@ -80,9 +80,9 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
     return [*words, f"1/{mapping.tensor} of each"] if mapping.tensor > 1 else words
 
 
-def _phases(one: Candidate, workload: Workload, top: int, width: int) -> str:
+def _phases(one: Candidate, top: int, width: int) -> str:
     """The layers of a stage as a bar, cut into phases."""
-    mapping = one.mapping
+    mapping, workload = one.mapping, one.workload
     words = f"{mapping.phases} phases of a stage: one is in memory, the next is read meanwhile"
     layers = [1] * mapping.phases
     if mapping.has_layer_phases:

@@ -47,6 +47,11 @@ class Candidate:
     workload: Workload
     mapping: Mapping
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches that a replica computes in a step."""
+        return self.mapping.num_micro_batches(self.workload.training.global_batch)
+
     @cached_property
     def duration(self) -> Duration:
         """Seconds of a step."""

@@ -29,8 +29,9 @@ _TERMS: Final = tuple(f.name for f in fields(Duration))
 _WITHOUT_DIGITS: Final = 100
 
 
-def peak_share(candidate: Candidate, workload: Workload) -> float:
+def peak_share(candidate: Candidate) -> float:
     """The share of the devices' peak that the model's own operations use (MFU); recomputation does not count."""
+    workload = candidate.workload
     peak = workload.machine.device.flops_at(workload.training.precision) * candidate.mapping.num_devices
     return workload.model.flops_per_sample * workload.training.global_batch / (candidate.duration.total * peak)
 
@@ -42,14 +43,14 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> str:
         (
             str(place),
             seconds(one.duration.total),
-            f"{peak_share(one, workload):.0%}",
+            f"{peak_share(one):.0%}",
             f"{one.duration.bubble / one.duration.total:.0%}",
             f"{one.memory.total / GIB:.1f}",
             str(one.mapping.tensor),
             str(one.mapping.pipeline),
             str(one.mapping.replicas),
             str(one.mapping.micro_batch),
-            str(one.mapping.num_micro_batches(workload.training.global_batch)),
+            str(one.num_micro_batches),
             choices(one.mapping),
         )
         for place, one in enumerate(answer.fitting[:num_rows], 1)
@@ -58,9 +59,8 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> str:
     lines += columns([head, *rows])
     more = len(answer.fitting) - len(rows)
     lines += [f"{more} more fit (--top {len(answer.fitting)} lists all)."] if more > 0 else []
-    if answer.fitting:
-        lines += ["", f"The first, on its fullest device ({where(answer.fitting[0])}):"]
-        lines += [*memory_lines(answer.fitting[0]), *phase_lines(answer.fitting[0], workload)]
+    first = answer.fitting[0]
+    lines += ["", f"The first, on its fullest device ({where(first)}):", *memory_lines(first), *phase_lines(first)]
     lines += why_not_faster(answer)
     return "\n".join(lines) + "\n"
 
@@ -125,8 +125,9 @@ def memory_lines(candidate: Candidate) -> list[str]:
     return columns(rows)
 
 
-def phase_lines(candidate: Candidate, workload: Workload) -> list[str]:
+def phase_lines(candidate: Candidate) -> list[str]:
     """Lines on phases of whole layers: how large these are, and what a step reads and writes."""
+    workload = candidate.workload
     if not candidate.mapping.has_layer_phases:
         return []
     plan, device = phase_plan(workload, candidate.mapping), workload.machine.device
@@ -150,27 +151,24 @@ def phase_lines(candidate: Candidate, workload: Workload) -> list[str]:
     ]
 
 
-def explanation(candidate: Candidate, workload: Workload) -> str:
+def explanation(candidate: Candidate) -> str:
     """One mapping: each term of its time, and its memory by kind."""
-    terms, total = asdict(candidate.duration), candidate.duration.total
-    share = peak_share(candidate, workload)
+    workload, terms, total = candidate.workload, asdict(candidate.duration), candidate.duration.total
     peak = workload.machine.device.flops_at(workload.training.precision) / TERA
     times = [
         (f"  {name}", seconds(value), f"{value / total:.1%}", TERM_WORDS[name]) for name, value in terms.items()
     ]
-    sent = [
-        (f"  {name}", f"{size / GIB:.3f} GiB", link) for name, size, link in traffic(candidate.mapping, workload)
-    ]
+    sent = [(f"  {name}", f"{size / GIB:.3f} GiB", link) for name, size, link in traffic(candidate)]
     lines = [
         heading(workload),
         candidate.mapping.text,
         "",
-        f"A step takes {seconds(total)}, {share:.1%} of the peak of {peak:.0f} TFLOP/s a device:",
+        f"A step takes {seconds(total)}, {peak_share(candidate):.1%} of the peak of {peak:.0f} TFLOP/s a device:",
         *columns(times),
         "",
         f"Memory of {where(candidate)}: it {'fits' if candidate.fits else 'does not fit'}.",
         *memory_lines(candidate),
-        *phase_lines(candidate, workload),
+        *phase_lines(candidate),
         "Sent by a device in a step:",
         *columns(sent),
     ]
@@ -190,9 +188,10 @@ TERM_WORDS: Final = {
 """What each term of a duration is."""
 
 
-def traffic(mapping: Mapping, workload: Workload) -> list[tuple[str, float, str]]:
+def traffic(candidate: Candidate) -> list[tuple[str, float, str]]:
     """What a device sends in a step: kind, bytes, and over which link; kinds without bytes are left out."""
-    machine, number = workload.machine, mapping.num_micro_batches(workload.training.global_batch)
+    mapping, workload, number = candidate.mapping, candidate.workload, candidate.num_micro_batches
+    machine = workload.machine
     stage = shown_stages(workload.model, mapping.pipeline)[0]
     samples = number * mapping.micro_batch * workload.width * (mapping.tensor - 1) / mapping.tensor
     sums = sum(n * tensor_rounds(layer, mapping.recompute) * layer.output_bytes for layer, n in stage.layers)
@@ -218,37 +217,37 @@ def answer_json(answer: Answer, workload: Workload, num_rows: int) -> str:
         "training": asdict(workload.training),
         "mappings_tried": answer.num_mappings,
         "fitting": sum(one.fits for one in answer.fitting),
-        "mappings": [candidate_table(one, workload) for one in answer.fitting[:num_rows]],
-        "faster_but_too_large": None if answer.faster is None else candidate_table(answer.faster, workload),
+        "mappings": [candidate_table(one) for one in answer.fitting[:num_rows]],
+        "faster_but_too_large": None if answer.faster is None else candidate_table(answer.faster),
     }
     return json.dumps(table, indent=2) + "\n"
 
 
-def candidate_table(one: Candidate, workload: Workload) -> dict[str, Any]:
+def candidate_table(one: Candidate) -> dict[str, Any]:
     """A mapping with what is predicted of it, as JSON holds it."""
     return {
         "mapping": asdict(one.mapping),
         "seconds": one.duration.total,
         "seconds_by_term": asdict(one.duration),
-        "share_of_peak": peak_share(one, workload),
+        "share_of_peak": peak_share(one),
         "bubble_share": one.duration.bubble / one.duration.total,
-        "accumulation": one.mapping.num_micro_batches(workload.training.global_batch),
+        "accumulation": one.num_micro_batches,
         "memory_bytes": asdict(one.memory),
         "fullest_stage": one.stage.index,
         "limit_bytes": one.workload.limit_bytes,
         "missing_bytes": one.missing_bytes,
         "missing_streaming_bytes": one.missing_streaming_bytes,
         "fits": one.fits,
-        "phases": asdict(phase_plan(workload, one.mapping)) if one.mapping.has_layer_phases else None,
-        "sent_bytes": {name: {"bytes": size, "over": link} for name, size, link in traffic(one.mapping, workload)},
+        "phases": asdict(phase_plan(one.workload, one.mapping)) if one.mapping.has_layer_phases else None,
+        "sent_bytes": {name: {"bytes": size, "over": link} for name, size, link in traffic(one)},
     }
 
 
-def answer_csv(answer: Answer, workload: Workload, num_rows: int) -> str:
+def answer_csv(answer: Answer, num_rows: int) -> str:
     """The fastest mappings as CSV: a row for each."""
     rows = [
         asdict(one.mapping)
-        | {"accumulation": one.mapping.num_micro_batches(workload.training.global_batch)}
+        | {"accumulation": one.num_micro_batches}
         | {"seconds": f"{one.duration.total:.6g}"}
         | {f"{term}_seconds": f"{getattr(one.duration, term):.6g}" for term in _TERMS}
         | {f"{kind}_gib": f"{getattr(one.memory, kind) / GIB:.6f}" for kind in _KINDS}

@@ -154,24 +154,6 @@ def test_a_file_with_a_wrong_header_is_refused(text: str, said: str) -> None:
         predict_cases(text, {})
 
 
-def test_machines_of_a_file_are_taken() -> None:
-    """By the column of machines."""
-    figures = {
-        "memory_gib": 1,
-        "tflops": 1,
-        "memory_gb_per_second": 1,
-        "link_gb_per_second": 1,
-        "network_gb_per_second": 1,
-    }
-    (case,) = predict_cases(
-        "model,machine,micro_batch\ngpt2,box,64\n", machines_of({"box": figures}, "machines.yaml")
-    )
-
-    assert case.predicted is not None
-    assert case.predicted.workload.limit_bytes == GIB
-    assert not case.predicted.fits
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from(["gpt2", "bert-large", "x"]), st.sampled_from(["1", "2", "5", "y"])), max_size=8
@@ -258,13 +240,17 @@ def test_what_is_no_count_is_an_error_of_its_row(name: str, value: str) -> None:
 
 
 def test_machines_of_a_file_come_in_any_number() -> None:
-    """As they do for --devices."""
+    """As they do for --devices; what they lack is said."""
     figures = {"memory_gib": 1, "tflops": {"fp16": 1}, "memory_gb_per_second": 1}
     links = {"link_gb_per_second": 1, "network_gb_per_second": 1}
     machines = machines_of({"box": figures | links}, "machines.yaml")
-    good, bad = predict_cases("layers,hidden,machine,precision\n8,64,64xbox,\n8,64,64xbox,bf16\n", machines)
+    rows = "8,64,64xbox,,1\n8,64,64xbox,bf16,1\n64,1024,box,,64\n"
+    good, bad, large = predict_cases(f"layers,hidden,machine,precision,micro_batch\n{rows}", machines)
 
     assert good.predicted is not None
     assert good.predicted.mapping.replicas == 64
     assert good.predicted.workload.training.precision == "fp16"
     assert bad.error == "precision=bf16: it is one of fp16 on box"
+    assert large.predicted is not None
+    assert large.predicted.workload.limit_bytes == GIB
+    assert not large.predicted.fits

@@ -81,23 +81,12 @@ def test_a_file_describes_other_machines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
-    [
-        (None, "no machines are described"),
-        ({"box": 8}, "box has no figures below it"),
-        ({"box": {**FIGURES, "memory_gib": "32"}}, "box needs memory_gib, a number of 1e-06 or more; it is '32'"),
-        ({"box": {**FIGURES, "link_gb_per_second": 0}}, "box needs link_gb_per_second"),
-        ({"box": {**FIGURES, "memory_gib": float("nan")}}, "box needs memory_gib"),
-        ({"box": {**FIGURES, "memory_gib": -1}}, "box needs memory_gib"),
-        ({"box": {**FIGURES, "tflops": "many"}}, "box needs tflops: a number, or one for each of fp32"),
-        ({"box": {**FIGURES, "cores": 8}}, "box has cores, which says nothing about a machine"),
-    ],
+    ("tables", "said"), [(None, "no machines are described"), ({"box": 8}, "box has no figures")]
 )
 def test_a_file_that_describes_no_machine_is_named(tables: object, said: str) -> None:
-    """With the machine and the figure."""
-    with pytest.raises(MachineError, match=re.escape(said)) as error:
-        machines_of(tables, "machines.yaml")
-    assert str(error.value).startswith("machines.yaml: ")
+    """With the machine."""
+    with pytest.raises(MachineError, match=f"m.yaml: {said}"):
+        machines_of(tables, "m.yaml")
 
 
 @pytest.mark.parametrize("figure", ["memory_gib", "tflops", "memory_gb_per_second", "link_gb_per_second"])
@@ -112,17 +101,19 @@ def test_a_figure_that_lacks_is_named(figure: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"cores": 8}, "has cores, which says nothing about a machine"),
         ({"network_gb_per_second": 0}, "needs network_gb_per_second, a number of 1e-06 or more; it is 0"),
-        ({"memory_gb_per_second": 0}, "needs memory_gb_per_second"),
+        ({"memory_gib": "32"}, "needs memory_gib, a number of 1e-06 or more; it is '32'"),
+        ({"memory_gib": -1}, "needs memory_gib"),
         ({"memory_gib": float("nan")}, "needs memory_gib"),
         ({"memory_gib": 10**400}, "needs memory_gib"),
+        ({"tflops": "many"}, "needs tflops: a number, or one for each of fp32"),
         ({"tflops": {}}, "needs tflops"),
         ({"tflops": {"fp16": True}}, "needs tflops"),
         ({"tflops": {"fp16": float("inf")}}, "needs tflops"),
         ({"tflops": {"fp12": 1}}, "needs tflops"),
         ({"streaming_gib": 64}, "has streaming_gib and needs streaming_gb_per_second"),
         ({"num_devices": float("inf")}, "needs num_devices, a whole number of 1 or more; it is inf"),
-        ({"num_devices": float("nan")}, "needs num_devices"),
         ({"num_devices": 0.5}, "needs num_devices"),
         ({"num_devices": 1.5}, "needs num_devices"),
         ({"devices_per_host": 0}, "needs devices_per_host"),

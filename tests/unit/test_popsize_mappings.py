@@ -100,6 +100,23 @@ def workload(model: str = "gpt2-xl", global_batch: int = 64) -> Workload:
             "weight_shards=3 does not divide replicas=4: nearest are 2",
         ),
         ("replicas=4,sharding=optimizer,weight_shards=2", "weight_shards needs sharding=weights"),
+        ("pipeline=4,schedule=interleaved,interleave=5", "48 layers of gpt2-xl do not divide into pipeline=4 x"),
+        (
+            "pipeline=8,schedule=interleaved,interleave=2,micro_batch=16",
+            "needs a multiple of pipeline=8 micro batches, and a replica has 4",
+        ),
+        ("tensor=5,sequence_parallel=yes", "divides sequence=1024 of gpt2-xl over tensor=5: nearest are 2 and 4"),
+        ("micro_batch=128", "micro_batch=128 does not divide a global batch of 64: nearest are 32 and 64"),
+        ("replicas=8,sharding=weights", "sharding=weights with weight_shards=1 shards nothing"),
+        ("replicas=8,sharding=optimizer", "sharding=optimizer with optimizer_shards=1 shards nothing"),
+        (
+            "replicas=8,sharding=weights,weight_shards=8",
+            "weight_shards=8 does not divide optimizer_shards=1",
+        ),
+        (
+            "replicas=8,sharding=weights,weight_shards=8,optimizer_shards=4",
+            "weight_shards=8 does not divide optimizer_shards=4",
+        ),
     ],
 )
 def test_a_mapping_that_breaks_a_rule_is_refused(words: str, said: str) -> None:
@@ -125,10 +142,16 @@ def test_more_devices_than_heads_of_keys_repeat_them() -> None:
         ("pipeline=2x2", "pipeline=2x2: give a whole number"),
         ("recompute=some", "recompute=some: it is one of none, attention, layer"),
         ("sequence_parallel=perhaps", "say yes or no"),
+        ("tp=2,tensor=4", "tensor is given twice: 2 and 4"),
+        ("tensor=1_6", "tensor=1_6: give a whole number of 1 or more"),
+        ("cp=2", "not planned: context parallelism"),
+        ("expert_parallel=2", "not planned: expert parallelism"),
+        ("accumulation=4", "give micro_batch: the accumulation is the global batch / (replicas x micro_batch)"),
+        ("sharding=zero4", "sharding=zero4: it is one of none, optimizer, gradients, weights"),
     ],
 )
 def test_words_that_say_no_mapping_are_refused(words: str, said: str) -> None:
-    """With the nearest ones."""
+    """With the nearest ones, or what is given twice, not planned, or found from other numbers."""
     with pytest.raises(MappingError, match=re.escape(said)):
         parse_mapping(words)
 
@@ -149,11 +172,15 @@ def test_a_training_that_is_none_is_refused(values: dict[str, Any], said: str) -
 
 
 def test_the_names_of_the_field_are_taken() -> None:
-    """Of Megatron, vLLM and DeepSpeed; and a tensor group of two dimensions."""
+    """Of Megatron, vLLM and DeepSpeed; and a tensor group of two dimensions. A value may be given twice."""
     assert parse_mapping("tp=8, pp=4 dp=2 micro-batch-size=3") == parse_mapping(
         "tensor=8,pipeline=4,replicas=2,micro_batch=3"
     )
     assert parse_mapping("tensor-parallel-size=8x8") == {"tensor": 64}
+    assert parse_mapping("zero=3,sp=yes,vpp=2,tp=4,tensor=4") == parse_mapping(
+        "sharding=zero3,sequence_parallel=yes,interleave=2,tensor=4"
+    )
+    assert parse_mapping("sharding=fsdp,recompute=full") == {"sharding": "weights", "recompute": "layer"}
 
 
 @given(MAPPINGS)
@@ -239,34 +266,6 @@ def test_stages_have_every_layer_once(name: str, data: st.DataObject) -> None:
     assert most_phases(model, 1, are_layers=True) == model.num_layers + 2
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("pipeline=4,schedule=interleaved,interleave=5", "48 layers of gpt2-xl do not divide into pipeline=4 x"),
-        (
-            "pipeline=8,schedule=interleaved,interleave=2,micro_batch=16",
-            "needs a multiple of pipeline=8 micro batches, and a replica has 4",
-        ),
-        ("tensor=5,sequence_parallel=yes", "divides sequence=1024 of gpt2-xl over tensor=5: nearest are 2 and 4"),
-        ("micro_batch=128", "micro_batch=128 does not divide a global batch of 64: nearest are 32 and 64"),
-        ("replicas=8,sharding=weights", "sharding=weights with weight_shards=1 shards nothing"),
-        ("replicas=8,sharding=optimizer", "sharding=optimizer with optimizer_shards=1 shards nothing"),
-        (
-            "replicas=8,sharding=weights,weight_shards=8",
-            "weight_shards=8 does not divide optimizer_shards=1",
-        ),
-        (
-            "replicas=8,sharding=weights,weight_shards=8,optimizer_shards=4",
-            "weight_shards=8 does not divide optimizer_shards=4",
-        ),
-    ],
-)
-def test_a_mapping_that_programs_refuse_is_refused(words: str, said: str) -> None:
-    """With the rule and the numbers that break it."""
-    with pytest.raises(MappingError, match=re.escape(said)):
-        check(Mapping(**parse_mapping(words)), workload())
-
-
 @pytest.mark.parametrize("words", ["phases=2", "offload_activations=yes", "offload_optimizer=yes"])
 def test_nothing_waits_in_memory_that_is_not_there(words: str) -> None:
     """A machine without slower memory beside its devices."""
@@ -276,31 +275,6 @@ def test_nothing_waits_in_memory_that_is_not_there(words: str) -> None:
 
     with pytest.raises(MappingError, match="8xA100-80GB has no slower memory beside its devices"):
         check(Mapping(**parse_mapping(words)), one)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("tp=2,tensor=4", "tensor is given twice: 2 and 4"),
-        ("tensor=1_6", "tensor=1_6: give a whole number of 1 or more"),
-        ("cp=2", "not planned: context parallelism"),
-        ("expert_parallel=2", "not planned: expert parallelism"),
-        ("accumulation=4", "give micro_batch: the accumulation is the global batch / (replicas x micro_batch)"),
-        ("sharding=zero4", "sharding=zero4: it is one of none, optimizer, gradients, weights"),
-    ],
-)
-def test_words_that_no_mapping_has_say_why(words: str, said: str) -> None:
-    """What is given twice, what is not planned, and what is found from other numbers."""
-    with pytest.raises(MappingError, match=re.escape(said)):
-        parse_mapping(words)
-
-
-def test_more_names_and_values_of_the_field() -> None:
-    """Of DeepSpeed and Megatron; the same value may be given twice."""
-    assert parse_mapping("zero=3,sp=yes,vpp=2,tp=4,tensor=4") == parse_mapping(
-        "sharding=zero3,sequence_parallel=yes,interleave=2,tensor=4"
-    )
-    assert parse_mapping("sharding=fsdp,recompute=full") == {"sharding": "weights", "recompute": "layer"}
 
 
 @given(st.integers(1, 10**6))

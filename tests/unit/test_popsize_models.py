@@ -172,16 +172,6 @@ def test_a_file_of_a_model_is_the_model(numbers: Transformer) -> None:
     assert back.divisors == model.divisors
 
 
-def test_a_file_of_a_model_without_layers_or_numbers_is_none() -> None:
-    """What no prediction could be made of."""
-    table = json.loads(model_text(named_model("gpt2")))
-    words = {**table["layers"][0], "parameters": {"divided": "many"}}
-
-    for layers in ([], [words]):
-        with pytest.raises(ModelError, match=r"m\.json is no model"):
-            model_of({**table, "layers": layers}, "m.json")
-
-
 @pytest.mark.parametrize("field", ["name", "sequence", "layers", "divisors", "tied_parameters"])
 def test_a_file_of_a_model_that_lacks_something_is_named(field: str) -> None:
     """With what it lacks."""
@@ -354,6 +344,7 @@ def test_a_name_of_a_configuration_is_one_that_can_be_shown() -> None:
         (("layers",), [3], "one of layers is 3, and should be an object"),
         (("layers", 1, "parameters"), 5, "parameters is 5, and should be an object"),
         (("layers", 1, "parameters"), {"halved": 5}, "parameters has 'halved'"),
+        (("layers", 1, "parameters", "divided"), "many", "divided is 'many', and should be a number"),
         (("layers", 1, "parameters", "whole"), float("nan"), "whole is nan, which no model has"),
         (("layers", 1, "parameters", "whole"), 10**400, "whole is 1000"),
         (("layers", 1, "mask_heads"), "q", "mask_heads is 'q', and should be a whole number"),

@@ -102,7 +102,7 @@ def step_seconds(model: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> 
 
 def test_a_step_waits_for_transfers_that_take_longer_than_a_phase() -> None:
     """While one phase computes for 31 s, that before is written in 24 s and the next one is read in 12 s."""
-    plan = plan_with([UNIT] * 4, range(4), SPEED)
+    plan = plan_with([UNIT] * 4, range(4), SPEED, Loop())
 
     assert plan.cuts == (0, 1, 2, 3)
     assert (plan.memory.weights, plan.memory.state, plan.memory.sums) == (2 * 8, 2 * 16, 0)
@@ -190,7 +190,7 @@ def test_what_a_person_reads() -> None:
     gib = 2**30
     large = replace(UNIT, weight_bytes=gib, updated_bytes=gib, gradient_bytes=gib, state_bytes=2 * gib)
     speed = StoreSpeed(read_bytes_per_second=gib, write_bytes_per_second=gib)
-    plan, none = (plan_phases([large] * 6, size, speed) for size in (14 * gib, gib))
+    plan, none = (plan_phases([large] * 6, size, speed, Loop()) for size in (14 * gib, gib))
 
     assert isinstance(plan, PhasePlan)
     assert plan.sentence(gib / 2) == (
@@ -204,7 +204,7 @@ def test_what_a_person_reads() -> None:
 def test_a_large_first_and_last_layer_share_a_slot() -> None:
     """An embedding and its head have even numbers, so that only one of the two slots is as large as they are."""
     large = replace(UNIT, weight_bytes=80)
-    plan = plan_phases([large, *[UNIT] * 5, large], 160, SPEED)
+    plan = plan_phases([large, *[UNIT] * 5, large], 160, SPEED, Loop())
 
     assert isinstance(plan, PhasePlan)
     assert len(plan.cuts) % 2
