@@ -8,11 +8,15 @@ import io
 import json
 import os
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 from xml.etree import ElementTree as ET
 
 import pytest
 
+import poprun.size
+from poprun.text.screen import run_click
 from popsize.catalogue import model_text, named_model
 from popsize.mapping import Training, loaded
 from tests.running import Finished, run
@@ -22,8 +26,16 @@ ASKED = ("--model", "gpt2-xl", "--devices", "8xA100-80GB", "--global-batch", "64
 
 
 def size(*words: str, cwd: Path | None = None) -> Finished:
-    """What the program says."""
-    return run([PROGRAM, *words], cwd=cwd)
+    """What the program says, in this process: to start one takes longer than what it does."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        chdir(cwd or "."),
+        patch.object(sys, "argv", [PROGRAM, *words]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        code = run_click(poprun.size.size, "poprun-size")
+    return Finished(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def refused(*words: str, cwd: Path | None = None) -> str:
@@ -38,7 +50,7 @@ def refused(*words: str, cwd: Path | None = None) -> str:
 
 def test_every_format_of_an_answer(tmp_path: Path) -> None:
     """A table, JSON, CSV and a picture of the same mapping, and a file for poprun."""
-    table = size(*ASKED, "--top", "2", "--save", "mapping.json", cwd=tmp_path).succeeded().out
+    table = run([PROGRAM, *ASKED, "--top", "2", "--save", "mapping.json"], cwd=tmp_path).succeeded().out
     found = json.loads(size(*ASKED, "--top", "2", "--format", "json").succeeded().out)
     rows = list(csv.DictReader(io.StringIO(size(*ASKED, "--top", "2", "--format", "csv").succeeded().out)))
     root = ET.fromstring(size(*ASKED, "--format", "svg").succeeded().out)  # noqa: S314 - our own
