@@ -12,8 +12,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
@@ -67,68 +65,43 @@ class LaunchCommand(NamedTuple):
     is_host_shim: bool = False  # whether the rank shims hand over to it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """The command line of one family of MPI runtimes."""
-
-    here: tuple[str, ...]  # words that come first on one machine
-    fixed: tuple[str, ...]  # those that come next everywhere; the user's own follow and win
-    num_processes: str  # the option before the number of processes
-    rank_variable: str  # variable in which a process finds its rank
-
-
-DIALECTS: Final = {
-    MpiKind.MPICH: Dialect(
-        here=("-launcher", "fork"),
-        fixed=("-rmk", "user", "-bind-to", "none"),
-        num_processes="-n",
-        rank_variable=HYDRA_RANK,
-    ),
-    MpiKind.OPEN_MPI: Dialect(
-        here=(),
-        fixed=("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
-        num_processes="-np",
-        rank_variable=OMPI_RANK,
-    ),
-}
-
-
-class HostWords(NamedTuple):
-    """The words that name the hosts to a runtime, and what is added to its environment."""
-
-    words: tuple[str, ...]
-    environment: Mapping[str, str] = MappingProxyType({})
-
-
-def _through_hydra(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
-    """The words for Hydra, whose proxies are told where mpiexec is."""
-    # Hydra 5 does not carry the last variable of its environment: so the options for ssh are that one
-    from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - jobs of one host go without
-
-    in_slurm = plan.remote.slurm_job is not None
-    return HostWords(
-        words=(
-            *("-launcher", "slurm" if in_slurm else "ssh"),
-            *(() if _is_ipv6(network.control_host) else ("-localhost", network.control_host)),
-            *("-genvlist", ",".join(SHIM_VARIABLES)),
-            *("-hosts", ",".join(_slots(plan))),
-        ),
-        environment={} if in_slurm else {HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
+def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
+    """The words for MPICH's Hydra before those of the user's; its proxies are told where mpiexec is."""
+    fixed = ("-rmk", "user", "-bind-to", "none")
+    if network is None:
+        return ("-launcher", "fork", *fixed)
+    return (
+        *("-launcher", "ssh" if plan.remote.slurm_job is None else "slurm"),
+        *(() if _is_ipv6(network.control_host) else ("-localhost", network.control_host)),
+        *("-genvlist", ",".join(SHIM_VARIABLES)),
+        *("-hosts", ",".join(_slots(plan))),
+        *fixed,
     )
 
 
-def _through_prrte(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
+def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
+    """The variable with the options of Hydra's ssh; none in Slurm, which needs no ssh."""
+    if plan.remote.slurm_job is not None:
+        return {}
+    from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - jobs of one host go without
+
+    return {HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))}
+
+
+def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
+    """The words for Open MPI's PRRTE before those of the user's; its daemons find their way back by themselves."""
+    fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
+    if network is None:
+        return fixed
     from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - as above
 
-    del network  # PRRTE's daemons find their way back by themselves
     subnet = plan.remote.subnet
-    return HostWords(
-        words=(
-            *("--host", ",".join(_slots(plan))),
-            *("--prtemca", "plm_ssh_agent", " ".join(("ssh", *ssh_options(plan.remote.ssh_config)))),
-            *(("--prtemca", "prte_if_include", subnet) if subnet and not _is_ipv6(subnet) else ()),
-            *(word for name in SHIM_VARIABLES for word in ("-x", name)),
-        ),
+    return (
+        *("--host", ",".join(_slots(plan))),
+        *("--prtemca", "plm_ssh_agent", " ".join(("ssh", *ssh_options(plan.remote.ssh_config)))),
+        *(("--prtemca", "prte_if_include", subnet) if subnet and not _is_ipv6(subnet) else ()),
+        *(word for name in SHIM_VARIABLES for word in ("-x", name)),
+        *fixed,
     )
 
 
@@ -142,31 +115,28 @@ def _slots(plan: LaunchPlan) -> Iterator[str]:
     return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
 
 
-_HOST_WORDS: Final = {MpiKind.MPICH: _through_hydra, MpiKind.OPEN_MPI: _through_prrte}
-
-FORKER: Final = Dialect(here=(), fixed=(), num_processes="-n", rank_variable=HYDRA_RANK)
-"""MPICH's launcher for one machine: it binds nothing to cores, counts none, and opens no port."""
-
-
 def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | None") -> LaunchCommand:
     """The one command that starts every shim of ``plan``, its words in PopRun's order."""
-    runtime = runtime if network is None else replace(runtime, forker=None)
-    dialect = FORKER if runtime.forker else DIALECTS[runtime.kind]
-    hosts = HostWords(dialect.here) if network is None else _HOST_WORDS[runtime.kind](plan, network)
+    is_mpich = runtime.kind is MpiKind.MPICH
+    forker = runtime.forker if network is None else None
+    if forker:
+        own: tuple[str, ...] = (forker,)  # it binds nothing to cores, counts none, and opens no port
+    else:
+        own = (runtime.path, *(_hydra_words(plan, network) if is_mpich else _prrte_words(plan, network)))
+    environment = {RANK_VARIABLE: HYDRA_RANK if is_mpich else OMPI_RANK}
+    if is_mpich and network is not None:  # last, as Hydra 5 does not carry the last variable of its environment
+        environment |= _hydra_variables(plan)
     return LaunchCommand(
         words=(
-            runtime.launcher,
-            *hosts.words,
-            *dialect.fixed,
+            *own,
             *plan.mpi_global_args,
-            dialect.num_processes,
+            "-n" if is_mpich else "-np",
             str(plan.num_instances),
             *plan.mpi_local_args,
             *(RANK_SHIM_WORDS if has_host_shim(plan, network) else SHIM_WORDS),
         ),
-        environment={RANK_VARIABLE: dialect.rank_variable, **hosts.environment},
-        # A forker that is asked to end waits for seconds.
-        death_signal=signal.SIGKILL if runtime.forker else signal.SIGTERM,
+        environment=environment,
+        death_signal=signal.SIGKILL if forker else signal.SIGTERM,  # a forker that is asked waits for seconds
     )
 
 

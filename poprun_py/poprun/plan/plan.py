@@ -231,14 +231,18 @@ class LaunchPlan:
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
         """The variables whose values poprun passes on to instance ``index``, or to all instances."""
-        own = [variables for instance, variables in self.instance_variables if instance == index]
-        return frozenset(name for some in (self.variables, *own) for name, value in some if value is None)
+        return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
         """The variables to which the user gave a value for instance ``index``."""
-        own = [variables for instance, variables in self.instance_variables if instance == index]
-        pairs = [pair for variables in (self.variables, *own) for pair in variables]
-        return {name: value for name, value in pairs if value is not None}
+        return {name: value for name, value in self._asked_variables(index) if value is not None}
+
+    def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
+        """The variables of all programs, then those of instance ``index``, which win."""
+        yield from self.variables
+        for instance, variables in self.instance_variables:
+            if instance == index:
+                yield from variables
 
     @property
     def named_devices(self) -> LeasedDevices:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from _collections import (  # type: ignore[import-not-found]  # what collections.namedtuple makes its fields of
-    _tuplegetter,
-)
+from _operator import itemgetter  # the part of operator in C
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
         cls._fields = tuple(cls.__annotations__)
         cls._defaults = {field: getattr(cls, field) for field in cls._fields if hasattr(cls, field)}
         for position, field in enumerate(cls._fields):
-            setattr(cls, field, _tuplegetter(position, f"Field {position}."))
+            setattr(cls, field, property(itemgetter(position)))
 
     def __new__(cls, *values: Any, **named: Any) -> Self:  # noqa: ANN401 - a field may be anything
         """A tuple of ``values`` and of those that are ``named``."""

@@ -135,18 +135,16 @@ class Pool:
     def remove_partition(self, name: str) -> None:
         """Remove a partition of this user's that no job holds."""
         with self._writing() as (folder, contents):
-            _unused(contents.state, name)
-            remove_partition(folder, _changeable(contents, name))
+            remove_partition(folder, _unused(contents, name))
 
     def reset_partition(self, name: str) -> Partition:
         """Choose anew the IPUs of a partition that no job holds; it keeps its own if too few others are free."""
         ours = self.cluster()
         with self._writing() as (folder, contents):
-            state = contents.state
-            old = _unused(state, name)
-            check_names(ours, old.allocation or None)
-            stored = _changeable(contents, name)
-            chosen = ours.pick(old.size, old.allocation or None)(state.taken - set(old.ipus))
+            stored = _unused(contents, name)
+            old, allocation = stored.row, stored.row.allocation or None
+            check_names(ours, allocation)
+            chosen = ours.pick(old.size, allocation)(contents.state.taken - set(old.ipus))
             if not chosen:
                 raise IpusTakenError(
                     f"partition {name} keeps its IPUs: there are not as many free ones that belong together"
@@ -190,8 +188,8 @@ def _partition_for(
     contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> Stored[Partition]:
     """The partition that a lease wants, which is this user's to change, or else a new one."""
-    if contents.partition(wanted.name) is not None:
-        return _changeable(contents, wanted.name)
+    if (found := contents.partition(wanted.name)) is not None:
+        return _changeable(found)
     made = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
     return replace(made, key=lease.key, row=replace(made.row, is_temporary=True)) if wanted.is_temporary else made
 
@@ -223,11 +221,10 @@ def _in_order(ipus: Sequence[VirtualIpu]) -> tuple[str, ...]:
     return tuple(ipu.name for ipu in sorted(ipus, key=lambda ipu: (ipu.index, ipu.name)))
 
 
-def _changeable(contents: Contents, name: str) -> Stored[Partition]:
-    """The partition of that name, if this user may change it: his own, or any if he is root."""
-    stored = contents.partition(name)
-    if stored is None or os.geteuid() not in (0, stored.uid):
-        owner = "" if stored is None else stored.row.user
+def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
+    """A partition, if this user may change it: his own, or any if he is root."""
+    if os.geteuid() not in (0, stored.uid):
+        owner, name = stored.row.user, stored.row.name
         raise PartitionError(
             f"partition {name} belongs to {owner}, who can change or remove it, as root can: ask {owner}, or make "
             "one of another name"
@@ -235,18 +232,18 @@ def _changeable(contents: Contents, name: str) -> Stored[Partition]:
     return stored
 
 
-def _unused(state: PoolState, name: str) -> Partition:
-    """The partition of that name, if no job holds it."""
-    partition = state.partition(name)
-    if partition is None:
-        known = ", ".join(partition.name for partition in state.partitions)
+def _unused(contents: Contents, name: str) -> Stored[Partition]:
+    """The partition of that name, if no job holds it and this user may change it."""
+    stored = contents.partition(name)
+    if stored is None:
+        known = ", ".join(other.row.name for other in contents.partitions)
         raise PartitionError(
             f"there is no partition {name}: {f'there is {known}' if known else 'there is none at all'}"
         )
-    lease = state.lease(partition.lease)
+    lease = next((lease.row for lease in contents.leases if lease.row.queue == name and lease.row.ipus), None)
     if lease is not None:
         raise IpusTakenError(f"partition {name} is in use: {lease} holds it")
-    return partition
+    return _changeable(stored)
 
 
 _POLL_SECONDS: Final = 0.02
