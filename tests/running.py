@@ -4,19 +4,23 @@ What a command started is found by the test's token (see `tests.leftovers`), so 
 everything below it and the test fails with what was printed until then.
 """
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+from unittest.mock import patch
 
+import click
 import pytest
 
+from poprun.text.screen import run_click
 from tests.leftovers import TOKEN_VARIABLE, kill_processes_of
 
 _TORCH_ABORTS = "terminate called without an active exception"
@@ -169,6 +173,22 @@ def run(
             _kill_all(process)
             raise
     return Finished(code=process.returncode, out=out, err=err)
+
+
+def run_here(
+    command: click.Command, name: str, *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Finished:
+    """Run a program that is a command of click's in this process: to start one takes longer than what it does."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        chdir(cwd or "."),
+        patch.object(sys, "argv", [name, *words]),
+        patch.dict(os.environ, env or {}),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        code = run_click(command, name)
+    return Finished(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def _environment(added: Mapping[str, str] | None) -> dict[str, str]:

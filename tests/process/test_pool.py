@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+import poprun.vipu
 from poprun.devices.pool.pool import Pool
 from tests.leftovers import wait_until_none
-from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
+from tests.running import DEADLINE_SECONDS, Finished, Poprun, run, run_here
 
 LOCAL = ("--launcher", "local")
 
@@ -34,7 +35,7 @@ def vipu(pool: Path) -> Callable[..., Finished]:
 
     def call(*words: str, **variables: str) -> Finished:
         env = {"POPRUN_POOL": str(pool), "POPRUN_IPUS_PER_HOST": "8", **variables}
-        return run([sys.executable, "-m", "poprun.vipu", *words], env=env)
+        return run_here(poprun.vipu.vipu, "vipu", *words, env=env)
 
     return call
 

@@ -8,34 +8,23 @@ import io
 import json
 import os
 import sys
-from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest.mock import patch
 from xml.etree import ElementTree as ET
 
 import pytest
 
 import poprun.size
-from poprun.text.screen import run_click
 from popsize.catalogue import model_text, named_model
 from popsize.mapping import Training, loaded
-from tests.running import Finished, run
+from tests.running import Finished, run, run_here
 
 PROGRAM = str(Path(sys.executable).with_name("poprun-size"))
 ASKED = ("--model", "gpt2-xl", "--devices", "8xA100-80GB", "--global-batch", "64")
 
 
 def size(*words: str, cwd: Path | None = None) -> Finished:
-    """What the program says, in this process: to start one takes longer than what it does."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        chdir(cwd or "."),
-        patch.object(sys, "argv", [PROGRAM, *words]),
-        redirect_stdout(out),
-        redirect_stderr(err),
-    ):
-        code = run_click(poprun.size.size, "poprun-size")
-    return Finished(code=code, out=out.getvalue(), err=err.getvalue())
+    """What the program says."""
+    return run_here(poprun.size.size, "poprun-size", *words, cwd=cwd)
 
 
 def refused(*words: str, cwd: Path | None = None) -> str:

@@ -35,7 +35,7 @@ class WaitingClaim(Claim):
         self.num_refusals = num_refusals
         self.waits: list[float | None] = []
 
-    def _request(self) -> tuple[str, ...]:
+    def _ask_pool(self) -> tuple[str, ...]:
         return () if len(self.waits) < self.num_refusals else ("cpu/0",)
 
     def _wait(self, timeout_seconds: float | None) -> None:

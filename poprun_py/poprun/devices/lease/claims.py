@@ -53,7 +53,7 @@ class Claim(ABC):
         self.partition = partition
 
     @abstractmethod
-    def _request(self) -> tuple[str, ...]:
+    def _ask_pool(self) -> tuple[str, ...]:
         """Take a place in the queue, or ask again from there; names of what is granted, none while it waits."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Claim(ABC):
         """Ask as often as ``vipu`` says; the names that were granted, or an IpusTakenError if others have them."""
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False
-        while not (names := self._request()):
+        while not (names := self._ask_pool()):
             gives_up = not vipu.waits_for_devices and not attempts_left
             if gives_up or not is_logged:
                 words = self._refusal(advises=gives_up)

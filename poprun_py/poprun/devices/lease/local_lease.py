@@ -120,7 +120,7 @@ class LocalClaim(Claim):
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
         """All that the job has been given: ``given`` before, and ``names`` by this claim."""
 
-    def _request(self) -> tuple[str, ...]:
+    def _ask_pool(self) -> tuple[str, ...]:
         self._requested = self.request()
         if self._ticket is None:
             self._ticket = self._pool.enqueue(this_process(shlex.join(self.plan.program)), self._requested)
@@ -198,10 +198,10 @@ class GpuClaim(LocalClaim):
         self._wanted = request_ipus(plan, self.num_ipus, partition)
         self._wanted.check(self.cluster, " of them here")
 
-    def _request(self) -> tuple[str, ...]:
+    def _ask_pool(self) -> tuple[str, ...]:
         if self._ticket is not None:
             self.cluster = _gpus_here(self.plan, find_gpus(os.environ))
-        return super()._request()
+        return super()._ask_pool()
 
     def request(self) -> PoolRequest:
         """The request for as many GPUs as the instances use, or for just those that the plan names."""

@@ -117,7 +117,7 @@ class ServerClaim(Claim):
         self._pool = pool
         self._answer: LeaseAnswer | None = None
 
-    def _request(self) -> tuple[str, ...]:
+    def _ask_pool(self) -> tuple[str, ...]:
         self._answer = self._pool.request_lease(self.request) if self._answer is None else self._request_again()
         return self._answer.ipus
 
