@@ -48,6 +48,7 @@ def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
             f"--launcher local starts processes on this machine only, and {fold_hosts(plan.hosts)} is not: use "
             "MPI, or leave out --host"
         )
+    raise_open_files(plan.num_instances)  # a connection to each host has some
     network, reason = _examine(plan)
     routes = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts]
     shown = ", ".join([*routes[:_MAX_SHOWN_ROUTES], *(["..."] if len(routes) > _MAX_SHOWN_ROUTES else [])])

@@ -1,13 +1,20 @@
-"""Whether and when a failed job is started again."""
+"""Whether and when a failed job is started again; and what the hosts of one are examined with."""
 
+import resource
 from dataclasses import replace
 
 import pytest
 
+from poprun import start
+from poprun.errors import HostsError
 from poprun.job.record import JobEnd
 from poprun.job.report.printed_report import render_attempts
 from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
-from poprun.start import restart_pause_seconds
+from poprun.plan.plan import LaunchPlan
+from poprun.probe.limits import users_open_files
+from poprun.start import find_network, restart_pause_seconds
+from poprun.text.ranges import parse_hosts
+from tests.planning import CLUSTER_NODE, planned
 
 BAD = InstanceStatus(index=0, state=InstanceState.ENDED, exit_code=7, exited_at_seconds=1.0)
 FAILED = JobEnd(statuses=[BAD], seconds=12.34)
@@ -62,3 +69,24 @@ def test_several_attempts_are_listed() -> None:
         "attempt 0: instance 0 failed first, exit code 7, 12.3 s",
         "attempt 1: ended well, 2.0 s",
     ]
+
+
+def test_many_hosts_are_examined_with_open_files_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's limit is often 1,024, and a connection to a host has three pipes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = []
+
+    def examine(_: LaunchPlan) -> None:
+        found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        raise HostsError("seen")
+
+    monkeypatch.setattr(start, "_examine", examine)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with pytest.raises(HostsError, match="seen"):
+            find_network(planned(CLUSTER_NODE, hosts=parse_hosts("n[1-300]"), num_instances=300), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        users_open_files.cache_clear()
+
+    assert found[0] >= 4 * 300

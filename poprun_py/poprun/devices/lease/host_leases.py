@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from popdist import contract
 from poprun import errors
@@ -243,11 +243,10 @@ class LeaseHolder:
         stream = self._process.stdout
         if stream is None:
             return b""
-        patience = None if until is None else max(0.0, until - time.monotonic())
-        readable, _, _ = select.select([stream], [], [], patience)
-        data = os.read(stream.fileno(), RECEIVE_BYTES) if readable else b""
+        is_readable = _is_readable(stream, None if until is None else max(0.0, until - time.monotonic()))
+        data = os.read(stream.fileno(), RECEIVE_BYTES) if is_readable else b""
         if not data:
-            how = "does not answer" if not readable else f"hung up{self._complaint()}"
+            how = f"hung up{self._complaint()}" if is_readable else "does not answer"
             raise HostsError(
                 f"host {self.host}: the process that holds its virtual IPUs {how}: see that this works: "
                 f"ssh {self.host} true"
@@ -257,8 +256,15 @@ class LeaseHolder:
     def _complaint(self) -> str:
         """The last line that ssh, or the process itself, wrote to its standard error."""
         stream = self._process.stderr
-        if stream is None or not select.select([stream], [], [], _COMPLAINT_SECONDS)[0]:
+        if stream is None or not _is_readable(stream, _COMPLAINT_SECONDS):
             return ""
         lines = os.read(stream.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
         words = [line.strip() for line in lines if line.strip()]
         return f" ({words[-1]})" if words else ""
+
+
+def _is_readable(stream: IO[bytes], patience_seconds: float | None) -> bool:
+    """Whether there is something to read, or comes in so many seconds; None waits for it."""
+    poll = select.poll()  # with many hosts there are descriptors above those that select takes
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(None if patience_seconds is None else patience_seconds * 1000))
