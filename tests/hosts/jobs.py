@@ -17,15 +17,10 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPoprun:
-    """poprun under one interpreter, with the MPI runtime that is beside it.
+    """poprun under one interpreter, with the MPI runtime that is beside it."""
 
-    Attributes:
-        python: The interpreter that runs ``-m poprun``.
-        name: What the runtime is called.
-    """
-
-    python: Path
-    name: str
+    python: Path  # the interpreter that runs ``-m poprun``
+    name: str  # what the runtime is called
 
     def words(
         self, network: Network, arguments: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] = NO_VARIABLES

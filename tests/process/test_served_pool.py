@@ -49,19 +49,12 @@ def address(port: int, token: str, timeout_seconds: float = DEADLINE_SECONDS) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that runs.
-
-    Attributes:
-        process: Its process.
-        port: Where it listens on loopback.
-        folder: Where its pool and its token are.
-        told: What it has printed until it was ready.
-    """
+    """A server that runs."""
 
     process: "subprocess.Popen[str]"
-    port: int
-    folder: Path
-    told: str
+    port: int  # where it listens on loopback
+    folder: Path  # where its pool and its token are
+    told: str  # what it has printed until it was ready
 
     @property
     def env(self) -> dict[str, str]:
@@ -77,9 +70,7 @@ class Server:
     def pool(self) -> RemotePool:
         """A client of it."""
         token = (self.folder / "token").read_text().strip()
-        return RemotePool(
-            ServerAddress(host="127.0.0.1", port=self.port, token=token, timeout_seconds=DEADLINE_SECONDS), "a@b"
-        )
+        return RemotePool(address(self.port, token), "a@b")
 
     def vipu(self, *words: str, **variables: str) -> Finished:
         """The command on it."""
