@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 
 from poprun.errors import PlanError
@@ -16,7 +15,7 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict, read_plan
 from poprun.render import render_plan
 from poprun.text.screen import TopologyFormat
-from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
+from tests.planning import CLUSTER_NODE, planned, plans
 
 Values = dict[str, object]
 
@@ -228,14 +227,6 @@ def test_files_that_hold_no_mapping(text: str, what: str) -> None:
     with pytest.raises(PlanError) as caught:
         read_plan(text, "plan.json")
     assert what in str(caught.value)
-
-
-def test_devices_read_back_as_they_are() -> None:
-    """A host's GPUs keep their names and their order."""
-    plan = planned(with_gpus("fbff"), num_instances=3)
-
-    assert yaml.safe_load(render_plan(plan, TopologyFormat.YAML))["devices"] == ["0", "2", "3"]
-    assert read_plan(render_plan(plan, TopologyFormat.YAML), "plan").devices == plan.devices
 
 
 @pytest.mark.parametrize("word", ["a\0b", "\ud800"])

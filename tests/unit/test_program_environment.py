@@ -56,16 +56,6 @@ def test_the_users_own_modules_are_found_after_the_hook() -> None:
     assert behind == f"{alone}:/a:/b"
 
 
-def test_threads_belong_to_the_replica() -> None:
-    """Every split of the same replicas computes with the same number of threads."""
-    threads = {
-        program_environment(planned(CLUSTER_NODE, num_instances=n, num_replicas=8), 0, {})["OMP_NUM_THREADS"]
-        for n in (1, 2, 4, 8)
-    }
-
-    assert threads == {"8"}
-
-
 def test_deterministic_is_for_all_that_is_asked() -> None:
     """Not for cuBLAS where the user has told it already."""
     plan = planned(CLUSTER_NODE, is_deterministic=True)
