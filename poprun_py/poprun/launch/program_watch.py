@@ -11,7 +11,7 @@ import os
 import time
 from _struct import calcsize, unpack
 
-from poprun.launch.machine_facts import measure_machine
+from poprun.launch.pressure import measure_pressure
 from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, words_of
 
 TYPE_CHECKING = False  # as typing has it
@@ -349,7 +349,7 @@ class ProgramWatch:
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
         self._num_looks += 1
-        facts = {**measure(self._tree), **measure_machine(self._announced()[0])}
+        facts = {**measure(self._tree), **measure_pressure(self._announced()[0])}
         return {"event": "stats", **facts, "progress": self._read_page(), **self._read_numbers()}
 
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:

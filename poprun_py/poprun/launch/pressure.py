@@ -22,7 +22,7 @@ _MEMORY_FILES: Final = (
 _ROOT: Final = "/sys/fs/cgroup"
 
 
-def measure_machine(pid: int) -> dict[str, float]:
+def measure_pressure(pid: int) -> dict[str, float]:
     """Totals of a process: seconds without a core that it wanted, and seconds that its group was throttled."""
     if not pid:
         return {}

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from poprun.launch.machine_facts import measure_machine, room_bytes, throttled_seconds
+from poprun.launch.pressure import measure_pressure, room_bytes, throttled_seconds
 
 
 def test_the_time_of_a_throttled_group_is_that_of_the_tightest_around_it(tmp_path: Path) -> None:
@@ -44,6 +44,6 @@ def test_the_room_is_what_the_tightest_group_or_the_machine_has_left(tmp_path: P
 
 def test_a_process_that_is_gone_has_no_totals() -> None:
     """Nor has one that nobody announced."""
-    assert measure_machine(0) == {}
-    assert measure_machine(os.getpid()).keys() == {"run_delay_seconds", "throttled_seconds", "room_bytes"}
-    assert measure_machine(2**22 + 1)["run_delay_seconds"] == 0.0
+    assert measure_pressure(0) == {}
+    assert measure_pressure(os.getpid()).keys() == {"run_delay_seconds", "throttled_seconds", "room_bytes"}
+    assert measure_pressure(2**22 + 1)["run_delay_seconds"] == 0.0
