@@ -12,6 +12,7 @@ def test_the_time_of_a_throttled_group_is_that_of_the_tightest_around_it(tmp_pat
         "cpu/job/cpu.stat": "nr_periods 9\nthrottled_time 1500000000\n",
         "cpu/job/one/cpu.stat": "throttled_time 0\n",
         "two/cpu.stat": "usage_usec 7\nthrottled_usec 2500000\n",
+        "cpu.stat": "throttled_usec 500000\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -19,7 +20,7 @@ def test_the_time_of_a_throttled_group_is_that_of_the_tightest_around_it(tmp_pat
 
     assert throttled_seconds("4:memory:/\n2:cpu,cpuacct:/job/one\n", str(tmp_path)) == 1.5
     assert throttled_seconds("0::/two/three\n", str(tmp_path)) == 2.5
-    assert throttled_seconds("0::/\n", str(tmp_path)) == 0.0
+    assert throttled_seconds("0::/\n", str(tmp_path)) == 0.5  # of a container, which is in its own group's root
 
 
 def test_the_room_is_what_the_tightest_group_or_the_machine_has_left(tmp_path: Path) -> None:
@@ -32,6 +33,8 @@ def test_the_room_is_what_the_tightest_group_or_the_machine_has_left(tmp_path: P
         "memory/job/memory.stat": "total_inactive_file 1000\n",
         "two/memory.max": "max\n",
         "two/memory.current": "7000\n",
+        "container/memory.max": "6000\n",
+        "container/memory.current": "1000\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,6 +42,7 @@ def test_the_room_is_what_the_tightest_group_or_the_machine_has_left(tmp_path: P
 
     assert room_bytes("4:memory:/job/one\n", str(tmp_path), str(meminfo)) == 3000
     assert room_bytes("0::/two\n", str(tmp_path), str(meminfo)) == 8192
+    assert room_bytes("0::/\n", str(tmp_path / "container"), str(meminfo)) == 5000
     assert room_bytes("", str(tmp_path), str(tmp_path / "none")) == 0
 
 

@@ -23,7 +23,7 @@ _ROOT: Final = "/sys/fs/cgroup"
 
 
 def measure_pressure(pid: int) -> dict[str, float]:
-    """Totals of a process: seconds without a core that it wanted, and seconds that its group was throttled."""
+    """What a process lacked: seconds without a core that it wanted, seconds of throttling; and the memory left."""
     if not pid:
         return {}
     delay = _read(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
@@ -65,11 +65,12 @@ def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        place = path.rstrip("/")
+        # of version 1, distributions mount the controller under its name, if only as a link
+        top, place = f"{root}/{controller}" if controllers else root, path.rstrip("/")
         while place:
-            # of version 1, distributions mount the controller under its name, if only as a link
-            yield f"{root}/{controller}{place}" if controllers else f"{root}{place}"
+            yield f"{top}{place}"
             place = place.rpartition("/")[0]
+        yield top  # in a container this is its own group, whatever that is called outside
 
 
 def _number(text: str, wanted: str) -> int:
