@@ -387,7 +387,8 @@ def _known_device(gpu: Gpu) -> str:
     fits = [key for key in DEVICES if is_called(key, gpu.model)]
     if not fits:
         raise UsageError(
-            f"the GPUs here are {gpu.model}: describe them in a YAML file (--machines) and name them (--devices)"
+            f"the GPUs here are {gpu.model or 'of no known kind'}: describe them in a YAML file (--machines) and "
+            "name them (--devices)"
         )
     return min(fits, key=lambda key: abs(DEVICES[key].device.memory_bytes - gpu.memory_bytes))
 

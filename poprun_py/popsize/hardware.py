@@ -253,7 +253,7 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
 
 def is_called(name: str, model: str) -> bool:
     """Whether a driver calls a device of `DEVICES` ``model``, such as ``NVIDIA A100-SXM4-80GB``."""
-    return name.partition("-")[0] in model
+    return re.search(rf"\b{name.partition('-')[0]}\b", model) is not None
 
 
 _ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB", "IPU": "GC200"}

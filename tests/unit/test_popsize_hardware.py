@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popsize.errors import MachineError
-from popsize.hardware import DEVICES, GIB, machines_of, named_machine
+from popsize.hardware import DEVICES, GIB, is_called, machines_of, named_machine
 
 FIGURES: dict[str, Any] = {
     "memory_gib": 32,
@@ -150,3 +150,18 @@ def test_a_device_computes_in_what_it_has_units_for(machine: str, asked: str | N
     else:
         with pytest.raises(MachineError, match=f"precision={asked}: it is one of fp32, .* on {device.name}"):
             device.precision(asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("NVIDIA A100-SXM4-80GB", ["A100-40GB", "A100-80GB"]),
+        ("NVIDIA H100 80GB HBM3", ["H100-80GB", "H100-96GB"]),
+        ("NVIDIA RTX A1000", []),
+        ("NVIDIA GH200 480GB", []),
+        ("", []),
+    ],
+)
+def test_a_device_is_known_by_the_whole_name_of_its_kind(model: str, names: list[str]) -> None:
+    """What the driver calls it; other kinds have names that hold it."""
+    assert [name for name in DEVICES if is_called(name, model)] == names
