@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import IO, Any, Final, Self
+from typing import IO, Any, Final, Self, cast
 
 from popdist import contract
 from poprun import errors
@@ -172,6 +172,8 @@ class LeaseHolder:
             )
         except OSError as error:
             raise HostsError(f"{words[0]}: {error.strerror}") from None
+        streams = (self._process.stdin, self._process.stdout, self._process.stderr)
+        self._orders, self._answers, self._complaints = cast("tuple[IO[bytes], IO[bytes], IO[bytes]]", streams)
 
     @property
     def pid(self) -> int:
@@ -180,9 +182,8 @@ class LeaseHolder:
 
     def send(self, message: _Message) -> Self:
         """Send a line; that nobody reads it shows when no answer comes."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        with suppress(OSError):
+            self._orders.write(json.dumps(message).encode() + b"\n")
         return self
 
     def acquire(self, until: float | None) -> _Message:
@@ -216,9 +217,8 @@ class LeaseHolder:
         if self._holds:
             self.send({"order": "release"})
             self._holds = False
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
+        with suppress(OSError):
+            self._orders.close()
 
     def end(self, until: float) -> None:
         """Check that the process has ended, before the monotonic time ``until``."""
@@ -228,9 +228,8 @@ class LeaseHolder:
             # also what ssh has started, such as another ssh (ProxyJump)
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        self._answers.close()
+        self._complaints.close()
 
     def _receive(self, until: float | None) -> _Message:
         while not self._heard:
@@ -240,11 +239,8 @@ class LeaseHolder:
         return message
 
     def _read(self, until: float | None) -> bytes:
-        stream = self._process.stdout
-        if stream is None:
-            return b""
-        is_readable = _is_readable(stream, None if until is None else max(0.0, until - time.monotonic()))
-        data = os.read(stream.fileno(), RECEIVE_BYTES) if is_readable else b""
+        is_readable = _is_readable(self._answers, None if until is None else max(0.0, until - time.monotonic()))
+        data = os.read(self._answers.fileno(), RECEIVE_BYTES) if is_readable else b""
         if not data:
             how = f"hung up{self._complaint()}" if is_readable else "does not answer"
             raise HostsError(
@@ -255,10 +251,9 @@ class LeaseHolder:
 
     def _complaint(self) -> str:
         """The last line that ssh, or the process itself, wrote to its standard error."""
-        stream = self._process.stderr
-        if stream is None or not _is_readable(stream, _COMPLAINT_SECONDS):
+        if not _is_readable(self._complaints, _COMPLAINT_SECONDS):
             return ""
-        lines = os.read(stream.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
+        lines = os.read(self._complaints.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
         words = [line.strip() for line in lines if line.strip()]
         return f" ({words[-1]})" if words else ""
 
