@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from poprun.hosts import remote_side
-from poprun.hosts.preflight import choose_addresses
+from poprun.hosts.preflight import _Examiner, choose_addresses
 from poprun.hosts.problems import Problem, judge_places, no_answer, render_problems
 from poprun.hosts.questions import HostConnections, Replies
 from poprun.hosts.routes import HostRoute
 from poprun.plan.request import RemoteSettings
+from tests.planning import CLUSTER_NODE, planned
 from tests.running import DEADLINE_SECONDS
 
 BOTH = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("lo", "::1"), ("ib0", "fd00::1")]
@@ -42,6 +43,17 @@ def test_all_hosts_have_one_family() -> None:
     assert [route.address for route in four.routes.values()] == ["10.1.0.1", "10.0.0.2"]
     assert [route.address for route in six.routes.values()] == ["fd00::1", "fd00::3"]
     assert [problem.host for problem in none.problems] == ["b"]
+
+
+@pytest.mark.parametrize(("way", "job"), [("UNKNOWN 65535 UNKNOWN 65535", None), ("fd00::9 1 fd00::1 22", "7")])
+def test_a_way_of_ssh_that_is_none_between_the_hosts_decides_nothing(way: str, job: str | None) -> None:
+    """Over a pipe sshd knows no ends, and a step of Slurm has the user's login; first addresses are taken then."""
+    remote = RemoteSettings(slurm_job=job)
+    examiner = _Examiner(planned(CLUSTER_NODE, hosts=("a", "b"), num_instances=2, remote=remote), "a")
+    answers = {name: {"addresses": own, "ssh": way.split()} for name, own in (("a", BOTH), ("b", OLD))}
+    choice = examiner._choose(answers)
+
+    assert {name: route.address for name, route in choice.routes.items()} == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
 
 def test_a_subnet_decides_before_everything() -> None:

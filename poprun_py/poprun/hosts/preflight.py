@@ -50,6 +50,7 @@ _FOLDERS: Final = (
 )
 _HERE: Final = "this machine"
 _MOST_NAMES: Final = 256
+_NO_SOCKET: Final = "UNKNOWN"  # what sshd says of both ends where it talks over a pipe, such as a ProxyCommand's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,12 +228,17 @@ class _Examiner:
         places = {
             name: [(place[0], place[1]) for place in answer["addresses"]] for name, answer in answers.items()
         }
-        ways = {name: answer["ssh"] for name, answer in answers.items() if name != self._here and answer["ssh"]}
+        in_slurm = self._plan.remote.slurm_job is not None  # its steps have what ssh has set at the user's login
+        ways = {
+            name: answer["ssh"]
+            for name, answer in answers.items()
+            if not in_slurm and name != self._here and answer["ssh"] and _NO_SOCKET not in answer["ssh"]
+        }
         reached = {name: way[2] for name, way in ways.items()}
         if ways:
             reached[self._here] = next(iter(ways.values()))[0]
         choice = choose_addresses(places, reached, self._plan.remote.subnet)
-        if self._plan.remote.slurm_job is None:  # Slurm's nodes are as many as it says, wherever they are
+        if not in_slurm:  # Slurm's nodes are as many as it says, wherever they are
             routes = {host: choice.routes[host] for host in self._plan.hosts if host in choice.routes}
             self._problems += judge_places(places, routes)
         return choice
