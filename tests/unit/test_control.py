@@ -3,12 +3,15 @@
 Holds poprun, poprun.messages and poprun.messages.proofs.
 """
 
+import os
+import socket
+
 import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from poprun.messages import ProtocolError, control
-from poprun.messages.control import EVENT_FIELDS, LineReader, check_event, decode, encode
+from poprun.messages.control import EVENT_FIELDS, LineReader, Link, check_event, decode, encode
 from poprun.messages.proofs import Handshake, Seal, new_key
 
 json_values = st.recursive(
@@ -122,3 +125,16 @@ def test_a_proof_is_no_proof_of_the_other_side() -> None:
         poprun.check(poprun.nonce, poprun.proof(poprun.nonce))
     with pytest.raises(ProtocolError):
         agent.check(agent.nonce, agent.proof(agent.nonce))
+
+
+def test_streams_and_every_lease_of_a_job_come_along() -> None:
+    """Three of each: a pod's virtual IPUs, GPUs and cores are leased apart."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        Link(ours).send({"order": "start"}, descriptors=[ours.fileno()] * 6)
+        received = Link(theirs).receive()
+
+    assert received is not None
+    for descriptor in received.descriptors:
+        os.close(descriptor)
+    assert len(received.descriptors) == 6

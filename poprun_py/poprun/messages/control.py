@@ -61,7 +61,7 @@ _LOOPBACK = "127.0.0.1"
 _DEAD_MILLISECONDS = 6_000
 _IDLE_SECONDS = 1
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
-_MAX_DESCRIPTORS = 5
+_MAX_DESCRIPTORS = 6  # three streams, and leases on virtual IPUs, on GPUs and on cores
 _DESCRIPTOR = Struct("i")
 _CREDENTIALS = Struct("iII")
 
