@@ -133,24 +133,20 @@ def _start(line: CommandLine, outcome: "JobOutcome") -> int:
     network = find_network(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
-    if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
-        _print_topology(plan, line)
-        return run_job(plan, network, verbosity=line.verbosity, outcome=outcome)
-    from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
-
+    leased = None
     with ExitStack() as stack:
         try:
-            leased = stack.enter_context(hold(plan, facts, network))
+            if plan.asks_server or plan.takes_lease or plan.owns_cores:
+                from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
+
+                leased = stack.enter_context(hold(plan, facts, network))
+                network = leased.network
+            if line.prints_topology:
+                screen.print_out(_rendered(plan if leased is None else leased.shown_plan, line))
         except BaseException:  # Ctrl-C while it waits, too
             forget_key(plan, network)
             raise
-        _print_topology(leased.shown_plan, line)
-        return run_job(plan, leased.network, verbosity=line.verbosity, leased=leased, outcome=outcome)
-
-
-def _print_topology(plan: LaunchPlan, line: CommandLine) -> None:
-    if line.prints_topology:
-        screen.print_out(_rendered(plan, line))
+        return run_job(plan, network, verbosity=line.verbosity, leased=leased, outcome=outcome)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:

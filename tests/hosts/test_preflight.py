@@ -160,14 +160,15 @@ def test_this_host_reaches_that_of_instance_0(spoilt: Network, poprun: HostPopru
 
 
 def test_no_key_stays_where_no_job_starts(spoilt: Network, poprun: HostPoprun) -> None:
-    """A host cannot hold it, a host's pool gives nothing, and the MPI launcher starts nothing."""
+    """A host cannot hold it, a pool gives nothing, a plan cannot be printed, the MPI launcher starts nothing."""
     words = ("--host", "n[1-3]", "-n", "3", *HELLO)
     refused = poprun(spoilt, "--mpi-global-args=--no-such-option", *words)
     without_pool = poprun(spoilt, "--ipus-per-host=4", "--pool=/proc/pool", *words)
+    unseen = run(["sh", "-c", '"$@" >/dev/full', "sh", *poprun.words(spoilt, ("--print-topology", *words))])
     spoilt.hosts["n3"].run("mount", "-o", "remount,ro", "/dev/shm")
     rows = table(poprun(spoilt, *words))
 
-    assert (refused.code, without_pool.code) == (70, 74)
+    assert (refused.code, without_pool.code, unseen.code) == (70, 74, 73)
     assert [row[:2] for row in rows] == [["n3", "it cannot hold the job's key in /dev/shm: Read-only file system"]]
     assert [host.run("ls", "/dev/shm") for host in spoilt.hosts.values()] == [""] * len(HOSTS)
 
