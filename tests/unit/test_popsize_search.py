@@ -4,6 +4,8 @@ Holds popsize.search.
 """
 
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -169,10 +171,17 @@ def test_a_batch_that_no_replicas_divide() -> None:
         search(workload("gpt2-xl", "7xA100", 4), {"pipeline": 1})
 
 
+def legal(one: Workload, mappings: Iterable[Mapping]) -> Iterator[Candidate]:
+    """What is predicted of those that a program could run."""
+    for mapping in mappings:
+        with suppress(MappingError):
+            yield predict(one, mapping)
+
+
 def every_mapping(one: Workload, recompute: tuple[Any, ...] = RECOMPUTE) -> list[Candidate]:
     """Most mappings to all devices that a search may find, without its order and its shortcuts."""
     number = one.machine.num_devices
-    found = []
+    found = list[Candidate]()
     for tensor, pipeline, micro_batch, again in product(
         divisors(number), divisors(number), (1, 2, 4, 8), recompute
     ):
@@ -185,26 +194,28 @@ def every_mapping(one: Workload, recompute: tuple[Any, ...] = RECOMPUTE) -> list
             sequence_parallel=tensor > 1,
         )
         shards = divisors(shape.replicas)
-        for sharding, weights, optimizer, activations, state, phases, pieces in product(
-            SHARDING, shards, shards, (False, True), (False, True), (1, 2, 4), (1, 2, 3)
-        ):
-            if sharding == "gradients" and pipeline > 1:
-                continue
-            mapping = replace(
-                shape,
-                sharding=sharding,
-                weight_shards=weights,
-                optimizer_shards=optimizer,
-                offload_activations=activations,
-                offload_optimizer=state,
-                phases=phases,
-                schedule="1f1b" if pieces == 1 else "interleaved",
-                interleave=pieces,
+        sharded = (
+            replace(shape, sharding=sharding, weight_shards=weights, optimizer_shards=optimizer)
+            for sharding, weights, optimizer in product(SHARDING, shards, shards)
+            if sharding != "gradients" or pipeline == 1
+        )
+        for whole in legal(one, sharded):
+            found += legal(
+                one,
+                (
+                    replace(
+                        whole.mapping,
+                        offload_activations=activations,
+                        offload_optimizer=state,
+                        phases=phases,
+                        schedule="1f1b" if pieces == 1 else "interleaved",
+                        interleave=pieces,
+                    )
+                    for activations, state, phases, pieces in product(
+                        (False, True), (False, True), (1, 2, 4), (1, 2, 3)
+                    )
+                ),
             )
-            try:
-                found.append(predict(one, mapping))
-            except MappingError:
-                continue
     return [candidate for candidate in found if candidate.mapping.num_devices == number]
 
 
