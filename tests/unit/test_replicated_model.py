@@ -115,23 +115,6 @@ def test_copies_are_whole(again: Any) -> None:  # noqa: ANN401 - any way to copy
         _ = empty.module
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_the_optimizer_sees_the_mean(accumulation: int) -> None:
-    """One replica's gradient is torch's for the whole batch; with accumulation, to rounding."""
-    model = popdist.ReplicatedModel(nn.Linear(3, 1))
-    plain = copy.deepcopy(model.module)
-    x = torch.randn(7, 3)
-    sizes = []
-    for part in model.micro_batches(x, accumulation):
-        sizes.append(len(part))
-        model(part).square().mean().backward()
-    plain(x).square().mean().backward()
-
-    assert sizes == [len(part) for part in x.tensor_split(accumulation)]
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=0 if accumulation == 1 else 1e-5, atol=1e-7)
-
-
 class Branches(nn.Module):
     """One layer for negative samples, and another for the others."""
 
@@ -284,7 +267,7 @@ def test_modules_that_reduce_already_and_lazy_ones_are_refused() -> None:
 
 
 def test_a_loop_that_zip_leaves_open_is_named_so() -> None:
-    """Not as one that was left by ``break``; whichever of the two loops it is."""
+    """Whichever of the two loops it is."""
     one, two = (popdist.ReplicatedModel(nn.Linear(3, 1)) for _ in range(2))
     optimizers = [torch.optim.SGD(model.parameters()) for model in (one, two)]
     pairs: Any

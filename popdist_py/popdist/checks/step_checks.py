@@ -319,8 +319,11 @@ def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
         module = state.module
         if module is not None and not makes_gradients and _has_nothing_for(updated, module):
             raise MicroBatchError(
-                f"optimizer.step() without a gradient: {state.reason}. Begin the next step, which works on all "
-                "instances; where an exception is caught, go on with the next batch in place of this call"
+                "optimizer.step() without a gradient: the last step of this model was lost on all instances, "
+                "because a loop over its micro batches was left before its end (by break, return or an exception, "
+                "or beside another one in zip() without strict=True), or raised an error, here or on another "
+                "instance. Begin the next step, which works on all instances; where an exception is caught, go on "
+                "with the next batch in place of this call"
             )
 
 

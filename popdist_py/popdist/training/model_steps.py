@@ -48,16 +48,6 @@ from popdist.training.step import LoneStep, Step, StepState, joint_modules
 if TYPE_CHECKING:
     from popdist.training.pipeline import Pipelines
 
-LEFT: Final = (
-    "the last step of this model was lost on all instances, because a loop over its micro batches was left before "
-    "its end (by break, return or an exception) or raised an error, here or on another instance"
-)
-INTERLEAVED: Final = (
-    "the last step of this model was lost, because the loop over its micro batches ran beside another one in "
-    "zip(), which does not take both to their ends: write zip(..., strict=True)"
-)
-"""Why a step has no gradient."""
-
 R = TypeVar("R")
 
 CheckMaker: TypeAlias = Callable[[nn.Module, ReplicaBuffers, ReplicaLayout], ModelChecks]
@@ -174,7 +164,6 @@ class ModelSteps:
         """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
         if self._norm_groups is not None and self.layout.num_local_replicas > 1:
             raise self._norm_error("micro_batches()")
-        num_entered = MicroBatchScope.num_entered
         step, contents, counts = self._begin_loop(asked)
         for index, content in enumerate(contents):
             if content is not None:
@@ -185,7 +174,6 @@ class ModelSteps:
                         with self._norm_groups.turn(index):
                             yield to_device(content, self.gradients.device)
         self._finish(asked.reduction, add=asked.add)
-        MicroBatchScope.mark_interleaved(num_entered)
 
     def run_micro_batches(self, asked: WholeStep, body: Callable[..., R]) -> list[R]:
         """A whole step, with ``body`` called for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
@@ -325,7 +313,7 @@ class ModelSteps:
             self._register_on_all_instances()
         self._end(is_complete=True)
 
-    def abandon(self, reason: str = LEFT, *, index: int | None = None) -> None:
+    def abandon(self, *, index: int | None = None) -> None:
         """End the step, if there is one, without a gradient on any instance. Never raises."""
         if index is not None:  # left in a loop of the program's own
             self._left_at = index
@@ -334,7 +322,7 @@ class ModelSteps:
                 self._norm_groups.abandon()
             self.step.abandon()
             self._end()
-            self._state.lose(reason)
+            self._state.lose()
 
     def _end(self, *, is_complete: bool = False) -> None:
         step, self.step, self.automatic.step = self.step, None, None
@@ -352,7 +340,7 @@ class ModelSteps:
         self.abandon()
         self.gradients.remove()
         refuse_step(context.data_parallel_group(), accumulation, refusal, add=add)
-        self._state.lose(LEFT)
+        self._state.lose()
 
     def _left_error(self) -> MicroBatchError:
         return MicroBatchError(
@@ -373,10 +361,7 @@ class ModelSteps:
 class MicroBatchScope:
     """Within it the process is one replica; leaving it adds the gradients to the step, or abandons it."""
 
-    __slots__ = ("_index", "_number", "_randomness", "_reason", "_step", "_steps", "_weight")
-
-    num_entered: ClassVar[int] = 0
-    _open: ClassVar[list["MicroBatchScope"]] = []
+    __slots__ = ("_index", "_randomness", "_step", "_steps", "_weight")
 
     def __init__(
         self, steps: ModelSteps, step: Step | LoneStep, index: int, weight: float, *, is_alone: bool = False
@@ -386,31 +371,18 @@ class MicroBatchScope:
         self._index = index if is_alone else None
         self._weight = weight
         self._randomness = steps.randomness.of(step.begin_micro_batch(index, weight), steps.gradients.device)
-        self._number = 0
-        self._reason = LEFT  # why the step is lost if the scope is left by an exception
-
-    @classmethod
-    def mark_interleaved(cls, num_entered: int) -> None:
-        """Mark the open scopes after the first ``num_entered``: their loops ran beside one that has ended."""
-        for scope in cls._open:
-            if scope._number > num_entered:  # noqa: SLF001 - of this class
-                scope._reason = INTERLEAVED  # noqa: SLF001 - as above
 
     def __enter__(self) -> None:
         self._randomness.__enter__()
         self._steps.automatic.begin_computing()
-        MicroBatchScope.num_entered += 1
-        self._number = MicroBatchScope.num_entered
-        self._open.append(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._open.remove(self)
         self._randomness.__exit__()
         if error is not None and self._steps.step is not self._step:
             return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
         self._steps.automatic.end_computing()
         if error is not None:
-            self._steps.abandon(self._reason, index=self._index)
+            self._steps.abandon(index=self._index)
             return
         try:
             self._step.add(self._weight)

@@ -258,7 +258,6 @@ class StepState:
     """How far a model's last step has come, running, complete or lost, as long as its ``owner`` is there."""
 
     def __init__(self, owner: object, module: nn.Module) -> None:
-        self.reason = ""
         self.reference = weakref.ref(module)
         self._owner = weakref.ref(owner)
 
@@ -271,10 +270,9 @@ class StepState:
         """The gradients are complete, or gone."""
         running_steps.discard(self)
 
-    def lose(self, reason: str) -> None:
+    def lose(self) -> None:
         """The step has left no gradient on any instance, so until the next one there is nothing to step on."""
         self.end()
-        self.reason = reason
         lost_steps.add(self)
 
     @property
