@@ -6,7 +6,7 @@ Holds popdist.training.ddp_answers.
 import copy
 import io
 import pickle
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore
 
 import popdist
+from popdist.gradients.memory import GradientPool
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +281,22 @@ def test_a_loop_that_zip_leaves_open_is_named_so() -> None:
         optimizers[not lost].step()
         with pytest.raises(popdist.MicroBatchError, match=r"beside another one in zip\(\).*strict=True"):
             optimizers[lost].step()
+
+
+def test_a_step_without_memory_for_its_gradients_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the program's to catch, and the next loop works."""
+    model = popdist.ReplicatedModel(nn.Linear(2, 1), num_local_replicas=2)
+
+    def find_no_memory(_pool: GradientPool) -> NoReturn:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientPool, "get", find_no_memory)
+        with pytest.raises(MemoryError):
+            list(model.micro_batches(torch.ones(4, 2)))
+    for x in model.micro_batches(torch.ones(4, 2)):
+        model(x).mean().backward()
+    assert model.module.weight.grad is not None
 
 
 def test_a_module_that_is_wrapped_again_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,13 +167,21 @@ class ModelSteps:
         step, contents, counts = self._begin_loop(asked)
         for index, content in enumerate(contents):
             if content is not None:
-                with MicroBatchScope(self, step, index, counts[index]):
+                with self._scope_of_loop(step, index, counts[index]):
                     if self._norm_groups is None:
                         yield to_device(content, self.gradients.device)
                     else:
                         with self._norm_groups.turn(index):
                             yield to_device(content, self.gradients.device)
         self._finish(asked.reduction, add=asked.add)
+
+    def _scope_of_loop(self, step: Step | LoneStep, index: int, count: float) -> "MicroBatchScope":
+        try:
+            return MicroBatchScope(self, step, index, count)
+        except BaseException:  # there may be no memory for the gradients
+            if self.step is step:
+                self.abandon()
+            raise
 
     def run_micro_batches(self, asked: WholeStep, body: Callable[..., R]) -> list[R]:
         """A whole step, with ``body`` called for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
