@@ -35,9 +35,11 @@ class Turns:
         self._living: list[int] = []
         self._gates: list[threading.Semaphore] = []
         self._is_cancelled = False
+        self._is_entered = False
+        self._errors: list[BaseException] = []
 
     def run(self, bodies: Sequence[Callable[[], None]], interrupt: Callable[[], None]) -> None:
-        """Call each of ``bodies``, which raise nothing, in a thread of its own, and wait until all have ended."""
+        """Call each of ``bodies`` in a thread of its own, wait until all have ended, and raise the first error."""
         self._living = list(range(len(bodies)))
         self._gates = [threading.Semaphore(0) for _ in bodies]
         threads: list[threading.Thread] = []
@@ -53,38 +55,49 @@ class Turns:
                 gate.release()
             raise
         self._gates[0].release()
-        interruption: BaseException | None = None
         while any(thread.is_alive() for thread in threads):
             try:
                 for thread in threads:
                     thread.join()
-            except BaseException as error:  # noqa: BLE001 - raised below, when nobody runs any more
-                interruption = interruption or error  # of the handler of a signal
+            except BaseException as error:  # noqa: BLE001 - of the handler of a signal, raised below
+                self._errors.insert(0, error)
                 interrupt()
-        if interruption is not None:
-            raise interruption
+        if self._errors:
+            raise self._errors[0]
 
     def _run(self, number: int, body: Callable[[], None]) -> None:
         self._gates[number].acquire()
         if self._is_cancelled:
             return
-        self._enter(number)
         try:
-            body()
-        finally:
-            self._exit(number)
-            after = self._after(number)
-            self._living.remove(number)
-            self._gates[after].release()
+            self._begin_turn(number)
+            try:
+                body()
+            finally:
+                self._end_turn(number)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self._errors.append(error)
+        after = self._after(number)
+        self._living.remove(number)
+        self._gates[after].release()
 
     def pass_on(self, number: int) -> None:
         """Thread ``number``, which runs, lets the others run; returns when it is its turn again."""
         after = self._after(number)
         if after != number:
-            self._exit(number)
+            self._end_turn(number)
             self._gates[after].release()
             self._gates[number].acquire()
-            self._enter(number)
+            self._begin_turn(number)
+
+    def _begin_turn(self, number: int) -> None:
+        self._enter(number)
+        self._is_entered = True
+
+    def _end_turn(self, number: int) -> None:
+        if self._is_entered:  # else that went wrong, or has been tried
+            self._is_entered = False
+            self._exit(number)
 
     def _after(self, number: int) -> int:
         """The thread whose turn is next, of those that have not ended."""
@@ -171,8 +184,10 @@ class ReplicaTurns(Generic[R]):
 
         def exit_(number: int) -> None:
             NormTurn.current = None
-            self._store_replica(replicas[number])
-            scopes[number].__exit__()
+            try:
+                self._store_replica(replicas[number])
+            finally:
+                scopes[number].__exit__()
 
         def compute(number: int) -> None:
             replica = replicas[number]
