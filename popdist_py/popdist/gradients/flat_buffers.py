@@ -20,7 +20,7 @@ from popdist.errors import BackendError, CollectiveError, GradientError
 from popdist.gradients.optimizer_steps import mark_reduced
 from popdist.gradients.shards import in_rounds
 from popdist.groups import Group
-from popdist.host_memory.addition import HALVES, Op, node_additions
+from popdist.host_memory.addition import HALVES, node_additions, sum_of
 from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, local_gradient, local_part, placed_as
@@ -52,11 +52,6 @@ def check_gradient_dtype(dtype: object) -> torch.dtype | None:
             "all (None), when they are added in float32"
         )
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def sum_of(dtype: torch.dtype) -> Op:
-    """How flat tensors of ``dtype`` are added over the replicas: narrow ones are rounded at each addition."""
-    return "rounded sum" if dtype in HALVES else "sum"
 
 
 def num_real_elements(tensor: Tensor) -> int:

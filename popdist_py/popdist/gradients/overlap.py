@@ -8,8 +8,9 @@ the others wait for it. The first one is small, to begin early; later ones are l
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from threading import RLock
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from popdist.gradients.flat_buffers import (
     nodes_of_hosts,
     num_real_elements,
     scale_flat,
-    sum_of,
 )
 from popdist.gradients.step_headers import BeginHeader
 from popdist.groups import Exchange
@@ -31,7 +31,7 @@ from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import local_gradient
 from popdist.transport.channel import Channel
-from popdist.transport.two_level import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum
+from popdist.transport.two_level import BucketAllReduce, HostSum, PostedSum, QueuedSum
 from popdist.tree import Node, TreeSum
 
 KEPT_BYTES: Final = 31 << 20
@@ -88,12 +88,8 @@ def runs_of(bucket: Bucket) -> list[slice]:
     return [slice(start, min(start + width, bucket.stop)) for start in starts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPiece:
-    """A part of a bucket, which travels by itself: where its numbers are in the flat buffer, and their sum."""
-
-    run: slice
-    total: BucketAllReduce
+BucketPiece: TypeAlias = tuple[slice, BucketAllReduce]
+"""A part of a bucket, which travels by itself: where its numbers are in the flat buffer, and their sum."""
 
 
 def keep_freed_memory() -> None:
@@ -118,16 +114,9 @@ class Overlap:
         narrow: torch.dtype | None = None,
     ) -> None:
         self.channel = channel
-        self._local_collectives: LocalRanks | None = None
+        self._local_collectives = local_collectives
         self._nodes_of_hosts: list[list[Node]] | None = None
-        if (
-            channel.local_collectives is not None
-            and local_collectives is not None
-            and ALIGNMENT % local_collectives.size == 0
-        ):
-            self._local_collectives = LocalRanks(
-                of_channel=channel.local_collectives, of_program=local_collectives
-            )
+        if local_collectives is not None and ALIGNMENT % local_collectives.size == 0:
             self._nodes_of_hosts = nodes_of_hosts(layout, local_collectives.size)
         self.gradients = gradients
         self.buckets = make_buckets(gradients.flat_buffers)
@@ -156,19 +145,19 @@ class Overlap:
         else:
             self.sent = self.gradients.make_narrow(self._narrow)
             self.sums = self.gradients.make_narrow(self._narrow)
-        self._pieces = [self._pieces_of(bucket) for bucket in self.buckets]
+        self._pieces = [
+            [(run, self._early_sum(self.sums.tensors[bucket.buffer][run])) for run in runs_of(bucket)]
+            for bucket in self.buckets
+        ]
         self._has_memory = True
 
-    def _pieces_of(self, bucket: Bucket) -> list[BucketPiece]:
-        flat = self.sums.tensors[bucket.buffer]
-        return [BucketPiece(run=run, total=self._early_sum(flat[run])) for run in runs_of(bucket)]
-
     def _early_sum(self, into: Tensor) -> BucketAllReduce:
-        channel, num_replicas, op = self.channel, self._num_replicas, sum_of(into.dtype)
+        channel, num_replicas = self.channel, self._num_replicas
         if into.is_cuda:
-            return QueuedSum(channel, self.nodes, num_replicas, into, op)
-        if self._local_collectives is not None and self._nodes_of_hosts is not None:
-            return HostSum(self._local_collectives, channel, self._nodes_of_hosts, num_replicas, into, op)
+            return QueuedSum(channel, self.nodes, num_replicas, into)
+        local, of_channel, nodes = self._local_collectives, channel.local_collectives, self._nodes_of_hosts
+        if local is not None and of_channel is not None and nodes is not None:
+            return HostSum(local, of_channel, channel, nodes, num_replicas, into)
         return PostedSum(channel, range(len(self.nodes)), self.nodes, num_replicas, into)
 
     def num_expected(self) -> list[int]:
@@ -199,33 +188,30 @@ class Overlap:
     def post_receives(self) -> None:
         """Post a receive for every bucket, when all instances have agreed to send them."""
         self.channel.wait_until_idle()
-        for piece in self._all_pieces():
-            piece.total.post_receives()
-
-    def _all_pieces(self) -> Iterable[BucketPiece]:
-        return (piece for pieces in self._pieces for piece in pieces)
+        for _, total in chain.from_iterable(self._pieces):
+            total.post_receives()
 
     def send(self, number: int, own: Sequence[Tensor]) -> None:
         """Send a bucket, of which ``own`` are the tree nodes that this instance has computed, to be added."""
         first = self.buckets[number].start
-        for piece in self._pieces[number]:
-            piece.total.send([flat[piece.run.start - first : piece.run.stop - first] for flat in own])
+        for run, total in self._pieces[number]:
+            total.send([flat[run.start - first : run.stop - first] for flat in own])
         if number == len(self.buckets) - 1:
-            for piece in self._all_pieces():
-                piece.total.start_waiting()
+            for _, total in chain.from_iterable(self._pieces):
+                total.start_waiting()
 
     def finish(self, over: float) -> FlatGradient:
         """The sums over the job divided by ``over``, in wide buffers, when all buckets were sent."""
         total = self.sums if self._narrow is None else self.replica
         number = self.channel.num_issued - sum(map(len, self._pieces))
         for bucket, pieces in zip(self.buckets, self._pieces, strict=True):
-            for piece in pieces:
+            for run, early in pieces:
                 number += 1
                 self.channel.wait(number)
-                piece.total.finish()
-                part = total.tensors[bucket.buffer][piece.run]
+                early.finish()
+                part = total.tensors[bucket.buffer][run]
                 if total is not self.sums:
-                    part.copy_(self.sums.tensors[bucket.buffer][piece.run])
+                    part.copy_(self.sums.tensors[bucket.buffer][run])
                 scale_flat([part], over=over)
         return total
 

@@ -115,6 +115,11 @@ def is_widened(op: Op, dtype: torch.dtype) -> bool:
     return dtype in HALVES and op != "rounded sum"
 
 
+def sum_of(dtype: torch.dtype) -> Op:
+    """How gradients of ``dtype`` are added over the replicas: narrow ones are rounded at each addition."""
+    return "rounded sum" if dtype in HALVES else "sum"
+
+
 class Combiner:
     """Combines at least two rows of one dtype by an operation; "mean" divides their sum by their number."""
 

@@ -108,7 +108,7 @@ def _listens(descriptor: int) -> bool:
         return False
 
 
-def _own_address() -> str:
+def _address_by_name() -> str:
     """This host's address for others; its name where it takes itself for loopback, as Debian's hosts do."""
     name = socket.gethostname()
     try:  # the name of a pod is known to that pod alone, its address to all of them
@@ -132,7 +132,7 @@ def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
         )
     address, descriptor = bytearray(256), None
     if world.rank == 0:
-        host = LOOPBACK if is_one_host(contract) else _own_address()
+        host = LOOPBACK if is_one_host(contract) else _address_by_name()
         listener = socket.create_server((LOOPBACK if is_one_host(contract) else "", 0), backlog=BACKLOG)
         address[:] = str(Endpoint(host=host, port=listener.getsockname()[1])).encode().ljust(256)
         descriptor = listener.detach()

@@ -7,13 +7,13 @@ a ring. An element is added in the order of the tree alone, so its bits depend o
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.host_memory.addition import Op, combine_in_place, combiner, is_widened, node_additions
+from popdist.host_memory.addition import Op, combine_in_place, combiner, is_widened, node_additions, sum_of
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.transport.channel import Channel, FollowUp
 from popdist.tree import Node
@@ -289,33 +289,26 @@ class PostedSum(BucketAllReduce):
         self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
 
-class LocalRanks(NamedTuple):
-    """The collectives of this host's instances, for two threads: the channel's and the program's."""
-
-    of_channel: HostCollectives
-    of_program: HostCollectives
-
-
 class HostSum(BucketAllReduce):
     """The sum of a flat buffer on CPUs, in each host's memory first, then between the same places on the hosts."""
 
     def __init__(
         self,
-        local_collectives: LocalRanks,
+        local_collectives: HostCollectives,  # of the program's thread
+        of_channel: HostCollectives,  # of the same instances, for the channel's thread
         channel: Channel,
         nodes: Sequence[Sequence[Node]],  # those that the instances of each host bring together
         num_items: int,
         into: Tensor,  # a multiple of the host's instances long
-        op: Op,
     ) -> None:
-        rank, size = local_collectives.of_program.rank, local_collectives.of_program.size
+        rank, size = local_collectives.rank, local_collectives.size
         self._local_collectives = local_collectives
+        self._of_channel = of_channel
         self._channel = channel
         self._parts = into.chunk(size)
         self._part = self._parts[rank]
         self._mine = torch.empty_like(self._part)
         self._peers = PostedSum(channel, range(rank, size * len(nodes), size), nodes, num_items, self._part)
-        self._op = op
 
     def post_receives(self) -> None:
         """See :class:`BucketAllReduce`."""
@@ -327,7 +320,7 @@ class HostSum(BucketAllReduce):
 
     def _add_here(self, own: Tensor) -> FollowUp:
         parts = own.chunk(len(self._parts))
-        self._local_collectives.of_channel.reduce_scatter(self._mine, parts, self._op)
+        self._of_channel.reduce_scatter(self._mine, parts, sum_of(own.dtype))
         self._peers.post([self._mine])
         return partial(self._peers.combine, [self._mine])
 
@@ -337,23 +330,21 @@ class HostSum(BucketAllReduce):
 
     def finish(self) -> None:
         """See :class:`BucketAllReduce`; the instances of the host give each other their parts."""
-        self._local_collectives.of_program.all_gather(self._parts, self._part)
+        self._local_collectives.all_gather(self._parts, self._part)
 
 
 class QueuedSum(BucketAllReduce):
     """The sum of a flat buffer on GPUs, which is one collective after the other."""
 
-    def __init__(
-        self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor, op: Op
-    ) -> None:
+    def __init__(self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor) -> None:
         self._channel = channel
         self._reduction = TwoLevelReduction(WaitingPeers(channel), nodes, num_items)
         self._into = into
-        self._op = op
 
     def send(self, own: Sequence[Tensor]) -> None:
         """See :class:`BucketAllReduce`."""
-        self._channel.issue(lambda: self._reduction.all_reduce(own, self._op, self._into), [*own, self._into])
+        op = sum_of(self._into.dtype)
+        self._channel.issue(lambda: self._reduction.all_reduce(own, op, self._into), [*own, self._into])
 
 
 def _wait(works: list[dist.Work]) -> None:
