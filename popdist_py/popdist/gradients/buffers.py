@@ -86,15 +86,58 @@ class ModelBuffer:
         self.version = _NEVER
 
 
-class ModelBuffers:
-    """The buffers of one module, as they were when :meth:`remember` was called last."""
+def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which buffers of ``dtype`` are added: without floats replica 0 brings values, others zeros."""
+    return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
 
-    def __init__(self, module: nn.Module) -> None:
+
+def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
+    """The buffers that changed since the step began; ``all_of_them`` compares large unwritten ones, too."""
+    found: dict[str, Tensor] = {}
+    others: dict[str, tuple[Tensor, Tensor]] = {}  # of devices that are asked once for all
+    for name, buffer in buffers.items():
+        now = buffer.now()
+        if now is None or (not all_of_them and now is buffer.tensor and buffer.is_unwritten):
+            continue
+        if not now.is_cpu:
+            others[name] = now, (now != buffer.start).any()
+        elif not torch.equal(now, buffer.start):
+            found[name] = now
+    if others:
+        device = next(iter(others.values()))[1].device
+        are_changed = torch.stack([flag.to(device) for _, flag in others.values()]).tolist()
+        pairs = zip(others.items(), are_changed, strict=True)
+        found |= {name: now for (name, (now, _)), is_changed in pairs if is_changed}
+    for name, now in found.items():
+        buffers[name].is_uncounted |= now is buffers[name].tensor and buffers[name].is_unwritten
+    return found
+
+
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """What tells, for a buffer that is left alone, whether it has changed."""
+    return id(tensor), num_writes(tensor)
+
+
+class ReplicaBuffers:
+    """The buffers of a wrapped model and, in its step, those of all other models without a step."""
+
+    def __init__(self, module: nn.Module, label: str | None) -> None:
         self.module = module
         self.buffers: dict[str, ModelBuffer] = {}  # by name, a tied one once
         # those that a replica has made or changed in form: they are left alone until their mark changes
         self.apart: dict[str, tuple[int, int] | None] = {}
         self._described: tuple[list[int], str] = ([], "no buffers")
+        self.label = label  # the same on all instances; None for a model that only some of them have
+        self.is_in_step = False
+        self.fault: str | None = None
+        self._others: dict[str, ReplicaBuffers] = {}
+        self._tracked: dict[str, ModelBuffer] = {}
+        self._made: list[dict[str, Tensor] | None] = []
+        self._outside: dict[str, Tensor] = {}
+        self._sum = RepeatedSum()
+        self.is_checked = False
+        if label is not None:
+            _models[label] = weakref.ref(self)
 
     def __str__(self) -> str:
         """What must be the same on all instances, in words."""
@@ -150,61 +193,6 @@ class ModelBuffers:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)  # one call: four times faster than copies one by one
         return faults
-
-
-def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which buffers of ``dtype`` are added: without floats replica 0 brings values, others zeros."""
-    return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
-
-
-def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """The buffers that changed since the step began; ``all_of_them`` compares large unwritten ones, too."""
-    found: dict[str, Tensor] = {}
-    flags: dict[str, Tensor] = {}
-    for name, buffer in buffers.items():
-        now = buffer.now()
-        if now is None:
-            continue
-        is_unwritten = now is buffer.tensor and buffer.is_unwritten
-        if is_unwritten and not all_of_them:
-            continue
-        if now.is_cpu and not torch.equal(now, buffer.start):
-            found[name] = now
-            buffer.is_uncounted |= is_unwritten
-        elif not now.is_cpu:
-            flags[name] = (now != buffer.start).any()
-    if flags:
-        device = next(iter(flags.values())).device
-        are_changed = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
-        for name, is_changed in zip(flags, are_changed, strict=True):
-            buffer = buffers[name]
-            if is_changed and (now := buffer.now()) is not None:
-                found[name] = now
-                buffer.is_uncounted |= now is buffer.tensor and buffer.is_unwritten
-    return found
-
-
-def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """What tells, for a buffer that is left alone, whether it has changed."""
-    return id(tensor), num_writes(tensor)
-
-
-class ReplicaBuffers(ModelBuffers):
-    """The buffers of a wrapped model and, in its step, those of all other models without a step."""
-
-    def __init__(self, module: nn.Module, label: str | None) -> None:
-        super().__init__(module)
-        self.label = label  # the same on all instances; None for a model that only some of them have
-        self.is_in_step = False
-        self.fault: str | None = None
-        self._others: dict[str, ReplicaBuffers] = {}
-        self._tracked: dict[str, ModelBuffer] = {}
-        self._made: list[dict[str, Tensor] | None] = []
-        self._outside: dict[str, Tensor] = {}
-        self._sum = RepeatedSum()
-        self.is_checked = False
-        if label is not None:
-            _models[label] = weakref.ref(self)
 
     def begin_step(self, *, is_checked: bool = False) -> None:
         """Remember what every replica starts from, of all models; in a checked step compare large buffers, too."""

@@ -5,11 +5,11 @@ Two flags stand on a parameter's ``.grad``. Used: a step of an optimizer has rea
 instances.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from popdist.torch_private import num_writes
 
-_optimizers: Final[dict[int, "weakref.ref[Optimizer]"]] = {}
-"""The optimizers that have ever made a step, by their identity."""
+_optimizers: Final[WeakSet[Optimizer]] = WeakSet()
+"""The optimizers that have ever made a step."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -38,9 +38,7 @@ def mark_used(parameters: Iterable[Tensor]) -> None:
 
 def mark_step(optimizer: Optimizer) -> None:
     """Mark the gradients of an optimizer's parameters as used, after its step or its closure."""
-    key = id(optimizer)
-    if key not in _optimizers:
-        _optimizers[key] = weakref.ref(optimizer, lambda _: _optimizers.pop(key, None))
+    _optimizers.add(optimizer)
     for group in optimizer.param_groups:
         mark_used(group["params"])
 
@@ -66,8 +64,7 @@ def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], b
 
 def stepped_parameters() -> set[int]:
     """Identities of the parameters of all optimizers that have ever made a step."""
-    found = [optimizer for reference in tuple(_optimizers.values()) if (optimizer := reference()) is not None]
-    return {id(parameter) for optimizer in found for parameter in parameters_of(optimizer)}
+    return {id(parameter) for optimizer in tuple(_optimizers) for parameter in parameters_of(optimizer)}
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:  # noqa: ANN401 - a tensor with a flag
