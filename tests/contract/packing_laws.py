@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -150,11 +151,8 @@ def law_a_stream_comes_once() -> None:
 
 def law_the_instances_of_a_host_read_one_order() -> None:
     """Large arrays lie in memory that they share; what they say is the same."""
-    limit, packed_loader.SHARED_BYTES = packed_loader.SHARED_BYTES, 0  # type: ignore[misc] # a Final, for this law
-    try:
+    with mock.patch.object(packed_loader, "SHARED_BYTES", 0):
         shared = [batch.indices for batch in loader(num_workers=1)]
-    finally:
-        packed_loader.SHARED_BYTES = limit  # type: ignore[misc] # as above
     assert shared == [batch.indices for batch in loader()]
 
 
@@ -188,12 +186,17 @@ def law_lengths_are_counted_in_parts() -> None:
 
 
 def law_instances_that_differ_are_refused() -> None:
-    """Other lengths on one instance are an error on all."""
+    """Other lengths on one instance are an error on all, also where only the others' are many enough to share."""
     if popdist.num_instances() == 1:
         return
     lengths = LENGTHS[::-1] if popdist.is_main() else LENGTHS
     with refused(popdist.CollectiveError, r"packed rows with the digest"):
         loader(packing={"lengths": lengths})
+    number = 40 if popdist.is_main() else len(TEXTS)
+    packing = Packing(max_length=16, lengths=LENGTHS[:number], padding=PADDING)
+    of_the_others = mock.patch.object(packed_loader, "SHARED_BYTES", 200)
+    with of_the_others, refused(popdist.CollectiveError, r"packed rows with the digest"):
+        popdist.data_loader(TEXTS[:number], 2, packing=packing)
 
 
 def trained_checksum() -> str:

@@ -16,13 +16,16 @@ _DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})
 
 
 class LoaderPlan(NamedTuple):
-    """The arguments of :func:`data_loader` that say what a step is."""
+    """The arguments of :func:`data_loader` that say what a step is, the same on all instances."""
 
     micro_batch_size: int
     accumulation: int
     shuffle: bool
     seed: int
     drop_last: bool
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in zip(self._fields, self, strict=True))
 
 
 class LoaderMaker(Protocol):
@@ -142,23 +145,21 @@ def _sampled_loader(
     collation: Collation,
     options: dict[str, Any],
 ) -> ReplicaLoader:
-    micro_batch_size, accumulation, _, seed, drop_last = plan
-    check_sizes(micro_batch_size, accumulation)
+    check_sizes(plan.micro_batch_size, plan.accumulation)
     epochs = EpochPlan(
         length=length_of(dataset),
         num_replicas=context.num_replicas(),
-        samples_per_replica=micro_batch_size * accumulation,
-        drop_last=drop_last,
+        samples_per_replica=plan.micro_batch_size * plan.accumulation,
+        drop_last=plan.drop_last,
     )
     position = SampledPosition(
         "data_loader with a sampler",
-        {"num_samples": epochs.length, "sampler": True, "seed": seed},
-        f"data_loader of {epochs.length} samples with a {type(sampler).__name__}, {micro_batch_size=}, "
-        f"{accumulation=}, {seed=}, {drop_last=}",
+        {"num_samples": epochs.length, "sampler": True, "seed": plan.seed},
+        f"data_loader of {epochs.length} samples with a {type(sampler).__name__}, {plan}",
         dataset,
     )
-    shares = SampledShares(sampler, epochs, position)
-    return SampledLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
+    own = {"sampler": SampledShares(sampler, epochs, position)}
+    return SampledLoader(MapFetcher(dataset, collation), position, plan.accumulation, own | options)
 
 
 def _map_loader(
@@ -167,17 +168,17 @@ def _map_loader(
     collation: Collation,
     options: dict[str, Any],
 ) -> ReplicaLoader:
-    micro_batch_size, accumulation, shuffle, seed, drop_last = plan
-    epochs = plan_epochs(dataset, context.num_replicas(), micro_batch_size, accumulation, drop_last=drop_last)
+    epochs = plan_epochs(
+        dataset, context.num_replicas(), plan.micro_batch_size, plan.accumulation, drop_last=plan.drop_last
+    )
     position = EpochPosition(
         "data_loader",
-        {"length": epochs.length, "shuffle": shuffle, "seed": seed},
-        f"data_loader of {epochs.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
-        f"{drop_last=}",
+        {"length": epochs.length, "shuffle": plan.shuffle, "seed": plan.seed},
+        f"data_loader of {epochs.length} samples, {plan}",
         dataset,
     )
-    shares = EpochShares(epochs, position)
-    return ReplicaLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
+    own = {"sampler": EpochShares(epochs, position)}
+    return ReplicaLoader(MapFetcher(dataset, collation), position, plan.accumulation, own | options)
 
 
 def _stream_loader(
@@ -186,12 +187,8 @@ def _stream_loader(
     collation: Collation,
     options: dict[str, Any],
 ) -> ReplicaLoader:
-    micro_batch_size, accumulation, _, seed, drop_last = plan
-    check_sizes(micro_batch_size, accumulation)
-    position = EpochPosition(
-        "data_loader",
-        {"seed": seed},
-        f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, {seed=}, {drop_last=}",
-    )
-    fetcher = StreamFetcher(dataset, collation, micro_batch_size * accumulation, drop_last=drop_last)
-    return StreamLoader(fetcher, position, accumulation, options)
+    check_sizes(plan.micro_batch_size, plan.accumulation)
+    position = EpochPosition("data_loader", {"seed": plan.seed}, f"data_loader of a stream, {plan}")
+    num_samples = plan.micro_batch_size * plan.accumulation
+    fetcher = StreamFetcher(dataset, collation, num_samples, drop_last=plan.drop_last)
+    return StreamLoader(fetcher, position, plan.accumulation, options)

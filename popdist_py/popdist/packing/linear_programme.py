@@ -8,7 +8,7 @@ de Carvalho 2005). The lower bound is proved in whole numbers (Farley 1990).
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -159,11 +159,8 @@ def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pac
     return packs
 
 
-class _Best(NamedTuple):
-    """The best packs under given prices."""
-
-    values: Prices
-    pack_of: Callable[[int], Pack]
+Fill = Callable[[int], Pack]
+"""Gives the best pack for a number of free tokens, or that holds a sequence of a length."""
 
 
 class _Programme:
@@ -203,12 +200,12 @@ class _Programme:
             smoothed = _SMOOTHING * best_prices + (1 - _SMOOTHING) * prices
             num_added = 0
             for tried in (smoothed, prices) if best_bound else (prices,):
-                found = self._price(tried)
-                scale = max(1.0, float(found.values.max()))
+                values, pack_of = self._price(tried)
+                scale = max(1.0, float(values.max()))
                 bound = float(self._demand @ tried) / scale
                 if bound > best_bound:
                     best_prices, best_bound = tried / scale, bound
-                num_added = self._add_worthy(found, prices)
+                num_added = self._add_worthy(values, pack_of, prices)
                 if num_added:
                     break
             if not num_added or value - best_bound <= _CLOSE * best_bound:
@@ -238,19 +235,19 @@ class _Programme:
         solution = dict(zip(self._columns, result.x[:num_columns].tolist(), strict=True))
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
-    def _price(self, prices: Prices) -> _Best:
-        """The best pack that holds each length from 1 to the longest, when a sequence is worth its price."""
+    def _price(self, prices: Prices) -> tuple[Prices, Fill]:
+        """The worth of the best pack for a sequence of each length from 1 to the longest, and that pack."""
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)
         totals = prices + values[self._max_length - lengths]
-        return _Best(totals, lambda length: (length, *fill(self._max_length - length)))
+        return totals, lambda length: (length, *fill(self._max_length - length))
 
-    def _add_worthy(self, found: _Best, prices: Floats) -> int:
+    def _add_worthy(self, values: Prices, pack_of: Fill, prices: Floats) -> int:
         """Add packs that are worth more than 1 at the true ``prices``, and return how many."""
         num_added = 0
-        for length in (np.flatnonzero(found.values > 1 - _SMOOTHING) + 1).tolist():
-            pack = found.pack_of(length)
+        for length in (np.flatnonzero(values > 1 - _SMOOTHING) + 1).tolist():
+            pack = pack_of(length)
             if sum(prices[part - 1] for part in pack) > 1 + _GAIN:
                 num_added += self._add(pack)
         return num_added
@@ -258,12 +255,9 @@ class _Programme:
     def _prove(self, prices: Floats) -> int:
         """The lower bound that ``prices`` prove, computed in whole numbers."""
         whole = np.floor(prices * _PRICE_UNIT).astype(np.int64)
-        dearest = int(self._price(whole).values.max())
+        dearest = int(self._price(whole)[0].max())
         total = sum(int(count) * int(price) for count, price in zip(self._counts[: self._top], whole, strict=True))
         return -(-total // dearest) if dearest else 0
-
-
-Fill = Callable[[int], Pack]
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:

@@ -36,12 +36,6 @@ from popdist.packing.stream_packing import PackedStream, StreamRow
 Numbers = NDArray[np.int64] | NDArray[np.int32]
 
 
-def order_by_length(lengths: Numbers) -> Numbers:
-    """The indices of all samples by length, shortest first; int32 where it suffices."""
-    order = np.argsort(lengths, kind="stable")
-    return order.astype(np.int32) if len(order) < 2**31 else order
-
-
 class PackedRows:
     """The rows of all epochs of one dataset: which samples share a row, computed from the row's number alone."""
 
@@ -49,7 +43,8 @@ class PackedRows:
         """Put samples of these lengths into rows; ``strategy`` must be for just these lengths."""
         counts = np.bincount(lengths, minlength=strategy.max_length + 1)[1:].astype(np.int64)
         _check_same(strategy, counts)
-        self.ordered = order_by_length(lengths)
+        ordered: Numbers = np.argsort(lengths, kind="stable")  # all samples, shortest first
+        self.ordered = ordered.astype(np.int32) if len(ordered) < 2**31 else ordered
         self.num_rows = strategy.num_packs
         self.digest = _digest(lengths, strategy)
         self._seed, self._shuffle = seed, shuffle
@@ -232,14 +227,7 @@ class Packing:
             return self._stream_loader(dataset, plan, counting, options)
         pieces = self._pieces(dataset, int(options.get("num_workers", 0)))
         rows = PackedRows(pieces.lengths, self._strategy_for(pieces), seed=plan.seed, shuffle=plan.shuffle)
-        if context.is_initialized():
-            rows.ordered = _once_on_host(rows.ordered)
-            pieces = replace(
-                pieces,
-                lengths=_once_on_host(pieces.lengths),
-                whole_lengths=_once_on_host(pieces.whole_lengths),
-            )
-        return _map_loader(_PackedFetcher(dataset, collation, rows, pieces), rows, plan, options)
+        return _map_loader(dataset, collation, rows, pieces, plan, options)
 
     def _pieces(self, dataset: Any, num_workers: int) -> Pieces:  # noqa: ANN401 - as above
         if self.lengths is None:
@@ -265,12 +253,7 @@ class Packing:
                 "data_loader(shard_iterable(pack_stream(stream, max_length)), packing=Packing(max_length=...))"
             )
         whole_number("micro_batch_size", plan.micro_batch_size, DatasetError)
-        position = EpochPosition(
-            "data_loader",
-            {"seed": plan.seed},
-            f"data_loader of a packed stream, micro_batch_size={plan.micro_batch_size}, "
-            f"accumulation={plan.accumulation}, seed={plan.seed}, drop_last={plan.drop_last}",
-        )
+        position = EpochPosition("data_loader", {"seed": plan.seed}, f"data_loader of a packed stream, {plan}")
         rows_per_replica = plan.micro_batch_size * plan.accumulation
         fetcher = StreamFetcher(dataset, collation, rows_per_replica, drop_last=plan.drop_last)
         return _PackedStreamLoader(fetcher, position, plan.accumulation, options)
@@ -407,7 +390,12 @@ class _PackedLoader(ReplicaLoader):
 
 
 def _map_loader(
-    fetcher: _PackedFetcher, rows: PackedRows, plan: LoaderPlan, options: Mapping[str, Any]
+    dataset: Any,  # noqa: ANN401 - as above
+    collation: Collation,
+    rows: PackedRows,
+    pieces: Pieces,
+    plan: LoaderPlan,
+    options: Mapping[str, Any],
 ) -> ReplicaLoader:
     contract = context.environment().contract
     if rows.num_rows < contract.num_replicas:
@@ -425,13 +413,19 @@ def _map_loader(
     position = EpochPosition(
         "data_loader",
         {"length": rows.num_rows, "shuffle": plan.shuffle, "seed": plan.seed, "packing": rows.digest},
-        f"data_loader of {rows.num_rows} packed rows with the digest {rows.digest}, "
-        f"micro_batch_size={plan.micro_batch_size}, accumulation={plan.accumulation}, shuffle={plan.shuffle}, "
-        f"seed={plan.seed}, drop_last={plan.drop_last}",
-        fetcher.dataset,
+        f"data_loader of {rows.num_rows} packed rows with the digest {rows.digest}, {plan}",
+        dataset,
     )
-    shares = EpochShares(epochs, position)
-    return _PackedLoader(fetcher, rows, position, plan.accumulation, {"sampler": shares, **options})
+    if context.is_initialized():  # all instances have the same lengths
+        rows.ordered = _once_on_host(rows.ordered)
+        pieces = replace(
+            pieces,
+            lengths=_once_on_host(pieces.lengths),
+            whole_lengths=_once_on_host(pieces.whole_lengths),
+        )
+    fetcher = _PackedFetcher(dataset, collation, rows, pieces)
+    own = {"sampler": EpochShares(epochs, position)}
+    return _PackedLoader(fetcher, rows, position, plan.accumulation, own | dict(options))
 
 
 class _CountingCollate:
