@@ -8,14 +8,12 @@ shared at two more barriers: its rank moves it into a file if it lies in none, a
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from popdist import torch_private
 from popdist.host_memory import shared_storages
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.barriers import operation, purpose
@@ -205,24 +203,3 @@ class InPlace:
                 if rank == self._group.rank:
                     del self._numbers[gone.number]
                 self._prepared.clear()
-
-
-class RemappableStorages:
-    """The storages of one group that may be remapped: by default DistributedDataParallel's buckets only."""
-
-    def __init__(self, *, is_wanted: bool | None, is_idle: Callable[[], bool]) -> None:
-        self._is_wanted = is_wanted  # True: all that come again; None: buckets of DistributedDataParallel only
-        self._is_idle = is_idle  # whether no other collective goes on in this process
-
-    def of_call(self, method_frame: FrameType | None) -> MayMove | None:
-        """What to ask whether a tensor may be moved that a call brings; ``method_frame`` is the group's method."""
-        if self._is_wanted is False:
-            return None
-        if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: nobody else knows where they lie
-            return _is_flat
-        return (lambda _: self._is_idle()) if self._is_wanted else None
-
-
-def _is_flat(tensor: Tensor) -> bool:
-    """As buckets are; a gradient that a hook written in C++ brings mostly is not."""
-    return tensor.dim() == 1

@@ -113,17 +113,8 @@ class SharedBlock:
     def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
         self.rows = tuple(rows)
         self.mine = rows[rank]
-        self._segment = segment
-        self._offset = offset
-
-    def release(self) -> None:
-        """Give this rank's memory back, when no rank reads it any more: it reads as zeros from now on."""
-        self.releaser()
-
-    @property
-    def releaser(self) -> Callable[[], None]:
-        """A function that does what :meth:`release` does, and does not keep the block mapped."""
-        return partial(self._segment.release, self._offset, whole_pages(len(self.mine)))
+        self.release: Callable[[], None] = partial(segment.release, offset, whole_pages(len(self.mine)))
+        """Give this rank's memory back, when no rank reads it any more; this does not keep the block mapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +212,6 @@ class SegmentExchange:
         store = PrefixStore(what, self._store)
         return values_of_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
 
-    def _seconds_left(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
-
     def _serve(self, listener: socket.socket, segment: Segment, num_connections: int) -> None:
         """Hand the segment's descriptor to as many ranks as have connected; others get nothing."""
         served: set[int] = set()
@@ -241,7 +229,7 @@ class SegmentExchange:
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
         """The segment that comes over ``connection``, if it holds the token."""
         try:
-            connection.settimeout(self._seconds_left())
+            connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             return None

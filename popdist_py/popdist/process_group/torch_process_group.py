@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, wraps
 from inspect import currentframe
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
@@ -36,7 +37,7 @@ from popdist import torch_private
 from popdist.errors import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.in_place import MayMove, RemappableStorages
+from popdist.host_memory.in_place import MayMove
 from popdist.host_memory.shared_storages import StoragePool
 from popdist.process_group.group_calls import GroupCalls, scatter_reduced
 from popdist.process_group.message_calls import MessageCalls
@@ -142,7 +143,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             self._register_backend(_CUDA, _NCCL, nccl)
             never_destroy_in_children(nccl)
         never_destroy_in_children(self, self._gloo, store)
-        self._remappable = RemappableStorages(is_wanted=share_tensors, is_idle=are_all_idle)
+        self._share_tensors = share_tensors
         if isinstance(self._host, HostCollectives) and share_tensors is not False:
             self._gloo.pool = StoragePool()
         self._queue = WorkQueue(self._host.abort)
@@ -165,10 +166,17 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
         """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
-        may_move = self._remappable.of_call(currentframe())
-        with DispatchedCall(arguments, may_move) as call:
+        with DispatchedCall(arguments, self._may_move(currentframe())) as call:
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else call.work
+
+    def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
+        """What to ask whether the memory of a tensor may be moved that a call of a method here brings."""
+        if self._share_tensors is False:
+            return None
+        if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: nobody else knows where they lie
+            return _is_flat
+        return (lambda _: are_all_idle()) if self._share_tensors else None
 
     # torch's methods of the older of two names call those of the newer one here. No other may be defined: torch's
     # method of the newer name would call it, and so this one again.
@@ -223,6 +231,11 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 for _own in vars(PopdistProcessGroup).values():
     if callable(_own) and hasattr(_own, "__code__"):
         torch_private.skip_tracing(_own)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """As buckets are; a gradient that a hook written in C++ brings mostly is not."""
+    return tensor.dim() == 1
 
 
 @cache
@@ -335,15 +348,9 @@ def install_kernels() -> Any:  # noqa: ANN401 - torch's library, which must be k
         warnings.simplefilter("ignore")  # of the kernels that are replaced
         for name, operator in _OPERATORS.items():
             kernel = torch_private.skip_tracing(_kernel(name, operator))
-            for key in (
-                "CPU",
-                "Negative",
-                "Conjugate",
-            ):  # torch's kernels for the last two would write into a copy
+            keys = ["CPU", "Negative", "Conjugate"]  # torch's kernels for the last two would write into a copy
+            for key in [*keys, "SparseCPU"] if name == "allreduce_" else keys:
                 library.impl(name, kernel, key)
-        library.impl(
-            "allreduce_", torch_private.skip_tracing(_kernel("allreduce_", _OPERATORS["allreduce_"])), "SparseCPU"
-        )
     return library
 
 

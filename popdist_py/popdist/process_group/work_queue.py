@@ -136,9 +136,7 @@ class DoneWork(_Work):
         """True."""
         return True
 
-    def is_success(self) -> bool:
-        """True."""
-        return True
+    is_success = is_completed
 
     def exception(self) -> None:
         """None."""

@@ -83,7 +83,7 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
     if host.rank:
         block.release()
     storage = StorageWeakRef(block.rows[0].untyped_storage())
-    _copies.setdefault(host, []).append(_Copy(storage=storage, release=block.releaser))
+    _copies.setdefault(host, []).append(_Copy(storage=storage, release=block.release))
     places = block.rows[0].split(sizes)
     views = [place[: flat.nbytes].view(flat.dtype) for place, (_, flat) in zip(places, flats, strict=True)]
     if host.rank == 0:
