@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from popdist.training.batch_norm import BatchNorm, class_of_norms
+from popdist.training.batch_norm import BatchNorm
 
 LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -13,8 +13,3 @@ def test_batch_norms_are_known_by_what_they_are_derived_from() -> None:
     for kind in (*LAYERS, nn.LazyBatchNorm1d, type("Own", (nn.BatchNorm3d,), {}), type("Own", (base,), {})):
         assert issubclass(kind, BatchNorm)
     assert not issubclass(nn.InstanceNorm2d, BatchNorm)
-
-
-def test_batch_norms_that_have_no_base_are_known_one_by_one() -> None:
-    """As in a torch whose batch norms share nothing that instance norms have not."""
-    assert class_of_norms(LAYERS, BatchNorm) == LAYERS

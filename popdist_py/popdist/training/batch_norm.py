@@ -44,16 +44,10 @@ _NUM_DIMENSIONS: Final[dict[type, tuple[int, ...]]] = {
 """Of the inputs of torch's own layers."""
 
 
-def class_of_norms(layers: Sequence[type[nn.Module]], other: type[nn.Module]) -> Any:  # noqa: ANN401 - private to torch
-    """The nearest class that all ``layers`` are derived from, and not ``other``; the layers if there is none."""
-    shared = (kind for kind in layers[0].__mro__ if all(issubclass(layer, kind) for layer in layers))
-    return next((kind for kind in shared if not issubclass(other, kind)), tuple(layers))
-
-
 if TYPE_CHECKING:
     BatchNorm: TypeAlias = SyncBatchNorm
 else:
-    BatchNorm = class_of_norms([*_NUM_DIMENSIONS, SyncBatchNorm], nn.InstanceNorm1d)
+    BatchNorm = SyncBatchNorm.__base__  # what torch's own layers, and those of many libraries, are derived from
 
 _calibrated: Final[list[nn.Module]] = []
 """The models whose statistics :func:`update_bn` makes: there each replica is a group of its own."""
