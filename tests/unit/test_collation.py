@@ -3,10 +3,8 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from popdist.data.batch import Batch, MicroBatch
@@ -225,46 +223,3 @@ def test_momenta_of_larger_steps() -> None:
     assert packed_betas((0.9, 0.999), 1) == (0.9, 0.999)
     with pytest.raises(BatchError, match=r"packing_factor=0\.5 be at least 1"):
         packed_betas((0.9, 0.999), 0.5)
-
-
-class Tagger(nn.Module):
-    """One layer of attention over tokens and their positions, in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.places = nn.Embedding(10, 8), nn.Embedding(6, 8)
-        self.mix = nn.Linear(8, 24)
-        self.out = nn.Linear(8, 10)
-        self.double()
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
-        """Scores of the next token, for each token."""
-        hidden = self.embedding(input_ids) + self.places(position_ids)
-        query, key, value = self.mix(hidden)[:, None].chunk(3, dim=-1)
-        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, 0]
-        scores: Tensor = self.out(hidden + mixed)
-        return scores
-
-
-@pytest.mark.parametrize("what", ["tokens", "topics"])
-def test_packed_and_unpacked_gradients_are_equal(what: str) -> None:
-    """For losses of tokens and of sequences, to 1e-12."""
-    torch.manual_seed(1)
-    model = Tagger()
-    samples = [sample for row in ROWS for sample in row]
-
-    def gradients(rows: Any) -> list[Tensor]:  # noqa: ANN401 - rows of samples
-        packed = COLLATOR(rows)
-        mask = attention_mask(packed.segment_ids, "additive", dtype=torch.float64, masked=-math.inf)
-        scores = model(packed.input_ids, packed.position_ids, mask)
-        if what == "tokens":
-            losses = nn.functional.cross_entropy(scores.mT, packed.labels, reduction="none")
-            loss = token_mean(losses, packed.labels != -100)
-        else:
-            loss = nn.functional.cross_entropy(unpack(scores, packed, "mean"), packed["topic"])
-        return list(torch.autograd.grad(loss, list(model.parameters())))
-
-    alone = gradients([[sample] for sample in samples])
-    for found, expected in zip(gradients(ROWS), alone, strict=True):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    assert not all(np.allclose(gradient, 0) for gradient in alone)

@@ -104,7 +104,8 @@ def test_every_sample_comes_exactly_once(
 
     assert sorted(seen(found)) == list(range(length))
     assert shuffle or seen(found) == list(range(length))
-    for step in found:
+    for number, step in enumerate(found):
+        assert {(batch.epoch, batch.step) for batch in step} == {(0, number)}
         assert {batch.num_samples_job for batch in step} == {sum(batch.num_samples for batch in step)}
         assert {len(batch.micro_batches) for batch in step} == {split[1] // split[0] * accumulation}
         assert [i for batch in step for i in batch.indices] == seen([step])
@@ -246,23 +247,6 @@ def test_a_micro_batch_unpacks_and_has_no_index() -> None:
     assert not hasattr(micro, "__getitem__")
 
 
-def test_epochs_count_as_those_of_the_sampler() -> None:
-    """Each iteration is the next epoch; set_epoch jumps, and keeps the place in one that was loaded."""
-    loader = data_loader(torch.arange(30), 10, shuffle=True)
-    epochs = [[batch.indices for batch in loader] for _ in range(3)]
-    assert len(loader) == 3
-    assert len(set(map(tuple, epochs))) == 3
-
-    loader.set_epoch(1)
-    received = iter(loader)
-    batch = next(received)
-    assert (batch.epoch, batch.step, batch.indices) == (1, 0, epochs[1][0])
-    loader.load_state_dict(loader.state_dict())
-    loader.set_epoch(1)
-    assert [batch.indices for batch in loader] == epochs[1][1:]
-    assert [batch.epoch for batch in loader] == [2, 2, 2]
-
-
 def test_an_old_iterator_does_not_move_the_loader() -> None:
     """Only the one that was started last counts."""
     loader = data_loader(torch.arange(30), 10)
@@ -272,26 +256,6 @@ def test_an_old_iterator_does_not_move_the_loader() -> None:
     next(old)
 
     assert loader.state_dict()["position"] == 10
-
-
-def test_what_was_loaded_stands_until_the_next_iteration() -> None:
-    """An iteration that is still being read says nothing of the place that was loaded, or set, meanwhile."""
-    loader = data_loader(torch.arange(30), 10, shuffle=True)
-    epochs = [[batch.indices for batch in loader] for _ in range(4)]
-    loader.set_epoch(0)
-    received = iter(loader)
-    next(received)
-    state = loader.state_dict()
-    next(received)
-    loader.load_state_dict(state)
-    list(received)
-    assert [batch.indices for batch in loader] == epochs[0][1:]
-
-    received = iter(loader)
-    next(received)
-    loader.set_epoch(3)
-    list(received)
-    assert [batch.indices for batch in loader] == epochs[3]
 
 
 def test_each_micro_batch_is_collated_by_itself() -> None:
@@ -341,11 +305,6 @@ class Endless(IterableDataset[int]):
             "give_nothing returned No",
         ),
         (lambda: data_loader(Endless(), 2), "DatasetError", r"Endless is a stream.*shard_iterable\(stream\)"),
-        (
-            lambda: data_loader([1, 2, 3], 2, batch_size=4),
-            "DatasetError",
-            "batch_size=4: say micro_batch_size",
-        ),
         (lambda: data_loader(Sized(), 2), "DatasetError", r"Sized is a stream.*shard_iterable\(stream\)"),
         (
             lambda: data_loader([1, 2, 3], 2, in_order=False),
