@@ -261,16 +261,22 @@ def law_a_part_of_the_ranks_is_a_group_too(rank: Rank) -> None:
 
 
 def law_a_rank_that_does_not_come_is_named(rank: Rank) -> None:
-    """When the timeout of the group is over, and by those that came."""
-    group = distributed.new_group(timeout=timedelta(seconds=1))
-    assert isinstance(group, distributed.ProcessGroup)
-    if rank.num_ranks > 1 and not rank.is_last:
+    """When the timeout of the group is over, by those that came, and in later calls; who comes then is told so."""
+    group: Any = distributed.new_group(timeout=timedelta(seconds=1))
+    for is_async in (False, True) if rank.num_ranks > 1 and not rank.is_last else ():
         message = ""
         try:
-            distributed.all_reduce(torch.ones(3), group=group)
+            work = distributed.all_reduce(torch.ones(3), group=group, async_op=is_async)
+            assert work is not None
+            work.wait()
         except RuntimeError as error:
             message = str(error)
         assert f"rank {rank.num_ranks - 1}" in message, message
+    distributed.barrier(rank.gloo)
+    if rank.num_ranks > 1 and rank.is_last and group.host_group:
+        distributed.all_reduce(torch.ones(3), group=group)  # of which the others' parts are there
+        with pytest.raises(RuntimeError, match="had given up waiting"):
+            distributed.all_reduce(torch.ones(3), group=group)
     distributed.barrier(rank.gloo)
     other: Any = distributed.new_group(timeout=timedelta(seconds=0.2))
     if rank.num_ranks > 1 and other.host_group:
