@@ -21,9 +21,8 @@ from poprun.job.state import InstanceState, InstanceStatus, JobIdentity, Usage
 from poprun.messages import ProtocolError
 from poprun.messages.control import decode, encode
 from poprun.messages.view import InstanceView, JobView
-from poprun.monitor.job_table import Rate, describe_seconds, fit, rates, render
+from poprun.monitor.job_table import Rate, fit, rates, render
 from poprun.monitor.top import draw_views
-from poprun.text.ranges import describe_bytes
 from tests.planning import planned
 
 RUNNING = InstanceView(
@@ -98,7 +97,7 @@ def test_the_table() -> None:
         drawn(JOB, [Rate(steps_per_second=2.5, cpu_share=1.5), Rate(), Rate()])
         == """\
 poprun 77  job 5f  /bin/python -c 'one two'
-running for 1:02:03 · attempt 1 · 3 instances · 6 replicas · 9.0 GiB
+running for 1 h 2 min · attempt 1 · 3 instances · 6 replicas · 9.0 GiB
 
  instance   host    state                        step   steps/s     loss    CPU    memory   last line
  ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,13 +134,14 @@ def test_who_is_slow_stands_below_the_title() -> None:
 
 
 def test_what_programs_write_moves_no_cursor() -> None:
-    """Whatever a host or a program is called, or prints: it is shown, and neither obeyed nor taken for markup."""
+    """Whatever a host or a program is called, or prints: nothing is obeyed or markup; last lines lose colours."""
     nasty = "\x1b[2J\x07[red]x[/red]"
     instance = replace(RUNNING, host=nasty, last_line=nasty, waits_in="")
     table = drawn(replace(JOB, program=("a\x1b[1m",), instances=(instance, RUNNING)), [Rate(), Rate()], width=160)
 
     assert table.replace("\n", "").isprintable()
-    assert table.count("\\x1b[2J\\x07[red]x[/red]") == 2
+    assert table.count("\\x1b[2J\\x07[red]x[/red]") == 1
+    assert table.count("[red]x[/red]") == 2
     assert "a\\x1b[1m" in table
 
 
@@ -151,6 +151,7 @@ def test_columns_that_say_nothing_are_left_out() -> None:
     table = drawn(replace(JOB, instances=(plain, replace(plain, index=1))), [Rate(), Rate()], width=60)
 
     assert table.splitlines()[3].split() == ["instance", "state", "last", "line"]
+    assert " · 1 instance · 1 replica · " in drawn(replace(JOB, num_replicas=1, instances=(plain,)), [Rate()])
 
 
 def test_a_screen_that_is_too_low_shows_who_needs_a_look() -> None:
@@ -203,19 +204,6 @@ def test_places_in_shared_replicas_have_columns() -> None:
     assert "part" in drawn(replace(job, parallelism=Parallelism(instances_per_replica=2)), [Rate()] * 3)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (12_700_000_000, "11.8 GiB"), (2**40 * 700, "700 TiB")]
-)
-def test_sizes(num_bytes: int, text: str) -> None:
-    """Three digits and a unit."""
-    assert describe_bytes(num_bytes) == text
-
-
-def test_durations() -> None:
-    """As a clock shows them."""
-    assert [describe_seconds(seconds) for seconds in (0.4, 61, 3600)] == ["0:00", "1:01", "1:00:00"]
-
-
 class Terminal:
     """A terminal of some size, on which a console draws."""
 
@@ -254,7 +242,7 @@ BEFORE = replace(
 SCREENS = {
     40: """\
 poprun 77  job 5f  /bin/python train.py…
-running for 1:02:03 · attempt 1
+running for 1 h 2 min · attempt 1
 
  instance   state     step   steps/s
  ───────────────────────────────────
@@ -262,7 +250,7 @@ running for 1:02:03 · attempt 1
         1   waits     1200       2.5""",
     60: """\
 poprun 77  job 5f  /bin/python train.py --epochs 30 --data…
-running for 1:02:03 · attempt 1 · 2 instances · 6 replicas
+running for 1 h 2 min · attempt 1 · 2 instances · 6 replicas
 
  instance   host    state     step   steps/s     loss
  ────────────────────────────────────────────────────
@@ -270,7 +258,7 @@ running for 1:02:03 · attempt 1 · 2 instances · 6 replicas
         1   node1   waits     1200       2.5""",
     80: """\
 poprun 77  job 5f  /bin/python train.py --epochs 30 --data /data/of/the/job
-running for 1:02:03 · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
+running for 1 h 2 min · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
 
  instance   host    state     step   steps/s     loss    CPU    memory
  ─────────────────────────────────────────────────────────────────────
@@ -278,7 +266,7 @@ running for 1:02:03 · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
         1   node1   waits     1200       2.5            150%   3.0 GiB""",
     120: """\
 poprun 77  job 5f  /bin/python train.py --epochs 30 --data /data/of/the/job
-running for 1:02:03 · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
+running for 1 h 2 min · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
 
  instance   host    state                        step   steps/s     loss    CPU    memory   last line
  ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

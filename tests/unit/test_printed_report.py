@@ -234,7 +234,7 @@ def test_a_program_that_left_has_not_failed() -> None:
     lost = JobEnd(statuses=[replace(BAD, exit_code=143, problem=SHIM_KILLED)])
 
     assert render_end(left, planned(num_instances=2)) == ["the program left when it was asked to: exit code 143"]
-    assert render_attempts([lost, left])[1] == "attempt 1: left when it was asked to, 2.0 s"
+    assert render_attempts([lost, left])[1] == "attempt 1: left when it was asked to, 2 s"
     assert SHIM_KILLED in render_attempts([lost, left])[0]
 
 

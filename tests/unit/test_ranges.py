@@ -1,4 +1,4 @@
-"""Numbers and hosts in range notation: what they stand for, what is refused, and the way back."""
+"""Numbers and hosts in range notation, and back again; sizes and durations in words."""
 
 from pathlib import Path
 
@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from poprun.cli.command_line import read_command_line
 from poprun.errors import PlanError, PoprunError
-from poprun.text.ranges import MAX_HOSTS, fold_hosts, fold_numbers, parse_hosts, parse_numbers, read_host_file
+from poprun.text.ranges import (
+    MAX_HOSTS,
+    describe_bytes,
+    describe_rate,
+    describe_seconds,
+    fold_hosts,
+    fold_numbers,
+    parse_hosts,
+    parse_numbers,
+    read_host_file,
+)
 from tests.planning import host_lists
 
 
@@ -189,3 +199,31 @@ def test_hosts_are_named_in_one_place(tmp_path: Path) -> None:
         read_command_line(["--hostfile", str(file)], {"POPRUN_HOST": "b"})
     with pytest.raises(PoprunError, match=r"--hostfile .*none: No such file or directory"):
         read_command_line(["--hostfile", str(tmp_path / "none")], {})
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (12_700_000_000, "11.8 GiB"), (2**40 * 700, "700 TiB")]
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    """Three digits and a unit."""
+    assert describe_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.5, "0.5 s"), (59, "59 s"), (80, "1 min 20 s"), (7200, "2 h"), (90061, "1 d 1 h")],
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    """The two largest ones."""
+    assert describe_seconds(seconds) == text
+
+
+def test_rates_have_three_digits() -> None:
+    """And no powers of ten."""
+    assert [describe_rate(it) for it in (0.0, 0.0312, 2.5, 99.94, 1234.4)] == [
+        "0",
+        "0.0312",
+        "2.5",
+        "99.9",
+        "1,234",
+    ]

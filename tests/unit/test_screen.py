@@ -6,7 +6,7 @@ import re
 import pytest
 
 from poprun.errors import HostsError, PoprunError, UsageError
-from poprun.text.screen import Level, exit_code_of, logged, own_line, visible
+from poprun.text.screen import Level, exit_code_of, logged, own_line, visible, without_codes
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,11 @@ def test_what_a_terminal_would_obey_is_made_visible(text: str, shown: str) -> No
     assert own_line(f"host n1: {text}\n").count("\n") == 2
     assert "\x1b" not in own_line(f"host n1: {text}")
     assert "\x9b" not in own_line(f"host n1: {text}")
+
+
+def test_codes_of_terminals_can_be_left_out() -> None:
+    """Colours, titles and single codes."""
+    assert without_codes("\x1b]0;title\x07a\x1b[1;31mb\x1b[0m\x1b7\tc\x9b") == "ab\tc"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_several_attempts_are_listed() -> None:
     assert render_attempts([FAILED]) == []
     assert render_attempts([FAILED, GOOD]) == [
         "attempt 0: instance 0 failed first, exit code 7, 12.3 s",
-        "attempt 1: ended well, 2.0 s",
+        "attempt 1: ended well, 2 s",
     ]
 
 

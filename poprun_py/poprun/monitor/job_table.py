@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from poprun.messages.view import InstanceView, JobView
-from poprun.text.ranges import describe_bytes
-from poprun.text.screen import visible
+from poprun.text.ranges import counted, describe_bytes, describe_rate, describe_seconds
+from poprun.text.screen import visible, without_codes
 
 _LINES_AROUND: Final = 7
 _LINES_OF_SLOW: Final = 2
-_SECONDS_PER_MINUTE: Final = 60
 _INSTANCE: Final = "instance"
 _HOST: Final = "host"
 _STATE: Final = "state"
@@ -87,7 +86,7 @@ def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Gro
         row[_LAST_LINE].plain = fit(row[_LAST_LINE].plain, room)
         table.add_row(*(row[heading] for heading in kept))
     num_hidden = len(job.instances) - len(shown)
-    more = fit(f"and {num_hidden} more instances, further on than these", width)
+    more = fit(f"and {counted(num_hidden, 'more instance')}, further on than these", width)
     return Group(*_title(job, width), *slow, table, *([Text(more, style="dim")] if num_hidden else []))
 
 
@@ -132,21 +131,18 @@ def _add_column(table: Table, heading: str) -> None:
 def _title(job: JobView, width: int) -> list[Text]:
     memory = sum(instance.memory_bytes or 0 for instance in job.instances)
     parts = [
-        f"{job.phase} for {describe_seconds(job.seconds)}",
+        f"{job.phase} for {describe_seconds(int(job.seconds))}",
         *([f"attempt {job.restart_count}"] if job.restart_count else []),
-        f"{len(job.instances)} instances",
-        f"{job.num_replicas} replicas",
+        counted(len(job.instances), "instance"),
+        counted(job.num_replicas, "replica"),
         describe_bytes(memory),
     ]
     while len(parts) > 1 and cell_len(" · ".join(parts)) > width:
         parts.pop()
     name = f"poprun {job.pid}"
-    first = fit(" ".join(f"{name}  job {visible(job.job_id)}  {_program(job)}".split("\n")), width)
+    program = visible(shlex.join(job.program).replace("\n", " "))
+    first = fit(f"{name}  job {visible(job.job_id)}  {program}", width)
     return [Text.assemble((first[: len(name)], "bold"), first[len(name) :]), Text(fit(" · ".join(parts), width))]
-
-
-def _program(job: JobView) -> str:
-    return visible(shlex.join(job.program), keeps="\n")
 
 
 def _most_telling(job: JobView, num_rows: int) -> list[int]:
@@ -170,11 +166,11 @@ def _cells(instance: InstanceView, rate: Rate, place: Mapping[str, int]) -> Row:
         _HOST: fit(visible(instance.host), _WIDEST),
         _STATE: fit(visible(state), _WIDEST),
         "step": "" if step is None else str(step),
-        "steps/s": "" if rate.steps_per_second is None else f"{rate.steps_per_second:.1f}",
+        "steps/s": "" if rate.steps_per_second is None else describe_rate(rate.steps_per_second),
         "loss": "" if instance.loss is None else f"{instance.loss:.4g}",
         "CPU": "" if rate.cpu_share is None else f"{rate.cpu_share:.0%}",
         "memory": "" if instance.memory_bytes is None else describe_bytes(instance.memory_bytes),
-        _LAST_LINE: visible(instance.last_line),
+        _LAST_LINE: visible(without_codes(instance.last_line)),
     }
     return {heading: Text(text, style=style if heading == _STATE else "") for heading, text in plain.items()}
 
@@ -189,10 +185,3 @@ def _state(instance: InstanceView) -> tuple[str, str]:
     if instance.waits_in:
         return f"waits: {instance.waits_in}", "yellow"
     return instance.state, "" if instance.state == "running" else "cyan"
-
-
-def describe_seconds(seconds: float) -> str:
-    """A duration as ``h:mm:ss`` or ``m:ss``."""
-    minutes, rest = divmod(int(seconds), _SECONDS_PER_MINUTE)
-    hours, minutes = divmod(minutes, _SECONDS_PER_MINUTE)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -31,7 +31,8 @@ from poprun.messages.control import (
     peer_user,
 )
 from poprun.messages.view import JobView
-from poprun.monitor.job_table import Rate, describe_seconds, rates, render
+from poprun.monitor.job_table import Rate, rates, render
+from poprun.text.ranges import describe_seconds
 from poprun.text.screen import print_out, run_click, visible, write_any_letter
 
 _VIEWS_OF_A_RATE: Final = 8
@@ -112,7 +113,9 @@ def command(job: str | None) -> None:
         for running in chosen:
             view = views[running]
             program = visible(" ".join(shlex.join(view.program).split()))
-            lines.append(f"  {running.pid}  {view.job_id}  {describe_seconds(view.seconds):>8}  {program:.60}")
+            lines.append(
+                f"  {running.pid}  {view.job_id}  {describe_seconds(int(view.seconds)):>9}  {program:.60}"
+            )
         print_out("\n".join((*lines, "")))
         click.get_current_context().exit(2)
 

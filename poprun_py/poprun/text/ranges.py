@@ -1,4 +1,4 @@
-"""Ranges as text: numbers such as ``0-3,6``, and hosts, of which ``node[00-03,07]-ib`` names five. Pure.
+"""Numbers such as ``0-3,6`` and hosts such as ``node[00-03,07]-ib`` as text; sizes and durations in words. Pure.
 
 What is folded for a person or for a plan file and then parsed is the same again, in the same order.
 """
@@ -14,8 +14,8 @@ from poprun.errors import PlanError, UsageError
 
 MAX_NUMBERS: Final = 65_536
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_UNIT_STEP: Final = 1024
+_BYTES: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_SECONDS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 _RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*")
 
@@ -41,13 +41,31 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def unit_of_bytes(num_bytes: float) -> tuple[str, int]:
+    """The largest unit that is not larger than a size, and the bytes of that unit."""
+    return next((it for it in _BYTES if num_bytes >= it[1]), _BYTES[-1])
+
+
 def describe_bytes(num_bytes: int) -> str:
     """A size with three digits and its unit: ``11.8 GiB``."""
-    size, units = float(num_bytes), list(_UNITS)
-    while size >= _UNIT_STEP and units[1:]:
-        size /= _UNIT_STEP
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if size >= 100 or num_bytes == size else f"{size:.1f} {units[0]}"  # noqa: PLR2004
+    unit, factor = unit_of_bytes(num_bytes)
+    size = num_bytes / factor
+    return f"{size:.0f} {unit}" if size >= 100 or factor == 1 else f"{size:.1f} {unit}"  # noqa: PLR2004
+
+
+def describe_seconds(seconds: float) -> str:
+    """A duration with its two largest units: ``3.2 s``, ``1 min 20 s``, ``2 h``."""
+    whole = round(seconds)
+    for (unit, size), (smaller, smaller_size) in pairwise(_SECONDS):
+        if whole >= size:
+            rest = whole % size // smaller_size
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds:.3g} s"
+
+
+def describe_rate(per_second: float) -> str:
+    """A rate with three digits: ``0.125``, ``35.7``; a larger one as a whole number: ``1,234``."""
+    return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"  # noqa: PLR2004 - three digits
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ A line is ``poprun: warning: 4 instances share 2 cores`` on a terminal, and anyw
 
 import codecs
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ _ASCII: Final = {
 }
 """One letter for one, so that columns stay columns."""
 
+_CODES: Final = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
 _LONGEST: Final = 1800  # characters of a line, or of an error; a line of a log has a stamp before it
 _BYTES_BELOW: Final = 0xDC00
 _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
@@ -146,6 +148,11 @@ def visible(text: str, *, keeps: str = "") -> str:
         letter if letter.isprintable() or letter in keeps else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def without_codes(text: str) -> str:
+    """``text`` without what colours a terminal or moves its cursor: no control character but tabs is left."""
+    return re.sub(_CODES, "", text)
 
 
 def shortened(text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from popdist import contract
+from poprun.text.screen import without_codes
 
 MAX_EXCERPT_LINES: Final = 9
 _MAX_LINE: Final = 200
@@ -44,9 +45,6 @@ NOISE: Final = re.compile(
 )
 """What the runtime's shutdown writes after a program's own last words, and the frames of C and C++."""
 
-_CODES: Final = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
-)
 _PROGRESS: Final = re.compile(r"[\d\s.,:%|?█▏▎▍▌▋▊▉]+")
 _ABORT: Final = re.compile(r"terminate called |.*Assertion .* failed")
 
@@ -99,7 +97,7 @@ class Traceback:
 
 def last_words(tail: Sequence[str]) -> LastWords:
     """The lines of a standard error that tell why its program ended: the last traceback, or what came last."""
-    lines = [_shorten(_CODES.sub("", line).expandtabs(4).rstrip()) for line in tail]
+    lines = [_shorten(without_codes(line).expandtabs(4).rstrip()) for line in tail]
     tracebacks = _find_tracebacks(lines)
     chosen = _choose(tracebacks, lines)
     if chosen is None:

@@ -26,7 +26,7 @@ from poprun.job.verdict import Cause, Verdict, describe_verdict
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.probe.program import words_for_own_python
-from poprun.text.ranges import numbered
+from poprun.text.ranges import describe_seconds, numbered
 from poprun.text.screen import Level, log
 
 _MAX_SURVIVORS: Final = 10
@@ -86,7 +86,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     """The lines that poprun prints at the end of a job, at most 15; none when all went well."""
     failed = first_failure(end.statuses)
     has_followed = end.findings is not None and end.findings.has_launcher_followed
-    # one cause for all lost shims
+    # where the launcher itself has failed, shims were lost because of that
     is_let_down = plan.mpi is not None and bool(end.launcher_code) and not has_followed
     if failed is not None and has_left(end):
         lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
@@ -112,7 +112,10 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
     """One line for each attempt of a job that was started more than once; none for a job of one attempt."""
     if len(ends) == 1:
         return []
-    return [f"attempt {number}: {_describe_attempt(end)}, {end.seconds:.1f} s" for number, end in enumerate(ends)]
+    return [
+        f"attempt {number}: {_describe_attempt(end)}, {describe_seconds(end.seconds)}"
+        for number, end in enumerate(ends)
+    ]
 
 
 def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
@@ -151,7 +154,7 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
     said = findings.words_of(shown.index)
     why = findings.reason_of(shown)
     found = describe_verdict(verdict, plan.parallelism)
-    others = describe_others(shown, end.statuses, findings.words, plan.parallelism, verdict.victims)
+    others = _describe_others(shown, end.statuses, findings.words, plan.parallelism, verdict.victims)
     head = [
         _headline(end, failed, shown, plan, verdict),
         *([f"  {why}"] if why else []),
@@ -282,12 +285,12 @@ def explain(
     return explained
 
 
-def describe_others(
+def _describe_others(
     failed: InstanceStatus,
     statuses: Sequence[InstanceStatus],
     words: Mapping[int, LastWords],
     parallelism: Parallelism,
-    victims: Collection[int] = (),
+    victims: Collection[int],
 ) -> list[str]:
     """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first."""
     cause = _kind(failed, words)
