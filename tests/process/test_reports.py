@@ -94,7 +94,8 @@ import sys, time, popdist
 from pathlib import Path
 
 popdist.report(step=4, loss=0.5, **{"accuracy/test": 0.75})
-print("reported", flush=True)
+print("reported\\n1 of 2", end="\\r", flush=True)
+print("2 of 2", flush=True)
 if len(sys.argv) > 1:
     while not Path(sys.argv[1]).exists():
         time.sleep(0.01)
@@ -103,12 +104,12 @@ popdist.report(step=5, loss=0.25)
 
 
 def test_what_a_program_reported_and_printed(launcher: Poprun, tmp_path: Path) -> None:
-    """The last report too, which nobody had read when the program ended."""
+    """The last report too, which nobody had read when the program ended; of a progress bar the last step."""
     launcher("-n", "2", "--report", "report.json", sys.executable, "-c", REPORTS, cwd=tmp_path).succeeded()
     instances = json.loads((tmp_path / "report.json").read_text())["attempts"][0]["instances"]
 
     assert [instance["num_steps"] for instance in instances] == [5, 5]
-    assert [instance["last_lines"] for instance in instances] == [["reported"]] * 2
+    assert [instance["last_lines"] for instance in instances] == [["reported", "2 of 2"]] * 2
     lasts = [{name: curve["last"] for name, curve in instance["curves"].items()} for instance in instances]
     assert {"numbers/loss": 0.25, "numbers/accuracy/test": 0.75}.items() <= lasts[1].items()
 

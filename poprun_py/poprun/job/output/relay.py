@@ -342,7 +342,10 @@ class Relay:
 
 
 def _add_lines(tail: deque[bytes], lines: bytes) -> None:
-    tail.extend(line[:_TAIL_LINE_BYTES] for line in lines.splitlines()[-_TAIL_LINES:])
+    for line in lines.splitlines(keepends=True)[-_TAIL_LINES:]:
+        if tail and tail[-1].endswith(b"\r"):  # a step of a progress bar, which the next line replaces
+            tail.pop()
+        tail.append(line[:_TAIL_LINE_BYTES])
 
 
 def _decode(lines: Iterable[bytes]) -> list[str]:
