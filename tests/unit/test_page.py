@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from poprun.job.report.report_file import job_to_dict
 from poprun.job.state import InstanceStatus
 from poprun.page import render_page
-from poprun.page.charts import Chart, Line, charts_of, describe_duration, render_charts
+from poprun.page.charts import Chart, Line, charts_of, render_charts
 from poprun.page.time_shares import find_job_time
 from tests.measured_jobs import measured_end, measured_job
 from tests.planning import planned
 
-FOUR = measured_job(4, 600.0, first="\x1b[1;32mepoch 1\x1b[0m", second="50 %\repoch 2")
+FOUR = measured_job(4, 600.0, first="\x1b[1;32mepoch 1\x1b[0m", second="epoch 2")
 
 
 class Elements(HTMLParser):
@@ -81,11 +81,13 @@ def test_the_parts_of_the_time_add_up() -> None:
     time = find_job_time(job)
 
     assert time.elapsed_seconds == pytest.approx(402)
-    assert [sum(it.seconds.values()) for it in time.instances] == pytest.approx([402, 402])
-    assert time.instances[0].seconds["restart"] == pytest.approx(2 + 3)
-    assert time.instances[1].seconds["start"] == pytest.approx(100)
+    assert [sum(it.values()) for it in time.instances] == pytest.approx([402, 402])
+    assert time.instances[0]["restart"] == pytest.approx(2 + 3)
+    assert time.instances[1]["start"] == pytest.approx(100)
     assert time.goodput is None
-    assert "Phases of the programs were not measured" in text_of(job)
+    text = text_of(job)
+    assert "Phases of the programs were not measured" in text
+    assert "attempt 1\n ended well after 5 min" in text
 
 
 def test_a_job_that_runs_or_never_ran_has_a_page() -> None:
@@ -95,6 +97,9 @@ def test_a_job_that_runs_or_never_ran_has_a_page() -> None:
     plan = planned(num_instances=2)
 
     assert "running" in text_of(job_to_dict(plan, "j", [running]))
+    text = text_of(job_to_dict(plan, "j", [running, running], error="no such host"))
+    assert "no such host\nattempt 0\n runs for 50 s" in text
+    assert text.count("How it ended") == 1
     assert "never ran" in text_of(job_to_dict(planned(), "j", [starting]))
     text = text_of(job_to_dict(None, "j", [], error="no such host"))
     assert "job j" in text
@@ -107,7 +112,8 @@ HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\0
 def test_hostile_text_stays_text() -> None:
     """In what is printed, in names of numbers, in the program, in a slowdown and in a warning."""
     job = measured_job(4, 60.0, line=HOSTILE)
-    job["plan"] = {**job["plan"], "program": ["python", HOSTILE]}
+    word = HOSTILE.replace("\0", "").replace("\ud800", "")  # what no program can be given
+    job["plan"] = {**job["plan"], "program": ["python", word]}
     job["error"] = job["job_id"] = job["provenance"] = HOSTILE
     job["provenance"] = {"torch": HOSTILE, "revision": HOSTILE}
     attempt = job["attempts"][0]
@@ -135,6 +141,22 @@ def test_the_page_of_a_large_job_is_small() -> None:
     assert page.count('class="curve middle"') == len(charts_of(job["attempts"], [0.0]))  # type: ignore[arg-type]
 
 
+def test_a_number_that_was_never_finite_has_no_line() -> None:
+    """The chart still says what it is at the end."""
+    job = measured_job(4, 60.0)
+    instances = job["attempts"][0]["instances"]
+    instances[0] = {
+        **instances[0],
+        "curves": {"numbers/loss": {"unit": "", "seconds": [], "values": [], "last": "nan"}},
+    }
+    loss, *others = charts_of(job["attempts"], [0.0])
+
+    assert (loss.title, loss.last) == ("loss", "nan")
+    assert [line.name for line in loss.lines] == ["instance 1", "instance 2", "instance 3"]
+    assert len(others) == 4
+    assert "nan" in text_of(job)
+
+
 @example([[(0.0, -9007199254740996.0)]], "1/s", 0.0)
 @example([[(0.0, 5e-324)]], "", 0.0)
 @given(
@@ -151,11 +173,3 @@ def test_any_curve_has_a_chart(parts: list[list[tuple[float, float]]], unit: str
     places = [point.split() for point in path.replace("h0", "").replace("M", "L").split("L")[1:]]
     assert len(places) == sum(map(len, parts))
     assert all(0 <= int(number) <= 1000 for place in places for number in place)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.5, "0.5 s"), (59, "59 s"), (80, "1 min 20 s"), (7200, "2 h"), (90061, "1 d 1 h")]
-)
-def test_durations_have_two_units(seconds: float, words: str) -> None:
-    """The two largest ones."""
-    assert describe_duration(seconds) == words

@@ -80,10 +80,11 @@ localhost   0          0          0              cores 0-3
 
 
 PLACED_TABLE = """\
-threads    4 per replica
 placement  spreadnuma
            instances 0-1: cores 0,2,4,6,8,10,12,14, memory of node 0
            instances 2-3: cores 1,3,5,7,9,11,13,15, memory of node 1
+launcher   local
+threads    4 per replica
 program    /bin/train --epochs 3
 """
 

@@ -1,28 +1,27 @@
 """The parts of a job's page, each from its report as JSON has it. Pure."""
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import starmap
+from statistics import fmean
 from typing import Any, Final
 
-from poprun.errors import PlanError
-from poprun.page.charts import charts_of, describe_duration, render_charts
-from poprun.page.time_shares import PARTS, InstanceTime, JobTime, find_job_time, offsets
+from poprun.page.charts import charts_of, render_charts
+from poprun.page.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict
 from poprun.render.picture.blocks import element, escaped
 from poprun.render.picture.documents import render_fragment
-from poprun.render.words import launcher_of, size_of, threads_of
-from poprun.text.ranges import describe_bytes
+from poprun.render.words import facts_of, size_of
+from poprun.text.ranges import describe_bytes, describe_rate, describe_seconds
+from poprun.text.screen import without_codes
 
 _LEAST_SHARE: Final = 0.0005  # of a bar: what is smaller is not seen
 _MOST_BARS: Final = 64
 _MOST_THICK: Final = 16  # bars of the usual height
 _LETTERS_OF_A_LINE: Final = 240
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # what programs send to a terminal beside text
 _LETTERS_OF_LINES: Final = 400_000  # of all instances
+_INDEX: Final = "instance"  # the first column of the table
 
 Json = Mapping[str, Any]
 
@@ -37,11 +36,11 @@ def name_of(job: Json) -> str:
 
 def render_sections(job: Json) -> Iterator[str]:
     """Every part of the page, in order."""
-    plan = _plan_of(job)
+    plan = None if job["plan"] is None else plan_from_dict(job["plan"], "the report")
     time = find_job_time(job) if job["attempts"] else None
     yield _header(job, plan, time)
     yield "<main>"
-    yield from _end(job)
+    yield _end(job)
     if time is not None:
         attempts = job["attempts"]
         began = offsets(attempts)
@@ -51,16 +50,9 @@ def render_sections(job: Json) -> Iterator[str]:
         if charts := charts_of(attempts, began):
             drawn = render_charts(charts, time.elapsed_seconds, began[1:])
             yield _section("Over time", element("div", drawn, class_="charts"))
-        yield _section("Instances", _table(attempts[-1]), *_last_lines(attempts[-1]))
+        yield _section("Instances", _table(attempts[-1]), _last_lines(attempts[-1]))
     yield _section("What ran", *_what_ran(job, plan))
     yield "</main>"
-
-
-def _plan_of(job: Json) -> LaunchPlan | None:
-    try:
-        return None if job["plan"] is None else plan_from_dict(job["plan"], "the report")
-    except PlanError:
-        return None
 
 
 def _section(title: str, *parts: str) -> str:
@@ -96,7 +88,7 @@ def _figures(job: Json, time: JobTime) -> str:
     instances = job["attempts"][-1]["instances"]
     steps = [it["num_steps"] for it in instances if it["num_steps"] is not None]
     peaks = [it["peak_memory_bytes"] or 0 for it in instances]
-    figures = {"elapsed": describe_duration(time.elapsed_seconds)}
+    figures = {"elapsed": describe_seconds(time.elapsed_seconds)}
     if time.goodput is not None:
         figures["goodput"] = f"{time.goodput:.0%}"
     if steps:
@@ -112,24 +104,35 @@ def _figures(job: Json, time: JobTime) -> str:
     )
 
 
-def _end(job: Json) -> Iterator[str]:
-    """How the job and its attempts ended; nothing of one that runs or ended well at once."""
-    if job["error"]:
-        yield _section("How it ended", element("pre", escaped(job["error"])))
-    ends = [(it, it["printed"] or list(filter(None, [it["stop_reason"]]))) for it in job["attempts"]]
-    if len(ends) == 1 and ends[0][1]:
-        yield _section("How it ended", element("pre", escaped("\n".join(ends[0][1]))))
-    elif len(ends) > 1:
-        yield _section("Attempts", element("ul", *starmap(_attempt, enumerate(ends)), class_="entries"))
+def _end(job: Json) -> str:
+    """How the job and its attempts ended; empty for one that runs, or ended well at once."""
+    attempts = job["attempts"]
+    parts = [_text(job["error"])]
+    if len(attempts) == 1:
+        parts.append(_text(_told(attempts[0])))
+    else:
+        entries = [_attempt(number, attempt) for number, attempt in enumerate(attempts)]
+        parts += [element("ul", *entries, class_="entries")] if entries else []
+    return _section("How it ended", *parts) if any(parts) else ""
 
 
-def _attempt(number: int, end: tuple[Json, Sequence[str]]) -> str:
-    attempt, lines = end
+def _attempt(number: int, attempt: Json) -> str:
     code = attempt["exit_code"]
-    state = "runs" if not attempt["is_over"] else "ended well" if code == 0 else f"exit code {code}"
-    told = f" {state} after {describe_duration(attempt['duration_seconds'])}"
-    pre = element("pre", escaped("\n".join(lines))) if lines else ""
-    return element("li", element("b", f"attempt {number}"), escaped(told), pre)
+    end = "ended well after" if code == 0 else f"exit code {code} after"
+    state = end if attempt["is_over"] else "runs for"
+    duration = describe_seconds(attempt["duration_seconds"])
+    name = element("b", f"attempt {number}")
+    return element("li", name, escaped(f" {state} {duration}"), _text(_told(attempt)))
+
+
+def _told(attempt: Json) -> str:
+    """What poprun has printed of an attempt's end, else why it stopped it."""
+    return "\n".join(attempt["printed"]) or str(attempt["stop_reason"])
+
+
+def _text(text: str) -> str:
+    """A text as it is, line by line; empty for an empty one."""
+    return element("pre", escaped(text)) if text else ""
 
 
 def _time(time: JobTime) -> Iterator[str]:
@@ -140,7 +143,7 @@ def _time(time: JobTime) -> Iterator[str]:
             "li",
             f'<i class="{part}"></i>',
             element("span", PARTS[part]),
-            element("span", escaped(f"{describe_duration(seconds)}, {seconds / elapsed:.1%}"), class_="value"),
+            element("span", escaped(f"{describe_seconds(seconds)}, {seconds / elapsed:.1%}"), class_="value"),
         )
         for part, seconds in means.items()
     ]
@@ -152,21 +155,12 @@ def _time(time: JobTime) -> Iterator[str]:
             class_="faint",
         )
     if len(time.instances) > 1:
-        shown = _least_waiting(time.instances)
-        class_ = "bars" if len(shown) <= _MOST_THICK else "bars thin"
-        yield element("div", *(_row(it, elapsed) for it in shown), class_=class_)
+        by_waiting = sorted(range(len(time.instances)), key=lambda it: time.instances[it]["waiting"])
+        shown = sorted(by_waiting[:_MOST_BARS])  # the others waited for those that waited least
+        bars = (element("span", str(it)) + _bar(time.instances[it], elapsed, f"instance {it}") for it in shown)
+        yield element("div", *bars, class_="bars" if len(shown) <= _MOST_THICK else "bars thin")
         if len(time.instances) > _MOST_BARS:
             yield element("p", f"These are the {_MOST_BARS} instances that waited least.", class_="faint")
-
-
-def _least_waiting(instances: Sequence[InstanceTime]) -> list[InstanceTime]:
-    """All instances, or of many those that waited least: the others waited for them."""
-    least = sorted(instances, key=lambda it: it.seconds["waiting"])[:_MOST_BARS]
-    return sorted(least, key=lambda it: it.index)
-
-
-def _row(time: InstanceTime, elapsed: float) -> str:
-    return element("span", str(time.index)) + _bar(time.seconds, elapsed, f"instance {time.index}")
 
 
 def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
@@ -178,7 +172,7 @@ def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
             "",
             class_=part,
             style=f"flex:{share:.4f}",
-            title=f"{PARTS[part]}: {describe_duration(seconds[part])}, {share:.1%}",
+            title=f"{PARTS[part]}: {describe_seconds(seconds[part])}, {share:.1%}",
         )
         for part, share in shares.items()
     ]
@@ -204,27 +198,19 @@ def _table(attempt: Json) -> str:
             "th",
             element("button", name, type="button"),
             scope="col",
-            aria_sort="ascending" if name == shown[0] else None,
+            aria_sort="ascending" if name == _INDEX else None,
         )
         for name in shown
     ]
-    body = [
-        element(
-            "tr",
-            *(
-                element(
-                    "th" if name == shown[0] else "td",
-                    escaped(row[name][1]),
-                    data_v=row[name][0],
-                    scope="row" if name == shown[0] else None,
-                )
-                for name in shown
-            ),
-        )
-        for row in rows
-    ]
+    body = [element("tr", *(_cell(name, *row[name]) for name in shown)) for row in rows]
     table = element("table", element("thead", element("tr", *head)), element("tbody", *body))
     return element("div", table, class_="wide", tabindex="0", role="region", aria_label="the instances")
+
+
+def _cell(column: str, value: object, text: str) -> str:
+    if column == _INDEX:
+        return element("th", escaped(text), data_v=value, scope="row")
+    return element("td", escaped(text), data_v=value)
 
 
 def _cells(instance: Json, attempt: Json) -> dict[str, tuple[object, str]]:
@@ -234,18 +220,18 @@ def _cells(instance: Json, attempt: Json) -> dict[str, tuple[object, str]]:
     speed = steps / seconds if steps and seconds else None
     cpu = instance["curves"].get("cpu", {}).get("values", ())
     known = [it for it in cpu if it is not None]
-    busy = sum(known) / len(known) if known else None
-    waiting = (instance.get("phase_seconds") or {}).get("waiting")
+    busy = fmean(known) if known else None
+    waiting = instance["phase_seconds"].get("waiting")
     end = _end_of(instance, attempt)
     return {
-        "instance": (instance["index"], str(instance["index"])),
+        _INDEX: (instance["index"], str(instance["index"])),
         **{name: (value, str(value)) for name, value in place.items()},
         "host": (instance["host"], instance["host"]),
         "end": (end, end),
-        "ran for": (seconds or 0, "" if seconds is None else describe_duration(seconds)),
+        "ran for": (seconds or 0, "" if seconds is None else describe_seconds(seconds)),
         "steps": (steps or 0, "" if steps is None else f"{steps:,}"),
-        "steps/s": (speed or 0, "" if speed is None else f"{speed:.3g}"),
-        "waited": (waiting or 0, "" if waiting is None else describe_duration(waiting)),
+        "steps/s": (speed or 0, "" if speed is None else describe_rate(speed)),
+        "waited": (waiting or 0, "" if waiting is None else describe_seconds(waiting)),
         "processors": (busy or 0, "" if busy is None else f"{busy:.2f}"),
         "peak memory": (peak or 0, "" if peak is None else describe_bytes(peak)),
         "replicas": (instance["replicas"], instance["replicas"]),
@@ -255,41 +241,34 @@ def _cells(instance: Json, attempt: Json) -> dict[str, tuple[object, str]]:
 def _end_of(instance: Json, attempt: Json) -> str:
     if instance["problem"]:
         return str(instance["problem"])
+    if instance["began_seconds"] is None and instance["exit_code"] is None:
+        return "never ran"
     if instance["exit_code"] is None:
-        return (
-            "never ran" if instance["began_seconds"] is None else "runs" if not attempt["is_over"] else "not seen"
-        )
+        return "not seen" if attempt["is_over"] else "runs"
     end = instance["signal"] or (f"exit code {instance['exit_code']}" if instance["exit_code"] else "well")
     return f"{end}, ended by poprun" if instance["was_stopped"] else str(end)
 
 
-def _last_lines(attempt: Json) -> Iterator[str]:
+def _last_lines(attempt: Json) -> str:
     told = [it for it in attempt["instances"] if it["last_lines"] or it["excerpt"]]
-    most = max(3, _LETTERS_OF_LINES // (_LETTERS_OF_A_LINE * max(1, len(told))))
     if not told:
-        yield element("p", "The programs printed nothing that poprun has kept.", class_="faint")
+        return element("p", "The programs printed nothing that poprun has kept.", class_="faint")
+    most = max(3, _LETTERS_OF_LINES // (_LETTERS_OF_A_LINE * len(told)))
     details = []
     for instance in told:
-        lines = [_without_colours(it) for it in (instance["last_lines"] or instance["excerpt"])[-most:]]
+        printed = (instance["last_lines"] or instance["excerpt"])[-most:]
         summary = element("summary", f"last lines of instance {instance['index']}")
         is_first = instance["index"] == attempt["first_failure"]
-        words = element("pre", escaped("\n".join(lines)))
-        details.append(element("details", summary, words, open="" if is_first else None))
-    yield element("div", *details, class_="said")
-
-
-def _without_colours(line: str) -> str:
-    """A line as a terminal shows it in the end, in black and white, cut if it is long."""
-    return _COLOURS.sub("", line).rpartition("\r")[2][:_LETTERS_OF_A_LINE]
+        lines = _text("\n".join(without_codes(line)[:_LETTERS_OF_A_LINE] for line in printed))
+        details.append(element("details", summary, lines, open="" if is_first else None))
+    return element("div", *details, class_="said")
 
 
 def _what_ran(job: Json, plan: LaunchPlan | None) -> Iterator[str]:
-    facts = {"program": shlex.join(plan.program)} if plan is not None and plan.program else {}
-    if plan is not None:
-        facts |= {"folder": plan.working_directory, "launcher": launcher_of(plan), "threads": threads_of(plan)}
+    facts = {} if plan is None else facts_of(plan)
     versions = {"poprun": job["poprun_version"], **job.get("provenance", {})}
-    revision = versions.pop("revision", "")
-    facts |= {"revision": revision} if revision else {}
+    if revision := versions.pop("revision", ""):
+        facts["revision"] = revision
     facts["versions"] = ", ".join(f"{name} {it}" for name, it in versions.items())
     facts["job"] = job["job_id"]
     yield element(

@@ -1,7 +1,7 @@
 """Where the time of a job went, in parts that add up, from its report as JSON has it. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -19,19 +19,7 @@ PARTS: Final = {
 """Every part, in the order of the page, and what it is called."""
 
 _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "compute", "outside": "other"}
-"""Of phases with another name."""
-
-
-@dataclass(slots=True, kw_only=True)
-class InstanceTime:
-    """The time of one instance, over all attempts of its job."""
-
-    index: int
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # by part
-
-    def add(self, part: str, seconds: float) -> None:
-        """Add time to a part."""
-        self.seconds[part] += max(0.0, seconds)
+"""The part to which a phase of another name belongs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +27,12 @@ class JobTime:
     """The time of a job."""
 
     elapsed_seconds: float
-    instances: Sequence[InstanceTime]
+    instances: Sequence[Mapping[str, float]]  # of each the seconds by part, over all attempts
 
     @property
     def mean_seconds(self) -> dict[str, float]:
         """The mean time of an instance in each part that is not empty; the parts add up to the elapsed time."""
-        means = {part: sum(it.seconds[part] for it in self.instances) / len(self.instances) for part in PARTS}
+        means = {part: sum(it[part] for it in self.instances) / len(self.instances) for part in PARTS}
         return {part: seconds for part, seconds in means.items() if seconds > 0}
 
     @property
@@ -59,13 +47,14 @@ class JobTime:
 def find_job_time(job: Mapping[str, Any]) -> JobTime:
     """The time of the job that a report tells of; at least one attempt."""
     attempts = job["attempts"]
-    times = [InstanceTime(index=it["index"]) for it in attempts[0]["instances"]]
+    times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0]["instances"]]
     began = offsets(attempts)
     ended_seconds = 0.0
     for number, attempt in enumerate(attempts):
         for time, instance in zip(times, attempt["instances"], strict=True):
-            time.add("restart", began[number] - ended_seconds)
-            _add_attempt(time, attempt, instance, is_first=number == 0)
+            time["restart"] += max(0.0, began[number] - ended_seconds)
+            for part, seconds in _parts(attempt, instance, "restart" if number else "start"):
+                time[part] += max(0.0, seconds)
         ended_seconds = began[number] + attempt["duration_seconds"]
     return JobTime(elapsed_seconds=ended_seconds, instances=times)
 
@@ -76,22 +65,20 @@ def offsets(attempts: Sequence[Mapping[str, Any]]) -> list[float]:
     return [moment - moments[0] for moment in moments]
 
 
-def _add_attempt(
-    time: InstanceTime, attempt: Mapping[str, Any], instance: Mapping[str, Any], *, is_first: bool
-) -> None:
-    start = "start" if is_first else "restart"
+def _parts(attempt: Mapping[str, Any], instance: Mapping[str, Any], start: str) -> Iterator[tuple[str, float]]:
+    """The parts of an instance's time in one attempt and their seconds; it begins with the part ``start``."""
     whole, before = attempt["duration_seconds"], instance["began_seconds"]
     if before is None:  # it never ran
-        time.add(start, whole)
+        yield start, whole
         return
     ran = instance["duration_seconds"]
     ran = whole - before if ran is None else min(ran, whole - before)
-    phases = instance.get("phase_seconds") or {}
+    phases = instance["phase_seconds"]
     measured = sum(phases.values())
     scale = min(1.0, ran / measured) if measured else 0.0  # what was measured until a moment later is cut
     for phase, seconds in phases.items():
         part = start if phase == "start" else _PART_OF.get(phase, phase)
-        time.add(part if part in PARTS else "other", seconds * scale)
-    time.add("other" if measured else "unknown", ran - measured * scale)
-    time.add(start, before)
-    time.add("other", whole - before - ran)
+        yield part if part in PARTS else "other", seconds * scale
+    yield "other" if measured else "unknown", ran - measured * scale
+    yield start, before
+    yield "other", whole - before - ran

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.words import bound_to, instances_of_host, launcher_of, size_of, stands_for, threads_of
+from poprun.render.words import bound_to, facts_of, instances_of_host, size_of, stands_for
 from poprun.text.ranges import fold_hosts, fold_numbers, numbered
 from poprun.text.screen import visible
 
@@ -142,16 +142,8 @@ def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
 
 def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:
     """Labels and values of what holds for every instance, and of what ``-v`` adds."""
-    yield "launcher", launcher_of(plan)
-    yield "threads", threads_of(plan)
     yield from _bindings(plan)
-    if plan.is_deterministic:
-        yield "algorithms", "deterministic"
-    if plan.cache_directory is not None:
-        yield "compiled", plan.cache_directory
-    if plan.program:
-        yield "program", shlex.join(plan.program)
-    yield "folder", plan.working_directory
+    yield from facts_of(plan).items()
     if details is not None:
         yield from _origins(details)
         yield "command", shlex.join(details.command)

@@ -1,5 +1,6 @@
 """Words about a plan that several formats share."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ def size_of(plan: LaunchPlan) -> str:
     return " · ".join(
         [
             counted(plan.num_instances, "instance"),
-            counted(plan.num_replicas, "replica") + sharing_of(plan),
+            counted(plan.num_replicas, "replica") + _sharing_of(plan),
             counted(plan.num_replicas * plan.ipus_per_replica, "virtual IPU"),
             *([counted(plan.num_ilds, "IPU-Link domain")] if plan.num_ilds > 1 else ()),
             counted(len(plan.hosts), "host"),
@@ -23,7 +24,7 @@ def size_of(plan: LaunchPlan) -> str:
     )
 
 
-def sharing_of(plan: LaunchPlan) -> str:
+def _sharing_of(plan: LaunchPlan) -> str:
     """How the instances of a replica share it, such as `` of 4 instances (2 stages of 2 shards)``, or ""."""
     parallelism = plan.parallelism
     if not parallelism.is_shared:
@@ -57,13 +58,26 @@ def domains_of(plan: LaunchPlan, instances: Sequence[int]) -> str:
     return numbered("ILD", range(plan.ild_of(instances[0]), plan.ild_of(instances[-1]) + 1))
 
 
-def launcher_of(plan: LaunchPlan) -> str:
-    """The launcher of ``plan``, with its MPI and Slurm job."""
+def facts_of(plan: LaunchPlan) -> dict[str, str]:
+    """What holds for every instance of ``plan``, by label."""
+    facts = {
+        "launcher": _launcher_of(plan),
+        "threads": _threads_of(plan),
+        "algorithms": "deterministic" if plan.is_deterministic else "",
+        "compiled": plan.cache_directory or "",
+        "program": shlex.join(plan.program),
+        "folder": plan.working_directory,
+    }
+    return {label: fact for label, fact in facts.items() if fact}
+
+
+def _launcher_of(plan: LaunchPlan) -> str:
+    """The launcher, with its MPI and Slurm job."""
     slurm = "" if plan.remote.slurm_job is None else f", in Slurm's job {plan.remote.slurm_job}"
     return (f"mpi: {plan.mpi}" if plan.mpi else str(plan.launcher)) + slurm
 
 
-def threads_of(plan: LaunchPlan) -> str:
+def _threads_of(plan: LaunchPlan) -> str:
     """The threads of a replica, or of each instance that shares one, as ``OMP_NUM_THREADS`` will say."""
     if plan.threads_per_replica is None:
         return "as OMP_NUM_THREADS says"

@@ -10,10 +10,10 @@ from importlib.resources import files
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.picture.blocks import cut, element, escaped, text, text_width
+from poprun.render.picture.blocks import Block, cut, element, escaped, text, text_width
 from poprun.render.picture.drawing import draw
 from poprun.render.picture.scene import make_scene
-from poprun.render.words import launcher_of, size_of, threads_of
+from poprun.render.words import facts_of, size_of
 
 _MARGIN: Final = 24
 _LINE_HEIGHT: Final = 22
@@ -58,42 +58,31 @@ def render_svg(plan: LaunchPlan) -> str:
 
 def render_fragment(plan: LaunchPlan) -> str:
     """``plan`` as an SVG element for a page whose style sheet has that of pictures."""
-    drawing = draw(make_scene(plan), _with_title)
-    return element(
-        "svg",
-        *drawing.children,
-        role="img",
-        aria_label=size_of(plan),
-        viewBox=f"-1 -1 {drawing.width + 2} {drawing.height + 2}",
-        width=drawing.width + 2,
-        height=drawing.height + 2,
-    )
+    return _picture(draw(make_scene(plan), _with_title), "img", size_of(plan))
 
 
 def render_html(plan: LaunchPlan) -> str:
     """``plan`` as an HTML document."""
     title = f"poprun: {size_of(plan)}"
-    drawing = draw(make_scene(plan), _focusable)
-    picture = element(
-        "svg",
-        "".join(drawing.children).replace('tabindex="-1"', 'tabindex="0"', 1),  # where Tab comes in
-        role="group",
-        aria_label=title,
-        viewBox=f"-1 -1 {drawing.width + 2} {drawing.height + 2}",
-        width=drawing.width + 2,
-        height=drawing.height + 2,
-    )
-    facts = [("launcher", launcher_of(plan)), ("threads", threads_of(plan))]
-    facts += [("program", shlex.join(plan.program))] if plan.program else []
-    facts += [("folder", plan.working_directory)]
+    picture = _picture(draw(make_scene(plan), _focusable), "group", title)
     body = [
         element("h1", escaped(title)),
-        element("dl", *(element("dt", name) + element("dd", escaped(value)) for name, value in facts)),
+        element(
+            "dl", *(element("dt", name) + element("dd", escaped(value)) for name, value in facts_of(plan).items())
+        ),
         element("p", _KEYS, id="keys"),
-        element("main", picture),
+        element("main", picture.replace('tabindex="-1"', 'tabindex="0"', 1)),  # where Tab comes in
         '<div id="tip" role="tooltip" hidden></div>',
     ]
     return html_page(title, _file("picture.css") + _file("page.css"), body, _file("page.js"))
+
+
+def _picture(drawing: Block, role: str, label: str) -> str:
+    """A drawing as an element of a page, with room for the lines at its edge."""
+    width, height = drawing.width + 2, drawing.height + 2
+    box = f"-1 -1 {width} {height}"
+    children = drawing.children
+    return element("svg", *children, role=role, aria_label=label, viewBox=box, width=width, height=height)
 
 
 def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
@@ -114,9 +103,8 @@ def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
     return "\n".join(lines)
 
 
-def _with_title(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
+def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
     """The elements and attributes that describe a group in an SVG: a title, which viewers show."""
-    del class_
     return [element("title", escaped(words))], {}
 
 
