@@ -34,7 +34,7 @@ def render_mermaid(plan: LaunchPlan) -> str:
     hosts = [
         list(_host(plan, host, position, framed))
         if isinstance(host, HostScene)
-        else [_gap(plan, host, f"h{position}")]
+        else [_gap(describe_more_hosts(plan, host.items), f"h{position}")]
         for position, host in enumerate(scene.hosts)
     ]
     size = framed.hosts_per_domain
@@ -54,7 +54,9 @@ def _host(plan: LaunchPlan, host: HostScene, position: int, framed: Framing) -> 
     yield "    direction TB"
     names = [f"h{position}i{number}" for number in range(len(host.instances))]
     boxes = [
-        "  " + (_gap(plan, scene, name) if isinstance(scene, Gap) else _instance(plan, scene.plan, name))
+        _gap(describe_more_instances(plan, scene.items), f"  {name}")
+        if isinstance(scene, Gap)
+        else _instance(plan, scene.plan, f"  {name}")
         for name, scene in zip(names, host.instances, strict=True)
     ]
     size = len(names) // num_domains
@@ -89,9 +91,8 @@ def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:
     return f'  {name}["{"<br/>".join(words)}"]:::hue{hue_of(plan, instance)}'
 
 
-def _gap(plan: LaunchPlan, gap: Gap, name: str) -> str:
-    describe = describe_more_instances if "i" in name else describe_more_hosts
-    return f'  {name}["{"<br/>".join(map(_escaped, describe(plan, gap.items).splitlines()))}"]:::more'
+def _gap(description: str, name: str) -> str:
+    return f'  {name}["{"<br/>".join(map(_escaped, description.splitlines()))}"]:::more'
 
 
 def _links(names: list[str], columns: int) -> Iterator[str]:

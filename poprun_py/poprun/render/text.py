@@ -5,7 +5,7 @@ up: the replicas of an instance into one range, then the instances of a host, th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
@@ -23,27 +23,19 @@ _MAX_HOSTS_LENGTH: Final = 60
 class _Cells:
     """The rows of a table, by label; the cells of each row span equally many cells of the last row."""
 
-    hosts: Sequence[str]
     rows: Mapping[str, Sequence[str]]
-    ilds: Sequence[str] = ("0",)
-
-    @property
-    def labelled_rows(self) -> Sequence[tuple[str, Sequence[str]]]:
-        """The rows that are shown."""
-        rows = {"hosts": self.hosts, "ILDs": self.ilds, **self.rows}
-        return [(label, row) for label, row in rows.items() if row]
 
     @property
     def leaves(self) -> Sequence[str]:
         """The last row."""
-        return self.labelled_rows[-1][1]
+        return [*self.rows.values()][-1]
 
     @property
     def leaf_width(self) -> int:
         """Width of a cell of the last row such that every text above fits its span."""
         num_leaves = len(self.leaves)
         widest = max(map(len, self.leaves))
-        for _, row in self.labelled_rows:
+        for row in self.rows.values():
             needed = max(_TITLE_WIDTH // len(row), *(len(text) + 2 for text in row))
             span = num_leaves // len(row)
             widest = max(widest, -(-(needed + 1) // span) - 3)
@@ -57,13 +49,13 @@ class _Cells:
 
 def render_text(plan: LaunchPlan) -> str:
     """``plan`` as a table of ASCII characters."""
-    foldings = (_with_ilds(cells, plan.num_ilds) for cells in _foldings(plan))
-    widest = (cells for cells in foldings if cells.width <= MAX_WIDTH)
-    cells = next(widest, _with_ilds(_folded_hosts(plan), plan.num_ilds))
+    for cells in _foldings(plan):
+        if cells.width <= MAX_WIDTH:
+            break
     label_rule = "-" * (_LABEL_WIDTH + 2)
     inner = len(label_rule) + 1 + cells.width
     lines = [" " + "=" * inner, f"|{_TITLE:^{inner}}|", f"|{'=' * inner}|"]
-    for index, (label, row) in enumerate(cells.labelled_rows):
+    for index, (label, row) in enumerate(cells.rows.items()):
         if index:
             lines.append(f"|{label_rule}|{'-' * cells.width}|")
         lines.append(f"| {label:<{_LABEL_WIDTH}} |{'|'.join(_row(row, cells))}|")
@@ -77,32 +69,29 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
     return (f"{text:^{span}}" for text in row)
 
 
-def _with_ilds(cells: _Cells, num_ilds: int) -> _Cells:
-    """``cells`` with a cell for each IPU-Link domain where that divides their columns, else with one for all."""
-    divides = len(cells.leaves) % num_ilds == 0
-    return replace(cells, ilds=_items(num_ilds) if divides else [fold_numbers(range(num_ilds))])
+def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[str]]) -> _Cells:
+    """A table with a cell for each IPU-Link domain where that divides its columns, else with one for all."""
+    shown = {label: row for label, row in rows.items() if row}
+    divides = len(_Cells(shown).leaves) % plan.num_ilds == 0
+    ilds = _items(plan.num_ilds) if divides else [fold_numbers(range(plan.num_ilds))]
+    return _Cells({"hosts": hosts, "ILDs": ilds, **shown})
 
 
 def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
-    """The tables from the fullest to the second narrowest; those with too many cells to fit are left out."""
+    """The tables from the fullest to the narrowest; those with too many cells to fit are left out."""
     num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
-    if plan.parallelism.is_shared:
-        if num_instances <= MAX_WIDTH:
-            yield _Cells(plan.hosts, _shared_rows(plan))
-    elif num_replicas <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _rows(_items(num_instances), _items(num_replicas), _bound_cores(plan)))
-    if num_instances <= MAX_WIDTH and not plan.parallelism.is_shared:
-        shares = _shares(num_replicas, num_instances)
-        yield _Cells(plan.hosts, _rows(_items(num_instances), shares, _bound_cores(plan)))
+    if plan.parallelism.is_shared and num_instances <= MAX_WIDTH:
+        yield _cells(plan, plan.hosts, _shared_rows(plan))
+    if not plan.parallelism.is_shared and num_replicas <= MAX_WIDTH:
+        yield _cells(plan, plan.hosts, _rows(_items(num_instances), _items(num_replicas), _bound_cores(plan)))
+    if not plan.parallelism.is_shared and num_instances <= MAX_WIDTH:
+        yield _cells(plan, plan.hosts, _rows(*_ranges(plan, num_instances), _bound_cores(plan)))
     if num_hosts <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _rows(*_ranges(plan, num_hosts)))
-
-
-def _folded_hosts(plan: LaunchPlan) -> _Cells:
+        yield _cells(plan, plan.hosts, _rows(*_ranges(plan, num_hosts)))
     hosts = fold_hosts(plan.hosts)
     if len(hosts) > _MAX_HOSTS_LENGTH:
         hosts = f"{plan.hosts[0]} ... {plan.hosts[-1]} ({len(plan.hosts)} hosts)"
-    return _Cells((hosts,), _rows(*_ranges(plan, 1)))
+    yield _cells(plan, [hosts], _rows(*_ranges(plan, 1)))
 
 
 def _rows(
@@ -134,12 +123,6 @@ def _ranges(plan: LaunchPlan, num_parts: int) -> tuple[list[str], list[str]]:
 
 def _items(count: int) -> list[str]:
     return [str(index) for index in range(count)]
-
-
-def _shares(count: int, num_parts: int) -> list[str]:
-    """``count`` numbers dealt to ``num_parts`` ranges."""
-    size = count // num_parts
-    return [fold_numbers(range(part * size, (part + 1) * size)) for part in range(num_parts)]
 
 
 def _bound_cores(plan: LaunchPlan) -> list[str]:

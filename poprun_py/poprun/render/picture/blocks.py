@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from types import MappingProxyType
 from typing import Final
 
 _ASPECT: Final = 1.5  # width over height that a grid comes near to
@@ -25,7 +24,7 @@ class Block:
     width: int
     height: int
     children: Sequence[str]
-    attributes: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    attributes: Mapping[str, object] = field(default_factory=dict)
 
     def at(self, x: int, y: int) -> str:
         """The group as markup, with its corner at ``x`` and ``y``."""

@@ -32,7 +32,7 @@ from poprun.render.words import (
     instances_of_host,
     stands_for,
 )
-from poprun.text.ranges import numbered
+from poprun.text.ranges import counted, fold_numbers, numbered
 
 NUM_HUES: Final = 8
 
@@ -100,7 +100,7 @@ class _Drawer:
         space, count = self.sizes.space, self.framed.hosts_per_domain
         first = self.host(self.scene.first_host)
         cards = [
-            self.gap(describe_more_hosts(self.plan, host.items), (first.width, first.height))
+            self.gap("host", host.items, describe_more_hosts(self.plan, host.items), (first.width, first.height))
             if isinstance(host, Gap)
             else self.host(host)
             for host in self.scene.hosts
@@ -113,7 +113,7 @@ class _Drawer:
         """A card with the host's name and its instances, in the frames of IPU-Machines and IPU-Link domains."""
         sizes, space, framed = self.sizes, self.sizes.space, self.framed
         boxes = [
-            self.gap(describe_more_instances(self.plan, part.items), self.box_size)
+            self.gap("instance", part.items, describe_more_instances(self.plan, part.items), self.box_size)
             if isinstance(part, Gap)
             else self.instance(part)
             for part in host.instances
@@ -217,12 +217,12 @@ class _Drawer:
             yield element("rect", class_="bar", **place)
             yield text(words, (sizes.space + width // 2, middle(top, sizes.bar, sizes.text)), sizes.text)
 
-    def gap(self, words: str, size: tuple[int, int]) -> Block:
+    def gap(self, noun: str, items: range, words: str, size: tuple[int, int]) -> Block:
         """A dashed box for what is left out."""
         (width, height), sizes = size, self.sizes
         line = sizes.text * 3 // 2
-        count, _, noun = words.partition(", each")[0].partition(" more ")
-        told = [f"+ {count}", noun, *words.splitlines()[1:]][: max(2, height // line - 1)]
+        count, nouns = counted(len(items), noun).split()
+        told = [f"+ {count}", nouns, *words.splitlines()[1:]][: max(2, height // line - 1)]
         top = (height - len(told) * line) // 2 + sizes.text
         children = [element("rect", class_="gap", width=width, height=height, rx=2 * sizes.space)]
         for row, part in enumerate(told):
@@ -267,7 +267,7 @@ def hue_of(plan: LaunchPlan, instance: InstancePlan) -> int:
 
 def _label(noun: str, numbers: Sequence[int], *, has_words: bool) -> str:
     """What is written on an instance or a replica."""
-    return numbered(noun, numbers).removeprefix("" if has_words else noun).removeprefix("s").strip()
+    return numbered(noun, numbers) if has_words else fold_numbers(numbers)
 
 
 def _chip_columns(num_chips: int) -> int:
