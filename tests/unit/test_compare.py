@@ -140,6 +140,14 @@ def test_where_a_difference_comes_from(phases: Mapping[int, Mapping[str, float]]
     assert speed(before, after).notes == (place,)
 
 
+def test_long_steps_are_told_in_seconds() -> None:
+    """And no change is told in powers of ten."""
+    before, after = (job([1 / it] * 12, phases={1: {"data": it}}) for it in (20.0, 32.5))
+
+    assert (speed(before, after).before, speed(before, after).after) == ("20 s", "32.5 s")
+    assert speed(before, after).notes == ("instance 1, in data: +12.5 s a step",)
+
+
 def test_memory() -> None:
     """More by twentieth and 32 MiB is more, with the instance that holds it."""
     _, more = compared(job([9.0] * 9), job([9.0] * 9, memory=2 * MEMORY)).differences

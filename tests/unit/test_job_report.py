@@ -16,25 +16,14 @@ from poprun.reports.job_report import read_report
 from poprun.reports.report_command import report
 from tests.unit.test_report_file import JOB
 
-SLOW = {
-    "instance": 1,
-    "phase": "data",
-    "delay_seconds": 0.048,
-    "share": 0.39,
-    "since_seconds": 12.0,
-    "since_step": 120,
-    "until_seconds": None,
-    "reasons": ["its loader worker stands in train.py:7"],
-}
-
 
 def timed_job() -> dict[str, Any]:
-    """A report as it is written, with steps, phases and a slowdown, and with letters that move a terminal."""
+    """A report as it is written, with steps, phases and another key, and with letters that move a terminal."""
     job: dict[str, Any] = copy.deepcopy(JOB)
     attempt = job["attempts"][0]
-    attempt["slowdowns"] = [SLOW]
-    attempt["instances"][0] |= {"num_steps": 120, "phase_seconds": {"data": 1.0, "waiting": 3.0}}
-    attempt["instances"][1] |= {"excerpt": ["ValueError: \x1b[2J\0"], "a_key_of_later": {"x": 1}}
+    attempt["printed"] += ["  | ValueError: \x1b[2J\0"]
+    attempt["instances"][0] |= {"num_steps": 1200, "phase_seconds": {"data": 1.0, "waiting": 3.0, "outside": 0.0}}
+    attempt["instances"][1] |= {"a_key_of_later": {"x": 1}}
     return job
 
 
@@ -51,15 +40,15 @@ def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
     text = "\n".join(" ".join(line.split()) for line in shown(tmp_path / "r.json", timed_job()).splitlines())
 
     assert "end exit code 143" in text
-    assert "3.0 s: instance 1 failed first, SIGTERM" in text
-    assert "verdict exception: instance 1, at train.py:3\nsince 2023-11-14T22:13:21.000Z\na" in text
-    assert "only because of that: instance 0" in text
-    assert "last words | ValueError: \\x1b[2J\\x00" in text
-    assert "slow instance 1 is slow in data since step 120: +48 ms a step (39%): its loader worker" in text
+    assert "run 2023-11-14T22:13:20.500Z, 3 s: exit code 143\n" in text
+    assert "verdict exception: instance 1, at train.py:3, since 2023-11-14T22:13:21.000Z\n" in text
+    assert "printed instance 1 failed first: SIGTERM" in text
+    assert "| ValueError: \\x1b[2J\\x00" in text
+    assert "slow instance 1 is slow in data since step 20: +100 ms a step (50%): its disk" in text
     assert "warning memory" in text
-    assert "0 localhost 0-1 exit code 0 2.2 120 2.9 KiB" in text
-    assert "phase 0\n" in text
-    assert "data 25%\nwaiting 75%" in text
+    assert "0 localhost 0-1 exit code 0 2.25 s 1,200 2.9 KiB" in text
+    assert "instance data waiting\n" in text
+    assert "0 25% 75%" in text
 
 
 def test_a_large_job_shows_those_that_failed(tmp_path: Path) -> None:
@@ -82,7 +71,7 @@ def test_a_job_that_still_runs_says_so(tmp_path: Path) -> None:
     text = shown(tmp_path / "r.json", job)
 
     assert "it was still running when this was written" in text
-    assert "3.0 s: still running" in text
+    assert "3 s: still running" in text
 
 
 def test_a_job_that_never_ran_has_its_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 from popdist.errors import name_instances
 from poprun.errors import UsageError
 from poprun.reports.job_report import AttemptReport, Curve, InstanceReport, JobReport
-from poprun.text.ranges import counted, describe_bytes
+from poprun.text.ranges import counted, describe_bytes, describe_seconds
 
 NUM_PARTS: Final = 6
 LEAST_CHANGE: Final = 0.04
@@ -125,8 +125,8 @@ def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference
     if found is None:
         return Difference(
             figure="the whole run",
-            before=f"{before.duration_seconds:.1f} s",
-            after=f"{after.duration_seconds:.1f} s",
+            before=describe_seconds(before.duration_seconds),
+            after=describe_seconds(after.duration_seconds),
             change=Change.UNKNOWN,
             notes=("a run with steps for less than about ten seconds does not tell its noise",),
         )
@@ -139,11 +139,11 @@ def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference
     notes = () if is_none else tuple(_places(before, after, longer))
     if is_none and abs(longer) / first.seconds > noise:
         than = "longer" if waited > 0 else "less long"
-        notes = (f"all instances together waited {_in_milliseconds(abs(waited))} a step {than} for a core",)
+        notes = (f"all instances together waited {_length(abs(waited))} a step {than} for a core",)
     return Difference(
         figure=figure,
-        before=_in_milliseconds(first.seconds),
-        after=_in_milliseconds(second.seconds),
+        before=_length(first.seconds),
+        after=_length(second.seconds),
         change=Change.NONE if is_none else Change.SLOWER if own > 0 else Change.FASTER,
         share=longer / first.seconds,
         noise=noise,
@@ -151,8 +151,9 @@ def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference
     )
 
 
-def _in_milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.4g} ms"
+def _length(seconds: float, form: str = ".4g") -> str:
+    """The length of a step, or how much it changed: in seconds from one on, else in milliseconds."""
+    return f"{seconds:{form}} s" if abs(seconds) >= 1 else f"{seconds * 1000:{form}} ms"
 
 
 def _speeds(before: AttemptReport, after: AttemptReport) -> tuple[str, _Speed, _Speed] | None:
@@ -211,7 +212,7 @@ def _places(before: AttemptReport, after: AttemptReport, longer: float) -> Itera
     for phase in own or ([_COMMUNICATION] if found.get(_COMMUNICATION) else []):
         change = median(changes[index][phase] for index in found[phase])
         where = " over the network" if phase == _COMMUNICATION and len(set(hosts.values())) > 1 else ""
-        yield f"{_who(found[phase], hosts)}, in {phase}{where}: {change * 1000:+.3g} ms a step"
+        yield f"{_who(found[phase], hosts)}, in {phase}{where}: {_length(change, '+.3g')} a step"
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
-from popdist.layout import Parallelism
 from poprun.errors import PlanError, UsageError
-from poprun.job.performance.slowness import Slowness
 from poprun.job.report.report_file import VERSION
-from poprun.job.verdict import Cause, Verdict
 from poprun.text.fields import between, read_record
 from poprun.text.input_files import parse_json
 from poprun.text.ranges import Hosts
@@ -51,8 +48,6 @@ class InstanceReport:
     signal: Text = ""
     was_stopped: bool = False
     problem: Text = ""
-    hint: Text = ""
-    excerpt: tuple[Text, ...] = ()
     duration_seconds: Seconds | None = None
     num_steps: Count | None = None
     peak_memory_bytes: Count | None = None
@@ -66,25 +61,16 @@ class VerdictReport:
 
     cause: Text
     culprits: tuple[Index, ...] = ()
-    victims: tuple[Index, ...] = ()
-    torn_down: tuple[Index, ...] = ()
     places: Mapping[int, Text] = field(default_factory=dict)
-    details: tuple[Text, ...] = ()
     since: Text | None = None
-    advice: Text = ""
 
-    @property
-    def value(self) -> Verdict:
-        """The verdict as `poprun.job.verdict` puts it into words."""
-        return Verdict(
-            cause=next((cause for cause in Cause if cause.value == self.cause), Cause.UNKNOWN),
-            culprits=self.culprits,
-            victims=self.victims,
-            torn_down=self.torn_down,
-            places=self.places,
-            details=self.details,
-            advice=self.advice,
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowdownReport:
+    """Who was slow, and why."""
+
+    text: Text
+    instance: Index | None = None  # None where the network was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +82,11 @@ class AttemptReport:
     exit_code: int | None
     is_over: bool = True
     stop_reason: Text = ""
+    printed: tuple[Text, ...] = ()  # what poprun has printed of its end
     first_failure: Index | None = None
     verdict: VerdictReport | None = None
     instances: tuple[InstanceReport, ...]
-    slowdowns: tuple[Slowness, ...] = ()
+    slowdowns: tuple[SlowdownReport, ...] = ()
     warnings: tuple[Text, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)  # of a job with many instances
 
@@ -117,7 +104,6 @@ class PlanReport:
     hosts: Hosts
     num_instances: Count
     num_replicas: Count
-    parallelism: Parallelism = field(default_factory=Parallelism)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.errors import name_instances
-from poprun.job.performance.slowness import describe_slowness
-from poprun.job.verdict import describe_verdict
 from poprun.render.table import terminal_text
 from poprun.reports.compare import Change, Comparison, Difference
-from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport
-from poprun.text.ranges import counted, describe_bytes, fold_hosts
-from poprun.text.screen import visible
+from poprun.reports.job_report import AttemptReport, InstanceReport, JobReport, VerdictReport
+from poprun.text.ranges import counted, describe_bytes, describe_seconds, fold_hosts
 
 _MOST_ROWS: Final = 16
 _LABEL_WIDTH: Final = 11
-_TEXTS: Final = ("host", "replicas", "end", "phase", "figure", "change")  # columns that stand to the left
+_TEXTS: Final = ("host", "replicas", "end", "figure", "change")  # columns that stand to the left
 _MOST_SLOWDOWNS: Final = 8
 
 
@@ -71,12 +68,11 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
     attempt = job.attempts[number]
     yield ""
     name = f"attempt {number}" if len(job.attempts) > 1 else "run"
-    yield _fact(name, f"{attempt.started_at}, {attempt.duration_seconds:.1f} s: {_end_of(attempt)}")
-    yield from _lines("verdict", list(_verdict(job, attempt)))
-    failed = [it for it in attempt.instances if it.index == attempt.first_failure]
-    yield from _lines("last words", [f"| {line}" for it in failed for line in it.excerpt])
-    yield from _lines("slow", [visible(describe_slowness(it)) for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
-    yield from _lines("warning", list(attempt.warnings))
+    yield _fact(name, f"{attempt.started_at}, {describe_seconds(attempt.duration_seconds)}: {_end_of(attempt)}")
+    yield from _lines("verdict", [] if attempt.verdict is None else [_verdict(attempt.verdict)])
+    yield from _lines("printed", attempt.printed)
+    yield from _lines("slow", [it.text for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
+    yield from _lines("warning", attempt.warnings)
     if not attempt.instances:
         return
     shown = _shown_instances(attempt)
@@ -85,19 +81,18 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
     if timed := [it for it in shown if it.phase_seconds]:
         yield ""
         yield "where the time of each instance went"
-        yield _table(_shares(timed))
+        yield _table([_shares(it) for it in timed])
     if num_left := len(attempt.instances) - len(shown):
         yield f"and {counted(num_left, 'more instance')}, which neither failed nor were slow"
 
 
 def _end_of(attempt: AttemptReport) -> str:
     """How an attempt ended, in a line."""
-    failed = next((it for it in attempt.instances if it.index == attempt.first_failure), None)
-    if failed is not None:
-        return f"instance {failed.index} failed first, {_end_of_instance(failed)}"
     if not attempt.is_over:
         return "still running"
-    return attempt.stop_reason or ("ended well" if not attempt.exit_code else f"exit code {attempt.exit_code}")
+    if attempt.printed or not attempt.stop_reason:
+        return f"exit code {attempt.exit_code}" if attempt.exit_code else "ended well"
+    return attempt.stop_reason
 
 
 def _end_of_instance(instance: InstanceReport) -> str:
@@ -109,21 +104,13 @@ def _end_of_instance(instance: InstanceReport) -> str:
     return f"{end}, ended by poprun" if instance.was_stopped else end
 
 
-def _verdict(job: JobReport, attempt: AttemptReport) -> Iterator[str]:
-    """Who is at fault, in lines."""
-    if attempt.verdict is None or job.plan is None:
-        return
-    verdict = attempt.verdict.value
-    who = name_instances(verdict.culprits) if verdict.culprits else ""
-    places = sorted({verdict.at(index) for index in verdict.culprits})
-    yield f"{attempt.verdict.cause}{f': {who}' if who else ''}{places[0] if places else ''}"
-    if attempt.verdict.since is not None:
-        yield f"since {attempt.verdict.since}"
-    yield from describe_verdict(verdict, job.plan.parallelism)
-    if verdict.victims:
-        yield f"only because of that: {name_instances(verdict.victims)}"
-    if verdict.torn_down:
-        yield f"ended by poprun: {name_instances(verdict.torn_down)}"
+def _verdict(verdict: VerdictReport) -> str:
+    """Who is at fault, where in the code, and since when the others waited, as far as it is known."""
+    who = [name_instances(verdict.culprits)] if verdict.culprits else []
+    places = sorted({f"at {verdict.places[it]}" for it in verdict.culprits if it in verdict.places})
+    since = [f"since {verdict.since}"] if verdict.since is not None else []
+    facts = ", ".join([*who, *places[:1], *since])
+    return f"{verdict.cause}: {facts}" if facts else verdict.cause
 
 
 def _shown_instances(attempt: AttemptReport) -> list[InstanceReport]:
@@ -143,25 +130,23 @@ def _cells(instance: InstanceReport) -> Mapping[str, str]:
         "host": instance.host,
         "replicas": instance.replicas,
         "end": _end_of_instance(instance),
-        "seconds": "" if seconds is None else f"{seconds:.1f}",
-        "steps": "" if not steps else str(steps),
+        "ran for": "" if seconds is None else describe_seconds(seconds),
+        "steps": "" if not steps else f"{steps:,}",
         "memory": "" if memory is None else describe_bytes(memory),
     }
 
 
-def _shares(instances: Sequence[InstanceReport]) -> list[Mapping[str, str]]:
-    """The rows of the phases that took time: each one's share in the time of each instance."""
-    phases = dict.fromkeys(phase for it in instances for phase, seconds in it.phase_seconds.items() if seconds)
-    wholes = {it.index: sum(it.phase_seconds.values()) or 1.0 for it in instances}
-    return [
-        {"phase": phase}
-        | {str(it.index): f"{it.phase_seconds.get(phase, 0.0) / wholes[it.index]:.0%}" for it in instances}
-        for phase in phases
-    ]
+def _shares(instance: InstanceReport) -> Mapping[str, str]:
+    """The row of an instance: the share of its time that each phase took, by phase."""
+    whole = sum(instance.phase_seconds.values()) or 1.0
+    shares = {
+        phase: f"{seconds / whole:.0%}" if seconds else "" for phase, seconds in instance.phase_seconds.items()
+    }
+    return {"instance": str(instance.index), **shares}
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Rows under their headings, without columns that are empty; those of ``texts`` stand to the left."""
+    """Rows under their headings, without columns that are empty; those of ``_TEXTS`` stand to the left."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
     for heading in headings:
