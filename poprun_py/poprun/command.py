@@ -285,15 +285,11 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
 def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
     """``plan`` as text, in the form that the command line asks for."""
     if line.emitted is not None:
-        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
+        from poprun.emit import emit_job  # noqa: PLC0415 - most jobs run here
 
-        surroundings = Surroundings(
-            image=line.image,
-            python=sys.executable,
-            options=_options_again(line),
-            user_num_threads=os.environ.get(NUM_THREADS, ""),
-        )
-        return emit_job(plan, line.emitted, surroundings)
+        command = (sys.executable, "-m", "poprun", *_options_again(line))
+        user_num_threads = os.environ.get(NUM_THREADS, "")
+        return emit_job(plan, line.emitted, image=line.image, command=command, user_num_threads=user_num_threads)
     from poprun.render import render_plan  # noqa: PLC0415 - most jobs are not shown
 
     return render_plan(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from poprun.emit import Surroundings, emit_job
+from poprun.emit import emit_job
 from poprun.text.screen import EmitKind
 from tests.contract import default_group_laws, joining_program
 from tests.contract.forked_calls import ForkedWorlds
@@ -122,7 +122,7 @@ def test_four_variables_are_enough(forked_world: ForkedWorlds) -> None:
 def test_pods_of_an_indexed_job_are_instances(forked_world: ForkedWorlds) -> None:
     """What the pods of a JobSet are told makes them one job, with as many replicas as the plan gave it."""
     plan = planned(num_instances=2, num_replicas=4, program=("train",))
-    manifest = yaml.safe_load(emit_job(plan, EmitKind.JOBSET, Surroundings(image="image")))
+    manifest = yaml.safe_load(emit_job(plan, EmitKind.JOBSET, image="image"))
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     told = {it["name"]: it["value"] for it in pod["containers"][0]["env"] if "value" in it}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popdist.environments import Launcher, detect
-from poprun.emit import Surroundings, emit_job, job_name
+from poprun.emit import emit_job, job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import AskedMapping, EndingSettings
@@ -78,8 +78,8 @@ def test_the_manifest(name: str) -> None:
 def test_the_batch_script() -> None:
     """It asks Slurm for what the plan needs, and calls poprun, which finds it there."""
     plan = replace(CPU_PLAN, working_directory="/data/my runs")
-    options = ("--num-replicas=8", "--mpi-global-args=-x A")
-    text = emit_job(plan, EmitKind.SBATCH, Surroundings(python="/opt/python", options=options))
+    command = ("/opt/python", "-m", "poprun", "--num-replicas=8", "--mpi-global-args=-x A")
+    text = emit_job(plan, EmitKind.SBATCH, command=command)
 
     assert text == SLURM_GOLDEN
 
@@ -87,17 +87,17 @@ def test_the_batch_script() -> None:
 def test_the_batch_script_asks_for_gpus() -> None:
     """As many as its instances use, whose replicas take turns on them: fewer than there are virtual IPUs."""
     shared = planned(with_gpus("f" * 8), num_instances=4, instances_per_replica=2, ipus_per_replica=4)
-    text = emit_job(GPU_PLAN, EmitKind.SBATCH, Surroundings())
+    text = emit_job(GPU_PLAN, EmitKind.SBATCH)
 
     assert "#SBATCH --gpus-per-node=4\n" in text
-    assert "#SBATCH --gpus-per-node=8\n" in emit_job(shared, EmitKind.SBATCH, Surroundings())
-    assert "nvidia.com/gpu: 2\n" in emit_job(shared, EmitKind.JOBSET, Surroundings(image=IMAGE))
+    assert "#SBATCH --gpus-per-node=8\n" in emit_job(shared, EmitKind.SBATCH)
+    assert "nvidia.com/gpu: 2\n" in emit_job(shared, EmitKind.JOBSET, image=IMAGE)
 
 
 def test_a_line_break_fits_no_line_of_sbatch() -> None:
     """It would end the line, and the rest would be a command."""
     with pytest.raises(UsageError, match="has a line break in it"):
-        emit_job(replace(CPU_PLAN, working_directory="/a\nrm"), EmitKind.SBATCH, Surroundings())
+        emit_job(replace(CPU_PLAN, working_directory="/a\nrm"), EmitKind.SBATCH)
 
 
 @st.composite
@@ -128,7 +128,7 @@ def some_plans(draw: st.DrawFn) -> LaunchPlan:
 @given(plan=some_plans(), kind=st.sampled_from([EmitKind.MPIJOB, EmitKind.JOBSET]))
 def test_an_api_server_takes_it(plan: LaunchPlan, kind: EmitKind) -> None:
     """Whatever the plan, the manifest is as its schema asks, and the program's words arrive as they were."""
-    spec = _check(emit_job(plan, kind, Surroundings(image=IMAGE)), kind)["spec"]
+    spec = _check(emit_job(plan, kind, image=IMAGE), kind)["spec"]
     if kind is EmitKind.JOBSET:
         pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     else:
@@ -162,9 +162,7 @@ def test_popdist_finds_its_place_in_a_pod(plan: LaunchPlan, data: st.DataObject)
 def test_the_threads_that_the_user_has_set_go_into_pods(kind: EmitKind) -> None:
     """A pod does not inherit what poprun does not set; what is no number says nothing of a pod."""
     plan = replace(CPU_PLAN, threads_per_replica=None)
-    with_threads, without = (
-        emit_job(plan, kind, Surroundings(image=IMAGE, user_num_threads=text)) for text in ("3", "many")
-    )
+    with_threads, without = (emit_job(plan, kind, image=IMAGE, user_num_threads=text) for text in ("3", "many"))
 
     assert "OMP_NUM_THREADS" not in without
     assert re.search(r"OMP_NUM_THREADS(=3|\s+(- |value: )'3')", with_threads)
@@ -174,7 +172,7 @@ def test_an_mpi_of_another_kind() -> None:
     """The manifest is for the MPI that the plan would start with; without one it is Open MPI's."""
     for mpi, name, first in ((None, "OpenMPI", "mpirun"), (MPICH, "MPICH", "mpiexec")):
         plan = replace(CPU_PLAN, mpi=mpi, mpi_global_args=("-g",), mpi_local_args=("-l",))
-        spec = _check(emit_job(plan, EmitKind.MPIJOB, Surroundings(image=IMAGE)), EmitKind.MPIJOB)["spec"]
+        spec = _check(emit_job(plan, EmitKind.MPIJOB, image=IMAGE), EmitKind.MPIJOB)["spec"]
         command = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
 
         assert (spec["mpiImplementation"], command[4]) == (name, first)
@@ -200,11 +198,11 @@ def test_names(program: tuple[str, ...], name: str) -> None:
 def test_what_is_missing(kind: EmitKind) -> None:
     """A pod needs an image, a job a program, and no instance can have variables of its own."""
     with pytest.raises(UsageError, match="add --image NAME"):
-        emit_job(planned(), kind, Surroundings())
+        emit_job(planned(), kind)
     with pytest.raises(UsageError, match="--instance-mpi-local-args: the pods of a job are all alike"):
-        emit_job(replace(CPU_PLAN, instance_variables=((0, (("A", "1"),)),)), kind, Surroundings(image=IMAGE))
+        emit_job(replace(CPU_PLAN, instance_variables=((0, (("A", "1"),)),)), kind, image=IMAGE)
     with pytest.raises(UsageError, match=f"--emit {kind} needs the PROGRAM"):
-        emit_job(planned(program=()), kind, Surroundings(image=IMAGE))
+        emit_job(planned(program=()), kind, image=IMAGE)
 
 
 def _check(text: str, kind: EmitKind) -> dict[str, Any]:
@@ -217,7 +215,7 @@ def _check(text: str, kind: EmitKind) -> dict[str, Any]:
 
 def _pod_environment(plan: LaunchPlan, index: int) -> dict[str, str]:
     """The variables of pod ``index`` of the JobSet; Kubernetes adds the index to each pod of an indexed Job."""
-    manifest = _check(emit_job(plan, EmitKind.JOBSET, Surroundings(image=IMAGE)), EmitKind.JOBSET)
+    manifest = _check(emit_job(plan, EmitKind.JOBSET, image=IMAGE), EmitKind.JOBSET)
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     variables = pod["containers"][0]["env"]
     assert all(it.get("valueFrom", INDEX) == INDEX for it in variables)
@@ -231,7 +229,7 @@ def _expanded(word: str) -> str:
 
 
 def _written(name: str) -> str:
-    return emit_job(GOLDEN[name], EmitKind(name.partition(".")[2]), Surroundings(image=IMAGE))
+    return emit_job(GOLDEN[name], EmitKind(name.partition(".")[2]), image=IMAGE)
 
 
 if __name__ == "__main__":  # renews the golden manifests; read them before you keep them

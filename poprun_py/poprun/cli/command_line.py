@@ -162,9 +162,10 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
 
 
 def _imported(path: str) -> tuple[OptionValue, ...]:
-    from poprun.cli.config_file import import_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
+    from poprun.cli.config_file import read_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
+    from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
 
-    return import_config(path, NOT_LOCAL)
+    return read_config(read_text(path, f"--{_IMPORT}"), path, NOT_LOCAL)
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:

@@ -13,17 +13,12 @@ import yaml
 from poprun.cli.options import HELP_ALL, Option, OptionValue
 from poprun.errors import UsageError
 from poprun.text.atomic_file import check_target, write_whole
-from poprun.text.input_files import YamlError, compose_yaml, read_text
+from poprun.text.input_files import YamlError, compose_yaml
 
 _NULL: Final = "tag:yaml.org,2002:null"
 _TEXT: Final = "tag:yaml.org,2002:str"
 _MAPPING: Final = "tag:yaml.org,2002:map"
 _SEQUENCE: Final = "tag:yaml.org,2002:seq"
-
-
-def import_config(path: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
-    """Read the file of options at ``path``; an error names the line."""
-    return read_config(read_text(path, "--import-config"), path, options)
 
 
 def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:

@@ -137,7 +137,7 @@ SECONDS_OR_OFF: Final = Kind(
 )
 INSTANCES: Final = Kind(metavar="N", read=_instances)
 SWITCH: Final = Kind(metavar="", read=_boolean, is_switch=True)
-FLAG: Final = Kind(metavar="", read=lambda text: text != "0", is_counted=True)
+FLAG: Final = Kind(metavar="", read=bool, is_counted=True)
 COUNTED: Final = Kind(metavar="", read=NUMBER.read, is_counted=True)
 NAME: Final = Kind(metavar="NAME", read=_name)
 STEPS: Final = Kind(metavar="FIRST:STOP", read=_steps)

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from poprun.errors import UsageError
@@ -22,34 +22,29 @@ _MAX_NAME: Final = 40  # characters of a job's name; the operators append to it,
 _QUOTED: Final = frozenset(" \t\"'#")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """The facts that a cluster's job needs beside its plan."""
-
-    image: str | None = None  # the container image that holds the program, or None
-    python: str = "python3"  # the interpreter that runs poprun
-    # the words of poprun's command line that the plan was made from, without those that are for the print-out
-    options: tuple[str, ...] = ()
-    user_num_threads: str = ""  # OMP_NUM_THREADS as the user has set it here
-
-
-def emit_job(plan: LaunchPlan, kind: EmitKind, surroundings: Surroundings) -> str:
+def emit_job(
+    plan: LaunchPlan,
+    kind: EmitKind,
+    *,
+    image: str | None = None,  # the container image that holds the program
+    command: Sequence[str] = ("poprun",),  # how a batch script calls poprun to make the same plan
+    user_num_threads: str = "",  # OMP_NUM_THREADS as the user has set it here
+) -> str:
     """``plan`` as a job of ``kind``, as text; a UsageError says what is missing, or what the kind cannot say."""
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
-    if plan.threads_per_replica is None and re.fullmatch("[1-9][0-9]*", surroundings.user_num_threads):
-        plan = replace(plan, threads_per_replica=int(surroundings.user_num_threads))
+    if plan.threads_per_replica is None and re.fullmatch("[1-9][0-9]*", user_num_threads):
+        plan = replace(plan, threads_per_replica=int(user_num_threads))
     name = job_name(plan)
     if kind is EmitKind.SBATCH:
-        words = (surroundings.python, "-m", "poprun", *surroundings.options, *plan.program)
-        return batch_script(plan, name, words)
-    if surroundings.image is None:
+        return batch_script(plan, name, (*command, *plan.program))
+    if image is None:
         raise UsageError(
             "a pod needs a container image that holds the program, Python and popdist: add --image NAME"
         )
     from poprun.emit.kubernetes import jobset, mpijob  # noqa: PLC0415 - see the module's docstring
 
-    return (jobset if kind is EmitKind.JOBSET else mpijob)(plan, name, surroundings.image)
+    return (jobset if kind is EmitKind.JOBSET else mpijob)(plan, name, image)
 
 
 def job_name(plan: LaunchPlan) -> str:
