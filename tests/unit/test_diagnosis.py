@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, render_findings
+from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
 from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
 from poprun.probe.limits import MemoryLimits
 from poprun.text.screen import ReportFormat
@@ -158,6 +158,13 @@ def test_json() -> None:
         "found": NO_TORCH["torch"],
         "remedy": "/env/bin/python -m pip install torch",
     }
+
+
+def test_a_terminal_obeys_nothing_that_another_host_says() -> None:
+    """Its words are shown, line by line."""
+    finding = judge_hosts(("n1",), "1 of 1 hosts cannot take part:\n  n1  it says \x1b[2J")
+
+    assert render_findings((finding,), ReportFormat.TABLE).splitlines()[1].endswith("it says \\x1b[2J")
 
 
 def test_what_the_other_python_says() -> None:

@@ -15,7 +15,7 @@ from poprun.doctor.facts import InstallationFacts
 from poprun.plan.program_environment import HASH_SEED
 from poprun.render.table import terminal_text
 from poprun.text.ranges import describe_bytes, fold_hosts, fold_numbers
-from poprun.text.screen import ReportFormat
+from poprun.text.screen import ReportFormat, visible
 
 FORM_VERSION: Final = 1  # of the form of the JSON that --doctor prints
 NEWEST_TORCH: Final = (2, 15)  # the newest torch with which the tests were run (scripts/test-torch)
@@ -47,20 +47,16 @@ class Finding:
 
 def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
     """The findings on everything that a job on this machine, or on several, needs."""
-    return tuple(
-        finding
-        for judge in (
-            _libraries,
-            _mpi,
-            _gpus,
-            _cores,
-            _memory,
-            _shared_memory,
-            _loopback,
-            _hash_seed,
-            _other_hosts,
-        )
-        for finding in judge(facts)
+    return (
+        *_libraries(facts),
+        *_mpi(facts),
+        *_gpus(facts),
+        *_cores(facts),
+        *_memory(facts),
+        *_shared_memory(facts),
+        *_loopback(facts),
+        *_hash_seed(facts),
+        *_other_hosts(facts),
     )
 
 
@@ -89,7 +85,9 @@ def render_findings(
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        table.add_row(finding.subject, Text(finding.state, _STYLES[finding.state]), finding.found)
+        table.add_row(
+            finding.subject, Text(finding.state, _STYLES[finding.state]), visible(finding.found, keeps="\n")
+        )
         if finding.remedy:
             table.add_row("", "", Text(f"→ {finding.remedy}", "cyan"))
     verdict = "jobs of this machine can run" if can_run(findings) else "no job can run before that is mended"
