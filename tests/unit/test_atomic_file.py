@@ -1,4 +1,4 @@
-"""A file that poprun writes goes where the user said, not where another user's link leads."""
+"""A file is written wholly or not at all, where the user said, and not where another user's link leads."""
 
 import os
 import stat
@@ -14,16 +14,40 @@ from poprun.text.atomic_file import check_target, write_whole
 
 @pytest.mark.parametrize("name", ["mine", "chain", "dangling"])
 def test_links_of_ones_own_stay_links(tmp_path: Path, name: str) -> None:
-    """The file that they name in the end is written, whether or not it is there."""
+    """The file that they name in the end is written, whether or not it is there; nothing is left beside it."""
     (tmp_path / "file").write_text("old")
     (tmp_path / "mine").symlink_to("file")
     (tmp_path / "chain").symlink_to(tmp_path / "mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "new")
-    check_target(str(tmp_path / name))
-    write_whole(str(tmp_path / name), "text")
+    files = {"file", "mine", "chain", "dangling"}
+    for _ in range(2):
+        check_target(str(tmp_path / name))
+        write_whole(str(tmp_path / name), "néw\n")
 
     assert (tmp_path / name).is_symlink()
-    assert (tmp_path / name).read_text() == "text"
+    assert (tmp_path / name).read_text(encoding="utf-8") == "néw\n"
+    assert {it.name for it in tmp_path.iterdir()} == files | ({"new"} if name == "dangling" else set())
+
+
+def test_a_file_that_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
+    """A missing directory, a file in the place of one, a directory, a device, a pipe, a name that is too long."""
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    wrong = ("missing/report.json", "file/report.json", ".", "pipe", "/dev/null", "x" * 300)
+
+    for name in wrong:
+        with pytest.raises(OSError, match=r"\S"):
+            check_target(str(tmp_path / name))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """And no half of the new one."""
+    (tmp_path / "report.json").write_text("old")
+
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(str(tmp_path / "report.json"), "\udcff")
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("report.json", "old")]
 
 
 def test_a_circle_of_links(tmp_path: Path) -> None:

@@ -28,9 +28,6 @@ _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
 
 
-_NO_VERDICT: Final = Verdict()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """What is known of a job that did not end well."""
@@ -43,7 +40,7 @@ class Findings:
     left_early: tuple[int, ...] = ()  # instances that had ended with 0 when the MPI launcher ended the others
     # whether the launcher has failed only because one of its processes was killed
     has_launcher_followed: bool = False
-    verdict: Verdict = _NO_VERDICT  # who is at fault
+    verdict: Verdict = field(default_factory=Verdict)  # who is at fault
     # what to write instead, where another Python than poprun's own lacks a module; or empty
     other_python: str = ""
 

@@ -12,7 +12,7 @@ from popdist.progress import PhaseCounters
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
-from poprun.job.performance.slowness import Slowness, describe_slowness
+from poprun.job.performance.slowness import describe_slowness
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.report.printed_report import render_end
@@ -62,7 +62,7 @@ def render_job(job: Mapping[str, object]) -> str:
 
 
 def _lease_to_dict(lease: HeldLease) -> dict[str, object]:
-    return {"host": lease.host, "held": list(lease.names), "partition": lease.partition, "pool": lease.pool}
+    return {"host": lease.host, "held": lease.names, "partition": lease.partition, "pool": lease.pool}
 
 
 def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd) -> dict[str, object]:
@@ -76,12 +76,12 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "stop_reason": end.stop_reason,
         "first_failure": None if failed is None else failed.index,
         "launcher_exit_code": None if end.launcher_code is None else shell_code(end.launcher_code),
-        "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
-        "survivors": list(end.survivors),
+        "launcher_excerpt": (end.findings or Findings()).launcher_words.lines,
+        "survivors": end.survivors,
         "printed": render_end(end, plan) if end.is_over else [],
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
-        "warnings": list(end.warnings),
-        "slowdowns": [_slowdown_to_dict(it) for it in end.slowdowns],
+        "warnings": end.warnings,
+        "slowdowns": [{"text": describe_slowness(it), **asdict(it)} for it in end.slowdowns],
         "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(recent_fits(end.clock_rounds).items())},
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
@@ -90,20 +90,15 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
     }
 
 
-def _slowdown_to_dict(slowdown: Slowness) -> dict[str, object]:
-    values = {**asdict(slowdown), "reasons": list(slowdown.reasons), "hosts": list(slowdown.hosts)}
-    return {"text": describe_slowness(slowdown), **values}
-
-
 def _verdict_to_dict(verdict: Verdict) -> dict[str, object]:
     since = verdict.since_epoch_seconds
     return {
         "cause": str(verdict.cause),
-        "culprits": list(verdict.culprits),
-        "victims": list(verdict.victims),
-        "torn_down": list(verdict.torn_down),
+        "culprits": verdict.culprits,
+        "victims": verdict.victims,
+        "torn_down": verdict.torn_down,
         "places": {str(index): place for index, place in sorted((verdict.places or {}).items())},
-        "details": list(verdict.details),
+        "details": verdict.details,
         "since": None if since is None else _utc(since),
         "advice": verdict.advice,
     }
@@ -120,9 +115,9 @@ def _clock_to_dict(clock: ClockFit) -> dict[str, float]:
 
 def _evidence_to_dict(evidence: InstanceEvidence) -> dict[str, object]:
     return {
-        "stack": _frames_to_list(evidence.standing or evidence.crash),
+        "stack": _frames_of(evidence.standing or evidence.crash),
         "helpers": [
-            {"process": helper.process, "stack": _frames_to_list(helper.standing)} for helper in evidence.helpers
+            {"process": helper.process, "stack": _frames_of(helper.standing)} for helper in evidence.helpers
         ],
         "groups": [
             {
@@ -141,14 +136,14 @@ def _evidence_to_dict(evidence: InstanceEvidence) -> dict[str, object]:
             }
             for group in evidence.groups
         ],
-        "full_disks": list(evidence.full_disks),
+        "full_disks": evidence.full_disks,
     }
 
 
-def _frames_to_list(standing: Standing) -> list[str]:
+def _frames_of(standing: Standing) -> Sequence[str]:
     """The main thread's calls, the latest last; what /proc tells where there is no stack."""
     frames = standing.threads[0] if standing.threads else ()
-    return [f"{it.file}:{it.line} in {it.function}" for it in frames] or list(standing.processes)
+    return [f"{it.file}:{it.line} in {it.function}" for it in frames] or standing.processes
 
 
 def _instance_to_dict(
@@ -165,22 +160,22 @@ def _instance_to_dict(
         "replicas": fold_numbers(instance.replicas),
         **({"place": place} if (place := plan.parallelism.place_of(status.index)) else {}),
         "ipus": fold_numbers(instance.ipus),
-        "devices": list(instance.devices),
+        "devices": instance.devices,
         "exit_code": None if code is None else shell_code(code),
         "signal": name_code(-signum) if code is not None and (signum := signal_of(code)) else "",
         "was_stopped": status.was_stopped,
         "problem": status.problem,
         "hint": findings.reason_of(status) if status.has_failed else "",
-        "excerpt": list(words.lines),
+        "excerpt": words.lines,
         "began_seconds": delay_seconds,
         "duration_seconds": None if began is None or ended is None else round(ended - began, _DIGITS),
         "peak_memory_bytes": status.memory.peak_bytes or None,
         "memory": [
-            [round(at_seconds - (began or 0.0), _DIGITS), num_bytes]
+            (round(at_seconds - (began or 0.0), _DIGITS), num_bytes)
             for at_seconds, num_bytes in status.memory.samples
         ],
         "num_steps": count_steps(status) or None,
-        "last_lines": list(end.last_lines.get(status.index, ())),
+        "last_lines": end.last_lines.get(status.index, ()),
         "curves": curves_to_dict(curves) if (curves := _own_curves(end, status.index)) else {},
         "phase_seconds": _phase_seconds(end, status),
         "evidence": _evidence_to_dict(known) if (known := end.evidence.get(status.index)) else None,
