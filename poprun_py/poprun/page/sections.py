@@ -109,7 +109,7 @@ def _end(job: Json) -> str:
     attempts = job["attempts"]
     parts = [_text(job["error"])]
     if len(attempts) == 1:
-        parts.append(_text(_told(attempts[0])))
+        parts.append(_text(_printed_end(attempts[0])))
     else:
         entries = [_attempt(number, attempt) for number, attempt in enumerate(attempts)]
         parts += [element("ul", *entries, class_="entries")] if entries else []
@@ -122,10 +122,10 @@ def _attempt(number: int, attempt: Json) -> str:
     state = end if attempt["is_over"] else "runs for"
     duration = describe_seconds(attempt["duration_seconds"])
     name = element("b", f"attempt {number}")
-    return element("li", name, escaped(f" {state} {duration}"), _text(_told(attempt)))
+    return element("li", name, escaped(f" {state} {duration}"), _text(_printed_end(attempt)))
 
 
-def _told(attempt: Json) -> str:
+def _printed_end(attempt: Json) -> str:
     """What poprun has printed of an attempt's end, else why it stopped it."""
     return "\n".join(attempt["printed"]) or str(attempt["stop_reason"])
 
