@@ -5,6 +5,8 @@ Holds poprun.job.agents, poprun.job.key_proofs, poprun.job.output.streams and po
 
 import json
 import os
+import resource
+import selectors
 import socket
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from poprun.job.agents import AgentLinks
 from poprun.messages.control import MAX_MESSAGE_BYTES, abstract_address
 from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES
 from tests.process.endings import has_met, write_program
@@ -81,7 +84,25 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
     assert err.count("refused") == 10
 
 
-KNOCK = """
+def test_a_monitor_for_which_there_is_no_descriptor_does_not_end_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """All agents are connected, here none, and the programs run."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with selectors.DefaultSelector() as selector, socket.socket(socket.AF_UNIX) as monitor:
+        links = AgentLinks(0, selector, None)
+        monitor.connect(abstract_address(links.address))
+        ((key, _),) = selector.select(DEADLINE_SECONDS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            assert list(key.data()) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not selector.get_map()
+        links.close()
+
+    assert "no monitor can connect to this job any more: too many open files" in capsys.readouterr().err
+
+
+CONNECT = """
 import os, socket, sys
 os.setuid(30_000)
 for _ in range(5):
@@ -92,17 +113,17 @@ for _ in range(5):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_knocks_of_another_user_are_one_line(poprun: Poprun) -> None:
+def test_connections_of_another_user_are_one_line(poprun: Poprun) -> None:
     """However often: nobody fills the terminal of another user."""
     with poprun.started(
         "--launcher=local", "-n1", sys.executable, "-c", "input(print('here', flush=True))"
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        run([sys.executable, "-c", KNOCK, control_socket(process.pid)]).succeeded()
+        run([sys.executable, "-c", CONNECT, control_socket(process.pid)]).succeeded()
         _, err = process.communicate("x\n", timeout=DEADLINE_SECONDS)
 
-    assert err.count("refused: a process of another user knocked at the control socket") == 1
+    assert err.count("refused: a process of another user connected to the control socket") == 1
 
 
 OVER_TCP = """

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -21,9 +20,6 @@ import pytest
 from tests.faults.targets import bare_interpreters, named_processes
 from tests.process.endings import has_met, num_notes, write_program
 from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun, run, without_stamps
-
-if TYPE_CHECKING:
-    import subprocess
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -87,34 +83,6 @@ time.sleep(600)
     assert {file.name for file in (tmp_path / "meeting").glob("saved-*")} == {"saved-0", "saved-2"}
 
 
-def test_what_a_program_leaves_behind_ends_with_the_job(launcher: Poprun, tmp_path: Path) -> None:
-    """A good end leaves nothing running either; the suite's fixtures look."""
-    assert launcher("-n", "2", *write_program(tmp_path, "print(rank)")).succeeded().out
-
-
-def interrupt(process: "subprocess.Popen[str]", signum: int) -> None:
-    """Send a signal to poprun alone, as a terminal or a job scheduler does."""
-    os.kill(process.pid, signum)
-
-
-def test_ctrl_c_reaches_the_programs_as_sigint(launcher: Poprun, tmp_path: Path) -> None:
-    """A program may handle KeyboardInterrupt; it gets SIGTERM only when it takes longer than the grace."""
-    text = """
-try:
-    ready()
-    time.sleep(600)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
-    with launcher.started("-n", "2", *write_program(tmp_path, text)) as process:
-        wait_until(lambda: has_met(tmp_path, 2))
-        interrupt(process, signal.SIGINT)
-        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
-
-    assert process.returncode == 130
-    assert out.count("interrupted") == 2
-
-
 def test_the_tracebacks_of_ctrl_c_are_one_line(launcher: Poprun, tmp_path: Path) -> None:
     """The logs keep them, and what a program says at Ctrl-C is shown."""
     text = """
@@ -127,7 +95,7 @@ finally:
     words = ("--log-dir", "logs", "-n", "3", *write_program(tmp_path, text))
     with launcher.started(*words, cwd=tmp_path) as process:
         wait_until(lambda: has_met(tmp_path, 3))
-        interrupt(process, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE_SECONDS)
 
     logs = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file())
@@ -144,23 +112,24 @@ def test_a_second_ctrl_c_kills_at_once(launcher: Poprun, tmp_path: Path) -> None
 
     with launcher.started("--stop-timeout", "600", "-n", "2", *write_program(tmp_path, text)) as process:
         wait_until(lambda: has_met(tmp_path, 2))
-        interrupt(process, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         wait_until(lambda: num_notes(tmp_path, "told") == 2)
-        interrupt(process, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 130
 
 
 def test_a_missing_interpreter_is_told_as_the_shell_would(launcher: Poprun, tmp_path: Path) -> None:
-    """A script whose first line names nothing that exists: 127, and the path."""
+    """A script whose first line names nothing that exists: 127, and the path; it is not started again."""
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
 
-    finished = launcher("-n", "2", str(script))
+    finished = launcher("--max-restarts", "3", "-n", "2", str(script))
 
     assert finished.code == 127
+    assert "restart" not in finished.err
     assert f"{script} is a script for /no/such/interpreter, which is not there" in finished.err
 
 
@@ -289,7 +258,7 @@ def test_what_is_stopped_from_outside_obeys(launcher: Poprun, tmp_path: Path) ->
         launchers = psutil.Process(process.pid).children()
         for one in {*launchers, *bare_interpreters(process.pid)}:
             one.suspend()
-        interrupt(process, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 143
@@ -301,11 +270,11 @@ def test_ctrl_z_stops_the_programs_too(launcher: Poprun, tmp_path: Path) -> None
         wait_until(lambda: has_met(tmp_path, 2))
         programs = named_processes(process.pid, "program.py")
         everyone = [psutil.Process(process.pid), *programs]
-        interrupt(process, signal.SIGTSTP)
+        process.send_signal(signal.SIGTSTP)
         wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in everyone))
-        interrupt(process, signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
         wait_until(lambda: all(one.status() != psutil.STATUS_STOPPED for one in everyone))
-        interrupt(process, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 143

@@ -3,7 +3,6 @@
 Holds poprun.job.signals.
 """
 
-import os
 import re
 import signal
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.endings import has_met, write_program
-from tests.process.test_endings import interrupt, wait_until
+from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Poprun
 
 ATTEMPT = """
@@ -57,25 +56,13 @@ def test_a_job_that_would_fail_again_is_not_started_again(poprun: Poprun) -> Non
     assert "(--restart-anyway starts it all the same)" in finished.told
 
 
-def test_a_program_that_is_not_there_is_not_looked_for_again(poprun: Poprun, tmp_path: Path) -> None:
-    """It would not be there the next time."""
-    script = tmp_path / "script"
-    script.write_text("#!/no/such/interpreter\n")
-    script.chmod(0o700)
-
-    finished = poprun("--launcher=local", "--max-restarts", "3", str(script))
-
-    assert finished.code == 127
-    assert "restart" not in finished.err
-
-
 def test_ctrl_c_ends_a_pause(poprun: Poprun) -> None:
     """The failure stays the job's end; the second pause is longer than the first."""
     with poprun.started("--max-restarts", "9", sys.executable, "-c", ATTEMPT + "sys.exit(6)") as process:
         assert process.stderr is not None
         while "in 2 s" not in process.stderr.readline():
             pass
-        interrupt(process, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 6
@@ -106,7 +93,7 @@ time.sleep(600)
 """
     with launcher.started("--no-tag-output", "-n", "2", *write_program(tmp_path, text)) as process:
         wait_until(lambda: has_met(tmp_path, 2))
-        interrupt(process, signum)
+        process.send_signal(signum)
         out, _ = process.communicate(timeout=DEADLINE_SECONDS)
 
     assert (process.returncode, out.split("\n")) == (0, ["got it", "got it", ""])
@@ -117,11 +104,11 @@ def test_a_program_that_handles_no_signal_is_left_alone(launcher: Poprun, tmp_pa
     words = write_program(tmp_path, "ready()\ntime.sleep(600)")
     with launcher.started("-vv", "-n", "2", *words) as process:
         wait_until(lambda: has_met(tmp_path, 2))
-        interrupt(process, signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR1)
         assert process.stderr is not None
         while "signal_unhandled" not in process.stderr.readline():
             pass
-        os.kill(process.pid, signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 143
@@ -135,7 +122,7 @@ def test_programs_that_save_on_sigterm_give_the_exit_code(
     text = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(600)"
     with poprun.started("-n", "2", *write_program(tmp_path, text)) as process:
         wait_until(lambda: has_met(tmp_path, 2))
-        interrupt(process, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == expected

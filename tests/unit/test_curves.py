@@ -12,7 +12,6 @@ from popdist.progress import Progress
 from poprun.job.performance.curves import (
     MAX_NUMBERS,
     MAX_WINDOWS,
-    Fold,
     InstanceCurves,
     JobCurves,
     WindowedCurve,
@@ -30,21 +29,21 @@ def test_a_curve_is_bounded_and_lies_between_what_was_measured(
     points: list[tuple[float, float]], others: list[list[tuple[float, float]]]
 ) -> None:
     """The last value is kept; a fold has the least below the middle below the most."""
-    curves = []
+    instances = []
     for some in (points, *others):
-        curve = WindowedCurve("")
+        instances.append(InstanceCurves())
         for at_seconds, value in some:
-            curve.add(at_seconds, value)
+            instances[-1].add("loss", "", at_seconds, value)
+        curve = instances[-1].by_name["loss"]
         means = [it for it in curve.values(curve.window_seconds) if it is not None]
         assert 1 <= len(means) <= len(curve.values(curve.window_seconds)) <= MAX_WINDOWS
         assert min(value for _, value in some) - 1e-3 <= min(means)
         assert max(means) <= max(value for _, value in some) + 1e-3
         assert curve.last == some[-1][1]
-        curves.append(curve)
-    fold = Fold.of(curves)
+    fold = folds_to_dict(instances)["loss"]
 
-    assert len(fold.low) == len(fold.middle) == len(fold.high) <= MAX_WINDOWS
-    for low, middle, high in zip(fold.low, fold.middle, fold.high, strict=True):
+    assert len(fold["seconds"]) == len(fold["min"]) <= MAX_WINDOWS
+    for low, middle, high in zip(fold["min"], fold["median"], fold["max"], strict=True):
         assert (low is None) == (middle is None) == (high is None)
         assert low is None or middle is None or high is None or low <= middle <= high
 
@@ -132,7 +131,6 @@ def test_many_instances_are_folded() -> None:
         curves.add("memory", "bytes", MAX_WINDOWS + index - 1.0, 50.0)
     folded = folds_to_dict(instances)["memory"]
 
-    assert isinstance(folded, dict)
     assert (folded["unit"], folded["seconds"][:2], len(folded["min"])) == (
         "bytes",
         [2.0, 4.0],

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from poprun.job.end_verdict import combine, find_verdict_of_end, is_torn
-from poprun.job.evidence import Call, GroupRecord, InstanceEvidence
+from poprun.job.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.stacks import StackFrame, Standing
 from poprun.job.state import HOST_LOST, InstanceState, InstanceStatus
 from poprun.job.verdict import Cause, Verdict
 
@@ -203,12 +202,12 @@ def called(*sizes: int) -> InstanceEvidence:
 def test_calls_of_other_sizes_are_compared() -> None:
     """In gloo one of the two is aborted, and what it called is not known; else both calls are shown."""
     statuses, words = [STOPPED, ended(1, -signal.SIGABRT)], {1: last_words(SIZES.splitlines())}
-    crash = InstanceEvidence(crash=Standing(threads=((StackFrame("train.py", 9, "main"),),)))
+    crash = InstanceEvidence(crash=Stacks(threads=((StackFrame("train.py", 9, "main"),),)))
     known = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: called(4, 7)})
     unknown = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: crash})
     groups = "/v/site-packages/torch/distributed/distributed_c10d.py"
     stack = (StackFrame("train.py", 9, "main"), StackFrame(groups, 3151, "all_reduce"))
-    called_so = InstanceEvidence(crash=Standing(threads=(stack,)))
+    called_so = InstanceEvidence(crash=Stacks(threads=(stack,)))
     stands = find_verdict_of_end(statuses, words, {}, {0: called(4, 4), 1: called_so})
 
     assert {known.cause, unknown.cause} == {Cause.MISMATCH}
@@ -224,9 +223,9 @@ def test_calls_of_other_sizes_are_compared() -> None:
 def test_who_was_waited_for_until_the_others_gave_up() -> None:
     """It has called fewer collectives, and was alive when the first of them failed."""
     statuses = [ended(0, 1), ended(1, -15, 2.0, stopped=True)]
-    frames = Standing(threads=((StackFrame("train.py", 9, "main"),),))
+    frames = Stacks(threads=((StackFrame("train.py", 9, "main"),),))
     verdict = find_verdict_of_end(
-        statuses, {0: traceback(LATE)}, {}, {0: called(4, 4), 1: replace(called(4), standing=frames)}
+        statuses, {0: traceback(LATE)}, {}, {0: called(4, 4), 1: replace(called(4), stacks=frames)}
     )
 
     assert (verdict.cause, verdict.culprits, verdict.victims) == (Cause.ABSENT, (1,), (0,))
@@ -235,7 +234,7 @@ def test_who_was_waited_for_until_the_others_gave_up() -> None:
 
 def test_the_machine_knows_more_than_the_code() -> None:
     """Of a killed program that was out of memory, of a full disk, and of a crash."""
-    crash = InstanceEvidence(crash=Standing(threads=((StackFrame("train.py", 9, "main"),),)))
+    crash = InstanceEvidence(crash=Stacks(threads=((StackFrame("train.py", 9, "main"),),)))
     full = InstanceEvidence(full_disks=("/data",))
     killed = find_verdict_of_end([ended(0, -9)], {}, {0: "probably out of memory: the kernel killed it"}, {})
     crashed = find_verdict_of_end([ended(0, -11)], {}, {}, {0: crash})

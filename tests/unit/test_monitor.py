@@ -3,6 +3,7 @@
 Holds poprun.job.monitors, poprun.messages.view and poprun.monitor.job_table.
 """
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -13,13 +14,13 @@ from rich.console import Console
 
 from popdist.layout import Parallelism
 from popdist.progress import Progress
-from poprun.job.monitors import job_view
+from poprun.job.monitors import Viewers, job_view
 from poprun.job.performance.slowness import Slowness
 from poprun.job.performance.watch import PerformanceWatch
 from poprun.job.record import Record
 from poprun.job.state import InstanceState, InstanceStatus, JobIdentity, Usage
 from poprun.messages import ProtocolError
-from poprun.messages.control import decode, encode
+from poprun.messages.control import Link, decode, encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.job_table import Rate, fit, rates, render
 from poprun.monitor.top import draw_views
@@ -131,6 +132,22 @@ def test_who_is_slow_stands_below_the_title() -> None:
     assert drawn(view, [Rate()] * 2, width=80).splitlines()[3].endswith("train.py:7")
     for slow_words in ("x", "word " * 99):
         assert len(drawn(replace(JOB, slow=slow_words), [Rate()] * 3, height=10).splitlines()) <= 10
+
+
+def test_what_was_said_before_a_monitor_came_is_not_sent_to_it() -> None:
+    """It was printed elsewhere, perhaps long ago."""
+    record = Record(planned(), JobIdentity(job_id="5f", restart_count=0, began_at_seconds=0.0), 0.0)
+    viewers = Viewers()
+    assert not viewers.add_text("old")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        viewers.add(Link(ours))
+        assert viewers.add_text("new")
+        viewers.send_view(record, str, 1.0)
+        viewers.close()
+        view = JobView.from_message(decode(theirs.makefile("rb").read().rstrip()))
+
+    assert view.said == "new"
 
 
 def test_what_programs_write_moves_no_cursor() -> None:

@@ -127,8 +127,8 @@ def test_who_records_its_calls_is_asked_once_after_a_failure() -> None:
     stacks = {"event": "stacks", "text": "", "processes": ["process 9"]}
     before = [*HELLOS, *STARTED, (0, stats), (1, stats), (0, stacks), (1, stacks)]
     record = recorded([*before, exited(1, 3)])
-    assert snapshot(record).has_witnesses
-    assert not snapshot(recorded(before)).has_witnesses
+    assert snapshot(record).has_recorders
+    assert not snapshot(recorded(before)).has_recorders
 
     assert record.ask(103.0) == [0]
     assert record.evidence == {}
@@ -137,10 +137,10 @@ def test_who_records_its_calls_is_asked_once_after_a_failure() -> None:
 
     assert not record.awaits_evidence(103.1)
     assert list(record.evidence) == [0]
-    assert not snapshot(record).has_witnesses
+    assert not snapshot(record).has_recorders
     record.add_event(0, {**exited(0)[1], "was_stopped": True, "full_disks": ["/tmp"]}, 103.2)
     assert record.evidence[0].full_disks == ("/tmp",)
-    assert record.evidence[0].standing is not None
+    assert record.evidence[0].stacks.processes == ("process 9",)
 
 
 def test_who_has_reported_and_where_the_stores_listen() -> None:
@@ -194,7 +194,7 @@ def test_signals_shims_and_stacks_are_seen() -> None:
     with signals:
         for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(signum)
-    signals.is_output_closed = True
+    signals.note_closed_output(BrokenPipeError(errno.EPIPE, "late, from the thread that writes"))
     watch.note_living({7}, set(), 101.0)
     watch.note_living(set(), set(), 102.0)
     watch.note_living(set(), set(), 102.5)

@@ -1,9 +1,18 @@
-"""The tracebacks that Ctrl-C makes programs print, and nothing else, are taken out of what is shown."""
+"""The tracebacks that Ctrl-C makes programs print, and nothing else, are taken out of what is shown.
+
+Holds poprun.job.output.streams, too.
+"""
+
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.job.output.relay import MAX_HELD_LINES, InterruptFilter
+from poprun.job.output.streams import ProgramStreams
+from poprun.job.state import JobIdentity
+from poprun.plan.request import OutputSettings
+from tests.planning import planned
 
 HEADER = b"Traceback (most recent call last):\n"
 CALL = b'  File "/home/me/train.py", line 3, in <module>\n    time.sleep(600)\n'
@@ -61,3 +70,19 @@ def test_what_is_held_back_is_bounded() -> None:
 
     assert sift(endless) == (endless, ())
     assert InterruptFilter().feed(0, endless) != b""
+
+
+def test_an_attempt_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    """Whether or not its programs were started: a job may have many attempts."""
+    plan = planned(num_instances=2, output=OutputSettings(log_dir=str(tmp_path)))
+    before = set(Path("/proc/self/fd").iterdir())
+    for attempt, has_programs in enumerate((True, False)):
+        identity = JobIdentity(job_id="j", restart_count=attempt, began_at_seconds=0.0)
+        streams = ProgramStreams(plan, {}, identity)
+        if has_programs:
+            for instance in range(2):
+                streams.close(streams.open(instance, {}))
+            streams.start(lambda _error: None)
+        streams.finish(60.0)
+
+    assert set(Path("/proc/self/fd").iterdir()) == before

@@ -8,7 +8,7 @@ from typing import Any
 from popdist.progress import PhaseCounters, Progress
 from popdist.startup.phase_sampler import PHASES
 from poprun.devices.pool.records import HeldLease
-from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
+from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
 from poprun.job.performance.curves import JobCurves
 from poprun.job.performance.slowness import Slowness
 from poprun.job.record import JobEnd
@@ -16,7 +16,6 @@ from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
 from poprun.job.report.printed_report import render_end
 from poprun.job.report.report_file import job_to_dict, render_job
-from poprun.job.stacks import StackFrame, Standing
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.job.verdict import Cause, Verdict
 from poprun.messages.clock import Exchange
@@ -59,7 +58,7 @@ KILLED = replace(GOOD, index=1, exit_code=-15, exited_at_seconds=11.0, counters=
 THEN = 1_700_000_001.0
 CALL = Call(name="all_reduce", number=3, sizes=((4,),), types=("float32",), is_done=False, at_epoch_seconds=THEN)
 EVIDENCE = InstanceEvidence(
-    standing=Standing(threads=((StackFrame("train.py", 7, "main"),),)),
+    stacks=Stacks(threads=((StackFrame("train.py", 7, "main"),),)),
     helpers=(Helper(pid=9, process="process 9: ended"),),
     groups=(GroupRecord(name="0", num_called=3, num_done=2, calls=(CALL,)),),
     full_disks=("/tmp",),

@@ -27,7 +27,7 @@ def ended(
     bad = InstanceStatus(
         index=1, state=InstanceState.ENDED, exit_code=code, exited_at_seconds=1.0, progress=progress
     )
-    verdict = Verdict(cause=cause, culprits=(1,), places={1: place} if place else None)
+    verdict = Verdict(cause=cause, culprits=(1,), places={1: place} if place else {})
     words = {1: LastWords(summary=summary, lines=lines)}
     return JobEnd(statuses=[InstanceStatus(index=0), bad], findings=Findings(words=words, verdict=verdict))
 

@@ -6,23 +6,15 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
+from poprun.job.evidence import Helper, InstanceEvidence, StackFrame, Stacks, read_stacks
 from poprun.job.hangs import Hang
-from poprun.job.stacks import (
-    StackFrame,
-    StackInquiry,
-    Standing,
-    collective_of,
-    read_lines,
-    read_standing,
-    render_standings,
-)
+from poprun.job.stacks import StackInquiry, collective_of, read_lines, render_stacks
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.launch.program_watch import describe_process, name_system_call
 
@@ -46,7 +38,7 @@ def read_line(file: str, line: int) -> str:
 
 def test_the_main_thread_comes_first_and_the_latest_call_last() -> None:
     """With the source of a line where it is known."""
-    assert render_standings({1: read_standing(TEXT, [])}, read_line) == [
+    assert render_stacks({1: read_stacks(TEXT, [])}, read_line) == [
         "instance 1:",
         '  | File "train.py", line 13, in <module>',
         '  | File "train.py", line 8, in load',
@@ -67,8 +59,8 @@ def test_a_thread_of_a_process_group_that_has_no_work_is_not_shown() -> None:
     sampler = (StackFrame(f"{LIBRARY}/startup/phase_sampler.py", 9, "run"),)
     busy = (*idle, StackFrame(f"{LIBRARY}/host_memory/barriers.py", 7, "wait"))
 
-    assert len(render_standings({0: Standing(threads=(main, idle, sampler))}, read_line)) == 2
-    assert render_standings({0: Standing(threads=(main, busy))}, read_line)[2:] == [
+    assert len(render_stacks({0: Stacks(threads=(main, idle, sampler))}, read_line)) == 2
+    assert render_stacks({0: Stacks(threads=(main, busy))}, read_line)[2:] == [
         "  | thread 1:",
         '  | File "/usr/lib/threading.py", line 9, in run',
         f'  | File "{LIBRARY}/process_group/work_queue.py", line 4, in _work',
@@ -78,11 +70,11 @@ def test_a_thread_of_a_process_group_that_has_no_work_is_not_shown() -> None:
 
 def test_instances_that_stand_alike_are_shown_once() -> None:
     """In the order in which they are given, and of many groups the first ones."""
-    waiting = Standing(threads=((StackFrame("train.py", 14, "<module>"),),))
-    sleeping = Standing(processes=("process 7: sleeping (sleep 600)",))
-    standings = {2: sleeping, 0: waiting, 1: waiting, 3: Standing()}
+    waiting = Stacks(threads=((StackFrame("train.py", 14, "<module>"),),))
+    sleeping = Stacks(processes=("process 7: sleeping (sleep 600)",))
+    stacks = {2: sleeping, 0: waiting, 1: waiting, 3: Stacks()}
 
-    assert render_standings(standings, read_line) == [
+    assert render_stacks(stacks, read_line) == [
         "instance 2:",
         "  | process 7: sleeping (sleep 600)",
         "instances 0 and 1:",
@@ -90,7 +82,7 @@ def test_instances_that_stand_alike_are_shown_once() -> None:
         "instance 3:",
         "  | it has no process",
     ]
-    assert render_standings(standings, read_line, 2)[-1] == "and 1 more: Ctrl-\\ shows all"
+    assert render_stacks(stacks, read_line, 2)[-1] == "and 1 more: Ctrl-\\ shows all"
 
 
 def test_the_way_inside_popdist_is_left_out() -> None:
@@ -98,8 +90,8 @@ def test_the_way_inside_popdist_is_left_out() -> None:
     inside = [StackFrame(f"{LIBRARY}/groups.py", line, "wait") for line in range(5)]
     own = StackFrame("train.py", 8, "load")
 
-    waiting = render_standings({0: Standing(threads=((own, *inside),))}, read_line)
-    called = render_standings({0: Standing(threads=((*inside, own),))}, read_line)
+    waiting = render_stacks({0: Stacks(threads=((own, *inside),))}, read_line)
+    called = render_stacks({0: Stacks(threads=((*inside, own),))}, read_line)
 
     assert waiting[-2:] == [f'  | File "{LIBRARY}/groups.py", line 0, in wait', "  | … 4 calls inside popdist …"]
     assert len(called) == 1 + 5 + 2
@@ -109,7 +101,7 @@ def test_the_way_inside_popdist_is_left_out() -> None:
 def test_a_deep_stack_and_many_threads_keep_within_bounds(depth: int, num_helpers: int) -> None:
     """Both ends of the main thread are kept."""
     frames = tuple(StackFrame("train.py", line, "f") for line in range(1000, 1000 + depth))
-    lines = render_standings({0: Standing(threads=(frames, *[frames] * num_helpers))}, read_line)
+    lines = render_stacks({0: Stacks(threads=(frames, *[frames] * num_helpers))}, read_line)
 
     assert len(lines) <= 1 + 25 + 4 * 6 + 1
     assert lines[1] == '  | File "train.py", line 1000, in f'
@@ -119,7 +111,7 @@ def test_a_deep_stack_and_many_threads_keep_within_bounds(depth: int, num_helper
 @given(st.text() | st.text(alphabet='Thread 0x12\n File"", line in (most recent call first):'))
 def test_any_text_is_read(text: str) -> None:
     """A program may write what it likes behind its page."""
-    render_standings({0: read_standing(text, [])}, read_line)
+    render_stacks({0: read_stacks(text, [])}, read_line)
 
 
 def test_what_this_python_writes_is_understood() -> None:
@@ -138,10 +130,10 @@ def test_what_this_python_writes_is_understood() -> None:
         release.set()
         helper.join()
         file.seek(0)
-        standing = read_standing(file.read(), [])
+        stacks = read_stacks(file.read(), [])
 
-    assert standing.threads[0][-1].function == "test_what_this_python_writes_is_understood"
-    others = [frame.function for thread in standing.threads[1:] for frame in thread]
+    assert stacks.threads[0][-1].function == "test_what_this_python_writes_is_understood"
+    others = [frame.function for thread in stacks.threads[1:] for frame in thread]
     assert "wait_for_release" in others
 
 
@@ -235,7 +227,7 @@ def test_the_collective_of_torch_in_which_a_program_stands(frames: list[tuple[st
     """That which the program called, whatever it calls inside; nothing where the latest call is its own."""
     main = tuple(StackFrame(file, 1, function) for file, function in frames)
 
-    assert collective_of(Standing(threads=(main,) if main else ())) == call
+    assert collective_of(Stacks(threads=(main,) if main else ())) == call
 
 
 def test_lines_are_read_where_there_are_any(tmp_path: Path) -> None:
@@ -243,20 +235,19 @@ def test_lines_are_read_where_there_are_any(tmp_path: Path) -> None:
     program, pipe = tmp_path / "train.py", tmp_path / "pipe"
     program.write_text("import time\n    time.sleep(600)  # \x1b[2J\n")
     os.mkfifo(pipe)
-    places = {(str(program), 2), (str(program), 99), (str(pipe), 1), (str(tmp_path), 1), ("<string>", 1)}
+    places = ((str(program), 99), (str(pipe), 1), (str(tmp_path), 1), ("<string>", 1))
+    stacks = Stacks(threads=(tuple(StackFrame(*place, "f") for place in places),))
+    worker = Stacks(threads=((StackFrame(str(program), 2, "read"),),))
+    helper = Helper(pid=9, process="", stacks=worker)
 
-    found = {place: text for place, text in read_lines(places).items() if text}
+    found = read_lines([InstanceEvidence(stacks=stacks), InstanceEvidence(helpers=(helper,))])
 
-    assert found == {(str(program), 2): "time.sleep(600)  #  [2J"}
+    assert found(str(program), 2) == "time.sleep(600)  #  [2J"
+    assert [found(*place) for place in places] == [""] * 4
 
 
 RUNNING = [InstanceStatus(index=index, state=InstanceState.RUNNING) for index in range(3)]
 ENDED = [replace(status, state=InstanceState.ENDED) for status in RUNNING]
-
-
-def answer(*processes: str) -> dict[str, Any]:
-    """What an agent says of a program without stacks."""
-    return {"event": "stacks", "text": "", "processes": processes}
 
 
 def ask(statuses: list[InstanceStatus], asked: list[int] | None = None, hang: Hang | None = None) -> StackInquiry:
@@ -265,47 +256,53 @@ def ask(statuses: list[InstanceStatus], asked: list[int] | None = None, hang: Ha
     return StackInquiry(statuses, 0.0, lambda instance, _order: noted.append(instance), hang)
 
 
+def told(inquiry: StackInquiry, statuses: list[InstanceStatus], *answered: int) -> str:
+    """What is said when some have answered, each with a process and no stacks, and all had been asked before."""
+    evidence = {index: InstanceEvidence(stacks=Stacks(processes=(f"process {index}",))) for index in range(3)}
+    for index in answered:
+        inquiry.note_answer(index)
+    return inquiry.text(statuses, evidence, read_line)
+
+
 def test_it_is_said_when_all_have_answered() -> None:
     """Only those that run are asked."""
     asked: list[int] = []
     statuses = [*RUNNING[:2], ENDED[2]]
     inquiry = ask(statuses, asked)
-    inquiry.add_answer(0, answer("a"))
+    inquiry.note_answer(0)
     assert not inquiry.is_over(statuses, 1.0)
 
-    inquiry.add_answer(1, answer("b"))
+    said = told(inquiry, statuses, 1)
 
     assert asked == [0, 1]
     assert inquiry.is_over(statuses, 1.0)
-    assert inquiry.text(statuses) == (
-        "where the instances stand, the latest call last\n  instance 0:\n    | a\n  instance 1:\n    | b"
+    assert said == (
+        "where the instances stand, the latest call last\n"
+        "  instance 0:\n    | process 0\n  instance 1:\n    | process 1"
     )
 
 
 def test_nobody_is_waited_for_too_long() -> None:
     """One that does not answer in time, and one that ends meanwhile, are told as such."""
     inquiry = ask(RUNNING)
-    inquiry.add_answer(0, answer("a"))
     statuses = [*RUNNING[:2], ENDED[2]]
+    said = told(inquiry, statuses, 0)
 
     assert not inquiry.is_over(statuses, 3.9)
     assert inquiry.is_over(statuses, 4.0)
-    said = inquiry.text(statuses)
     assert "instance 1:\n    | no answer" in said
     assert "instance 2:\n    | it has ended" in said
 
 
 def test_nobody_is_asked_when_nobody_runs() -> None:
     """It is said at once."""
-    assert ask(ENDED).text(ENDED) == "no program runs"
+    assert told(ask(ENDED), ENDED) == "no program runs"
 
 
 def test_whoever_did_not_arrive_is_shown_first() -> None:
     """Of a hang."""
     inquiry = ask(RUNNING, hang=Hang(idle_seconds=5, waiting={"barrier()": (0, 1)}, absent=(2,)))
-    for index in range(3):
-        inquiry.add_answer(index, answer(f"process {index}"))
-    said = inquiry.text(RUNNING)
+    said = told(inquiry, RUNNING, 0, 1, 2)
 
     assert said.splitlines()[0] == "no progress for 5 s: instances 0 and 1 wait in barrier()"
     assert said.index("process 2") < said.index("process 0") < said.index("process 1")

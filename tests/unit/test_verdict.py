@@ -11,11 +11,10 @@ import pytest
 
 from popdist.layout import Parallelism
 from popdist.progress import FINALIZE
-from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
+from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
 from poprun.job.hangs import Hang
-from poprun.job.stacks import StackFrame, Standing
 from poprun.job.state import InstanceState, InstanceStatus
-from poprun.job.verdict import MAX_LINES, Cause, Verdict, describe_verdict, find_verdict_of_hang, own_places
+from poprun.job.verdict import MAX_LINES, Cause, describe_verdict, find_verdict_of_hang
 
 PROGRAM, TORCH, PYTHON = "/home/me/train.py", "/v/lib/python3.11/site-packages/torch", "/usr/lib/python3.11"
 Frames = tuple[tuple[str, int, str], ...]
@@ -37,9 +36,9 @@ STUCK_WORKER: Frames = (
 IDLE_WORKER: Frames = (*WORKER, (f"{PYTHON}/selectors.py", 415, "select"))
 
 
-def standing(frames: Frames) -> Standing:
+def stacks(frames: Frames) -> Stacks:
     """A program whose main thread is in these calls."""
-    return Standing(threads=(tuple(StackFrame(*frame) for frame in frames),))
+    return Stacks(threads=(tuple(StackFrame(*frame) for frame in frames),))
 
 
 def group(*names: str, first: int = 9, name: str = "0", is_pending: bool = True, **more: Any) -> GroupRecord:  # noqa: ANN401 - any field
@@ -56,7 +55,12 @@ def group(*names: str, first: int = 9, name: str = "0", is_pending: bool = True,
 
 def told(frames: Frames, *groups: GroupRecord, helpers: tuple[Helper, ...] = ()) -> InstanceEvidence:
     """What an instance has told."""
-    return InstanceEvidence(standing=standing(frames), groups=groups, helpers=helpers)
+    return InstanceEvidence(stacks=stacks(frames), groups=groups, helpers=helpers)
+
+
+def read_line(_file: str, line: int) -> str:
+    """The source of a line."""
+    return f"line {line}"
 
 
 def running(num: int, *ended: int) -> list[InstanceStatus]:
@@ -70,8 +74,8 @@ BEHIND = group("all_reduce", "all_reduce", is_pending=False)  # has done two, up
 AT_BARRIER = group("all_reduce", "all_reduce", "barrier")
 IN_BACKWARD, AT_END = "backward() of torch", "barrier() of torch.distributed"
 WORKERS = (
-    Helper(pid=8, process="process 8: sleeping in poll", standing=standing(IDLE_WORKER)),
-    Helper(pid=9, process="process 9: sleeping in clock_nanosleep", standing=standing(STUCK_WORKER)),
+    Helper(pid=8, process="process 8: sleeping in poll", stacks=stacks(IDLE_WORKER)),
+    Helper(pid=9, process="process 9: sleeping in clock_nanosleep", stacks=stacks(STUCK_WORKER)),
 )
 HELD = (Helper(pid=7, process="process 7: in an uninterruptible wait in read"),)
 ELSEWHERE = group("all_gather", first=4, name="7")
@@ -160,7 +164,7 @@ def test_the_table(
     size = max(2, len(evidence))
     absent = tuple(index for index in range(size) if index not in waits)
     hang = Hang(idle_seconds=5, waiting=waiting, absent=absent)
-    verdict = find_verdict_of_hang(hang, running(size), evidence, lambda _file, line: f"line {line}")
+    verdict = find_verdict_of_hang(hang, running(size), evidence, read_line)
 
     assert (verdict.cause, verdict.culprits) == (cause, culprits)
     assert verdict.victims == tuple(index for index in waits if index not in culprits)
@@ -174,9 +178,9 @@ def test_one_that_has_ended_is_named() -> None:
     left = Hang(idle_seconds=5, waiting={"barrier()": (0,), FINALIZE: (1,)})
 
     for found in (
-        find_verdict_of_hang(hang, running(2, 1), evidence),
-        find_verdict_of_hang(hang, running(2, 1), {}),
-        find_verdict_of_hang(left, running(2), {}),
+        find_verdict_of_hang(hang, running(2, 1), evidence, read_line),
+        find_verdict_of_hang(hang, running(2, 1), {}, read_line),
+        find_verdict_of_hang(left, running(2), {}, read_line),
     ):
         assert (found.cause, found.culprits, found.victims) == (Cause.EARLY_END, (1,), (0,))
 
@@ -187,7 +191,7 @@ def test_a_verdict_is_told_with_calls_places_and_lines() -> None:
     def told_of(row: int, **more: object) -> list[str]:
         _, waiting, evidence, *_ = TABLE[row]
         hang = Hang(idle_seconds=5, waiting=waiting, absent=(1,))
-        verdict = find_verdict_of_hang(hang, running(len(evidence)), evidence, lambda _file, line: f"line {line}")
+        verdict = find_verdict_of_hang(hang, running(len(evidence)), evidence, read_line)
         return describe_verdict(replace(verdict, **more), Parallelism())  # type: ignore[arg-type]
 
     assert told_of(0) == [
@@ -217,14 +221,8 @@ def test_sizes_that_may_differ_are_blamed_last() -> None:
     other = replace(other, calls=(replace(other.calls[0], sizes=((5,),)),))
     hang = Hang(idle_seconds=5, waiting={"scatter()": (0, 1)})
 
-    both = find_verdict_of_hang(hang, running(2), {0: told(BACKWARD, scatter), 1: told(BACKWARD, other)})
+    evidence = {0: told(BACKWARD, scatter), 1: told(BACKWARD, other)}
+    both = find_verdict_of_hang(hang, running(2), evidence, read_line)
+
     assert (both.cause, both.culprits) == (Cause.MISMATCH, ())
     assert both.since_epoch_seconds == 109.0
-
-
-def test_the_places_of_all_are_read() -> None:
-    """Of programs and their helpers; who stands in no code of the user's has none."""
-    evidence = {0: told(LOADING, helpers=WORKERS), 1: told(()), 2: InstanceEvidence()}
-
-    assert own_places(evidence) == {(PROGRAM, 17), (PROGRAM, 11)}
-    assert Verdict().at(0) == ""

@@ -40,6 +40,7 @@ from poprun.plan.program_environment import (
     passed_environment,
     program_environment,
 )
+from poprun.text.screen import log
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import HostRoute, JobNetwork
@@ -49,24 +50,17 @@ if TYPE_CHECKING:
 _TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
 _VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more
 _MOST_REASONS: Final = 10
-_OF_SHIMS: Final = ("agent_lost", "runtime_lost")
+_SHIM_EVENTS: Final = ("agent_lost", "runtime_lost")
 
 Event = tuple[int, dict[str, Any]]
 
 
 class AgentLinks:
-    """The links to a job's agents and monitors; ``selector`` calls back, ``warn`` says what was refused."""
+    """The links to a job's agents and monitors; what is registered with ``selector`` yields their events."""
 
-    def __init__(
-        self,
-        num_instances: int,
-        selector: selectors.BaseSelector,
-        warn: Callable[[str], None],
-        network: "JobNetwork | None" = None,
-    ) -> None:
+    def __init__(self, num_instances: int, selector: selectors.BaseSelector, network: "JobNetwork | None") -> None:
         self._num_instances = num_instances
         self._selector = selector
-        self._warn = warn
         self._refusals: set[str] = set()
         self._instance_of: dict[Link, int] = {}
         self._agents: dict[int, Link] = {}
@@ -85,9 +79,8 @@ class AgentLinks:
             self.viewers.close()
         if self._proofs is not None:
             self._proofs.close()
-        for listener in self._listeners:
-            self._selector.unregister(listener)
-            listener.close()
+        for listener in tuple(self._listeners):
+            self._stop_listening(listener)
         for link in tuple(self._instance_of):
             self._drop(link)
         for streams in self._streams.values():
@@ -139,19 +132,29 @@ class AgentLinks:
             try:
                 connection = listener.accept()[0]
             except OSError as error:
-                raise LaunchError(f"cannot hear an agent: {describe_error(error.errno or 0)}") from None
-            take(connection)
+                reason = describe_error(error.errno or 0)
+                if len(self._agents) < self._num_instances:
+                    raise LaunchError(f"cannot hear an agent: {reason}") from None
+                self._stop_listening(listener)  # the programs run, and go on
+                log(f"warning: no monitor can connect to this job any more: {reason}")
+            else:
+                take(connection)
             return ()
 
         self._listeners.append(listener)
         self._selector.register(listener, selectors.EVENT_READ, accept)
+
+    def _stop_listening(self, listener: socket.socket) -> None:
+        self._listeners.remove(listener)
+        self._selector.unregister(listener)
+        listener.close()
 
     def _take_process(self, connection: socket.socket) -> None:
         if peer_user(connection) == os.getuid():
             self._admit(Link(connection))
         else:
             connection.close()
-            self._refuse("a process of another user knocked at the control socket")
+            self._refuse("a process of another user connected to the control socket")
 
     def _admit(self, link: Link) -> None:
         link.connection.settimeout(_TALK_SECONDS)
@@ -164,7 +167,7 @@ class AgentLinks:
         """Warn of what was refused, once for each reason, so that nobody fills the terminal of another user."""
         if reason not in self._refusals and len(self._refusals) < _MOST_REASONS:
             self._refusals.add(reason)
-            self._warn(f"warning: refused: {reason}")
+            log(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:
         """The events that came over a link, each with its instance."""
@@ -188,8 +191,8 @@ class AgentLinks:
         instance, kind = self._instance_of[link], message["event"]
         if kind == VIEW_EVENT and instance < 0:
             self._let_go(link)
-            self._show_to(link)
-        elif kind in _OF_SHIMS and instance < 0 and message["instance"] in range(self._num_instances):
+            self._add_viewer(link)
+        elif kind in _SHIM_EVENTS and instance < 0 and message["instance"] in range(self._num_instances):
             self._drop(link)
             if kind == "runtime_lost" or message["instance"] not in self._agents:
                 yield message["instance"], message
@@ -231,7 +234,7 @@ class AgentLinks:
             return set()
         return {0, 1, 2} if instance == 0 else {1, 2}
 
-    def _show_to(self, link: Link) -> None:
+    def _add_viewer(self, link: Link) -> None:
         from poprun.job.monitors import Viewers  # noqa: PLC0415 - nobody looks at most jobs
 
         self.viewers = self.viewers or Viewers()

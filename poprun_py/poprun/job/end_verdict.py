@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Final
 
 from popdist.errors import name_instances
-from poprun.job.evidence import GroupRecord, InstanceEvidence
+from poprun.job.evidence import InstanceEvidence
 from poprun.job.record import order_of_failure
-from poprun.job.report.last_words import LastWords
+from poprun.job.report.last_words import LastWords, without_numbers
 from poprun.job.stacks import collective_of
 from poprun.job.state import InstanceStatus, signal_of
 from poprun.job.verdict import (
@@ -21,7 +21,7 @@ from poprun.job.verdict import (
     Verdict,
     blame_different,
     latest_own_frame,
-    odd_ones,
+    minority,
     place_text,
 )
 
@@ -118,8 +118,8 @@ def _blame(
     said = words.get(first.index, LastWords())
     known = evidence.get(first.index, InstanceEvidence())
     cause = _cause_of(first, said, reasons.get(first.index, ""))
-    kind = _kind(first, said)
-    alike = [it.index for it in own if _kind(it, words.get(it.index, LastWords())) == kind]
+    kind = kind_of_failure(first, words)
+    alike = [it.index for it in own if kind_of_failure(it, words) == kind]
     details = []
     if cause is Cause.FULL_DISK and known.full_disks:
         details.append(f"no space left in {' and '.join(known.full_disks)}")
@@ -131,8 +131,10 @@ def _blame(
     return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
 
 
-def _kind(status: InstanceStatus, said: LastWords) -> tuple[int | None, str, str]:
-    return status.exit_code, status.problem, re.sub(r"\d+", "#", said.summary)
+def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
+    """What instances that failed for the same reason have in common."""
+    said = words.get(status.index, LastWords())
+    return status.exit_code, status.problem, without_numbers(said.summary)
 
 
 def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
@@ -167,22 +169,17 @@ def _different_ends(
     brought = next((found for it in words.values() if len(found := _brought(it.lines)) > 1), {})
     if brought:
         details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in brought.items()]
-        culprits = odd_ones(list(brought.values()))
+        culprits = minority(list(brought.values()))
     else:
-        records = {index: it.groups for index, it in evidence.items()}
-        queue = _differing_queue(records, len(statuses))
-        if queue is not None:
+        if (queue := _differing_queue(evidence)) is not None:
             return blame_different(verdict, queue)
         details = [
             f"instance {it.index}: {_last_call(evidence.get(it.index))}{verdict.at(it.index)}" for it in statuses
         ]
         alone = [index for index, it in words.items() if _DIFFERENT.search(_last_lines(it))]
         others = [it.index for it in statuses if it.index not in alone]
-        culprits = (
-            odd_ones([others, alone])
-            if len(alone) == 1 and alone != [0] and _is_of_models(words[alone[0]])
-            else ()
-        )
+        has_other_model = len(alone) == 1 and alone != [0] and _is_of_models(words[alone[0]])
+        culprits = minority([others, alone]) if has_other_model else ()
     victims = tuple(it.index for it in statuses if it.has_failed and it.index not in culprits)
     return replace(
         verdict,
@@ -199,22 +196,13 @@ def _is_of_models(said: LastWords) -> bool:
     return "same param" in _last_lines(said)
 
 
-def _differing_queue(records: Mapping[int, Sequence[GroupRecord]], num_instances: int) -> Queue | None:
+def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
     """The first collective that two programs have called differently."""
-    names = dict.fromkeys(group.name for groups in records.values() for group in groups)
-    for name in names:
-        found = {index: group for index, groups in records.items() for group in groups if group.name == name}
-        numbers = sorted({call.number for group in found.values() for call in group.calls})
-        for number in numbers:
-            calls = {index: call for index, group in found.items() if (call := group.find(number)) is not None}
-            queue = Queue(
-                name=name,
-                number=number,
-                waiting=calls,
-                members=frozenset(range(num_instances)),
-                behind=frozenset(),
-                calls=calls,
-            )
+    for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
+        groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
+        for number in sorted({call.number for group in groups.values() for call in group.calls}):
+            calls = {index: call for index, group in groups.items() if (call := group.find(number)) is not None}
+            queue = Queue(name=name, number=number, waiting=calls, calls=calls)
             if queue.has_different_calls:
                 return queue
     return None

@@ -1,16 +1,17 @@
 """What an instance tells at a standstill or an end: where it stands, and which collectives it has called. Pure.
 
-It comes from the agents (`launch.program_watch`): stacks of the program and its helpers, and torch's recorder.
+It comes from the agents (`launch.program_watch`): the stacks of the program and its helpers as faulthandler writes
+them (https://docs.python.org/3/library/faulthandler.html), and torch's recorder.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from poprun.job.stacks import Standing, read_standing
-
 _NANOSECONDS: Final = 1e9
-_NOWHERE: Final = Standing()
+_THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
+_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _TYPES: Final = {
     "Float": "float32",
     "Double": "float64",
@@ -24,6 +25,44 @@ _TYPES: Final = {
     "Bool": "bool",
 }
 """What users call the types that torch's recorder names as C++ does."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One call on a stack: its file, line and function."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """The stacks of one program's threads at one moment."""
+
+    threads: tuple[tuple[StackFrame, ...], ...] = ()  # each with the latest call last; the main thread comes first
+    processes: tuple[str, ...] = ()  # what /proc tells of its processes, in words, when there are no stacks
+
+    @property
+    def main(self) -> tuple[StackFrame, ...]:
+        """The stack of the main thread; empty where there is none."""
+        return self.threads[0] if self.threads else ()
+
+
+def read_stacks(text: str, processes: Sequence[object]) -> Stacks:
+    """The stacks in faulthandler's text; lines that belong to none are passed over."""
+    threads: list[list[StackFrame]] = []
+    for line in text.splitlines():
+        frame = _FRAME.fullmatch(line)
+        if _THREAD.fullmatch(line):
+            threads.append([])
+        elif frame is not None and threads:
+            threads[-1].append(StackFrame(frame["file"], int(frame["line"]), frame["function"]))
+    main_first = tuple(tuple(reversed(thread)) for thread in reversed(threads))
+    return Stacks(threads=main_first, processes=tuple(map(str, processes)))
+
+
+_NO_STACKS: Final = Stacks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +118,25 @@ class Helper:
 
     pid: int
     process: str  # what /proc tells of it, in words
-    standing: Standing = _NOWHERE  # its stacks, where it writes them
+    stacks: Stacks = _NO_STACKS  # empty where it writes none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvidence:
     """What one instance has told."""
 
-    standing: Standing | None = None  # None when it has ended, or was not asked
+    stacks: Stacks = _NO_STACKS  # where it stands; empty when it has ended, or was not asked
     helpers: tuple[Helper, ...] = ()
     groups: tuple[GroupRecord, ...] = ()  # those that torch has recorded calls of
-    crash: Standing = _NOWHERE  # where it stood when a signal such as SIGSEGV ended it
+    crash: Stacks = _NO_STACKS  # where it stood when a signal such as SIGSEGV ended it
     full_disks: tuple[str, ...] = ()  # places that were full when the program had failed
+
+    @property
+    def frames(self) -> Iterator[StackFrame]:
+        """All calls on the stacks of the program and its helpers."""
+        for stacks in (self.stacks, self.crash, *(helper.stacks for helper in self.helpers)):
+            for thread in stacks.threads:
+                yield from thread
 
     def group(self, name: str) -> GroupRecord | None:
         """The record of the group of that name."""
@@ -101,56 +147,42 @@ def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = No
     """The evidence in an agent's event, with what the program had told ``before`` its end; none if malformed."""
     try:
         return _read(event, before)
-    except (TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return before or InstanceEvidence()
 
 
 def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> InstanceEvidence:
-    record = event.get("recorder")
-    groups = _dicts(record.get("groups") if isinstance(record, dict) else (), *_GROUP_FIELDS)
+    record = event.get("recorder") or {}
     found = InstanceEvidence(
-        groups=tuple(map(_read_group, groups)),
+        groups=tuple(map(_read_group, record.get("groups", ()))),
         full_disks=tuple(map(str, event.get("full_disks") or ())),
         crash=_read_crash(str(event.get("crash", ""))),
     )
     if "text" not in event:
-        return found if before is None else replace(found, standing=before.standing, helpers=before.helpers)
-    helpers = _dicts(event.get("helpers"), "pid", "process", "text")
+        return found if before is None else replace(found, stacks=before.stacks, helpers=before.helpers)
     return replace(
         found,
-        standing=read_standing(event["text"], event["processes"]),
+        stacks=read_stacks(event["text"], event["processes"]),
         helpers=tuple(
-            Helper(pid=helper["pid"], process=helper["process"], standing=read_standing(str(helper["text"]), ()))
-            for helper in helpers
+            Helper(pid=helper["pid"], process=helper["process"], stacks=read_stacks(str(helper["text"]), ()))
+            for helper in event.get("helpers", ())
         ),
     )
 
 
-def _read_crash(text: str) -> Standing:
+def _read_crash(text: str) -> Stacks:
     """The stack of the thread that crashed, of all that Python has written; the main one's if that was in C++."""
     _, current, thread = text.partition("Current thread")
-    return read_standing(current + thread.partition("\n\n")[0] if current else text, ())
-
-
-_GROUP_FIELDS: Final = ("name", "ranks", "num_called", "num_done", "calls")
-_CALL_FIELDS: Final = ("name", "number", "sizes", "types", "is_done", "at_nanoseconds")
-
-
-def _dicts(values: object, *fields: str) -> list[dict[str, Any]]:
-    """Those of ``values`` that are objects with all ``fields``."""
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        return []
-    return [value for value in values if isinstance(value, dict) and value.keys() >= set(fields)]
+    return read_stacks(current + thread.partition("\n\n")[0] if current else text, ())
 
 
 def _read_group(group: Mapping[str, Any]) -> GroupRecord:
-    calls = [_read_call(call) for call in _dicts(group["calls"], *_CALL_FIELDS)]
     return GroupRecord(
         name=str(group["name"]),
         ranks=tuple(group["ranks"]),
         num_called=group["num_called"],
         num_done=group["num_done"],
-        calls=tuple(calls),
+        calls=tuple(map(_read_call, group["calls"])),
     )
 
 

@@ -13,6 +13,7 @@ from popdist.errors import name_instances
 from popdist.layout import Parallelism
 from popdist.progress import FINALIZE, Progress
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
+from poprun.text.ranges import counted
 
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
 _MOST_LETTERS: Final = 80
@@ -163,10 +164,7 @@ def describe_hang(
     for index in hang.absent:
         text = _describe_absence(statuses[index].progress or Progress(), hang.waiting)
         groups.setdefault(f": {text}" if hang.is_told_by_programs else "", []).append(index)
-    lines += [
-        f"{name_with_place(indices, parallelism)} did not arrive{text if len(indices) == 1 else _of_several(text)}"
-        for text, indices in groups.items()
-    ]
+    lines += [f"{name_with_place(indices, parallelism)} did not arrive{text}" for text, indices in groups.items()]
     if hang.ended:
         lines.append(
             f"{name_with_place(hang.ended, parallelism)} {'has' if len(hang.ended) == 1 else 'have'} ended"
@@ -184,27 +182,22 @@ def describe_hang(
     return lines
 
 
-def _of_several(text: str) -> str:
-    """A sentence about one instance, such as ``: it has done 2 steps``, as it is said of several."""
-    words = {": it has not ": ": none has ", ": it ": ": each ", ": its last call": ": the last call of each"}
-    start = next((start for start in words if text.startswith(start)), "")
-    return words.get(start, "") + text.removeprefix(start)
-
-
 def _verb(indices: Sequence[int], verb: str) -> str:
     return f"{verb}s" if len(indices) == 1 else verb
 
 
 def _describe_absence(progress: Progress, awaited_in: Collection[str]) -> str:
+    """What is known of instances that did not arrive, in words for one as for several."""
     if not (progress.has_joined or progress.collective):
-        return f"it has not called {'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} yet"
-    done = f"it has done {progress.num_steps} step{'s' if progress.num_steps > 1 else ''}"
-    parts = [
-        f"it reported step {progress.step}" if progress.step is not None else "",
-        done if progress.num_steps and progress.step is None else "",
-        f"its last call was {_shorten(progress.collective)}" if progress.collective else "",
-    ]
-    return "; ".join(filter(None, parts)) or "it has not called popdist.init() yet"
+        return f"{'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} not called yet"
+    parts = []
+    if progress.step is not None:
+        parts.append(f"reported step {progress.step}")
+    elif progress.num_steps:
+        parts.append(f"{counted(progress.num_steps, 'step')} done")
+    if progress.collective:
+        parts.append(f"last call {_shorten(progress.collective)}")
+    return ", ".join(parts) or "popdist.init() not called yet"
 
 
 def _shorten(collective: str) -> str:

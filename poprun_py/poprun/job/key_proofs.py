@@ -16,7 +16,7 @@ from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES, Handshake
 
 _PROOF_SECONDS: Final = 30.0
 _MAX_CONNECTIONS: Final = 256
-_WENT_AWAY: Final = "who knocked at the control socket went away"
+_NO_PROOF: Final = "who connected to the control socket did not prove to know the key of this job"
 
 
 class KeyProofs:
@@ -45,7 +45,7 @@ class KeyProofs:
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:
-                self._hang_up(other, "who knocked at the control socket did not prove to know the key of this job")
+                self._hang_up(other, _NO_PROOF)
         connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
         handshake = Handshake(self._key, is_agent=False)
         self._began_at_seconds[connection] = now
@@ -65,7 +65,7 @@ class KeyProofs:
             data = b""
         answer += data
         if not data:
-            self._hang_up(connection, _WENT_AWAY)
+            self._hang_up(connection, _NO_PROOF)
         elif len(answer) == NONCE_BYTES + PROOF_BYTES:
             self._check(connection, handshake, bytes(answer))
         return ()
@@ -87,7 +87,7 @@ class KeyProofs:
         try:
             connection.sendall(data)
         except OSError:
-            self._hang_up(connection, _WENT_AWAY)
+            self._hang_up(connection, _NO_PROOF)
             return False
         return True
 

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from poprun.job.stacks import StackInquiry
     from poprun.messages.clock import HostClocks
 
-_TICK_SECONDS: Final = 0.05
-_LOOK_SECONDS: Final = 1.0
-_LAUNCHER_SECONDS: Final = 0.3
-_LEFTOVER_SECONDS: Final = 1.0
-_DRAIN_SECONDS: Final = 5.0
+_TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
+_LOOK_SECONDS: Final = 1.0  # the same while the programs run
+_LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end, and a launcher to end
+_LEFTOVER_SECONDS: Final = 1.0  # what left processes get to end after SIGTERM
+_DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
 _POLL_SECONDS: Final = 0.02
-_MEMORY_SECONDS: Final = 30.0
+_MEMORY_SECONDS: Final = 30.0  # how often memory is looked at
 
 
 class Attempt:
@@ -55,14 +55,14 @@ class Attempt:
         identity: JobIdentity,
         signals: ReceivedSignals,
         verbosity: int,
-        on_look: "Callable[[Attempt], object] | None" = None,
+        on_look: "Callable[[Attempt], object] | None",
     ) -> None:
         self._plan = plan
         self._environ = environ
         self._identity = identity
         self._signals = signals
         self._verbosity = verbosity
-        self._on_look = on_look  # called about each second
+        self._on_look = on_look  # called in each turn of the loop
         self._began_at_epoch_seconds = time.time()
         self._record = Record(plan, identity, time.monotonic())
         self._kills_before = kill_counts()
@@ -71,7 +71,7 @@ class Attempt:
         self._launcher_ended_early = False
         self._launcher_ended_at_seconds = math.inf
         self._selector = selectors.DefaultSelector()
-        self._links = AgentLinks(plan.num_instances, self._selector, log, identity.network)
+        self._links = AgentLinks(plan.num_instances, self._selector, identity.network)
         self._launcher = LauncherProcesses(self._selector)
         self._streams = ProgramStreams(plan, environ, identity)
         self._clocks = self._other_clocks()
@@ -198,7 +198,7 @@ class Attempt:
         if kind == "hello":
             self._handle_hello(instance, event)
         elif kind == "stacks" and self._inquiry is not None:
-            self._inquiry.add_answer(instance, event)
+            self._inquiry.note_answer(instance)
         elif kind == "clock" and self._clocks is not None:
             self._clocks.add(instance, event, time.time_ns())
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
@@ -251,33 +251,32 @@ class Attempt:
         self._record.hang_watch.begin_anew(time.monotonic())
 
     def _handle_stacks(self, now_seconds: float) -> None:
-        """Print the stacks of the programs when all have answered; request them when the user wants them."""
-        if self._inquiry is not None and self._inquiry.is_about_suspicion:
-            if self._inquiry.is_over(self._record.statuses, now_seconds):
-                self._record.hang_watch.note_calls(self._inquiry.calls(), self._record.statuses, now_seconds)
-                self._inquiry = None
-        elif self._inquiry is not None and self._inquiry.is_over(self._record.statuses, now_seconds):
-            inquiry, self._inquiry = self._inquiry, None
-            findings = self._explain_hang(inquiry)
-            self._print_stacks(inquiry.text(self._record.statuses, findings))
+        """Use the stacks of the programs when all have answered; request them when the user wants them."""
+        inquiry, record = self._inquiry, self._record
+        if inquiry is not None and inquiry.is_over(record.statuses, now_seconds):
+            self._inquiry = None
+            if inquiry.is_about_suspicion:
+                record.hang_watch.note_calls(inquiry.calls(record.evidence), record.statuses, now_seconds)
+            else:
+                self._print_stacks(self._describe_stacks(inquiry))
         if self._signals.wants_stacks and self._inquiry is None:
             self._signals.wants_stacks = False
             self._ask_for_stacks()
 
-    def _explain_hang(self, inquiry: "StackInquiry") -> list[str]:
-        """Find out who keeps the others waiting, from what all have told; the lines that say so."""
-        if inquiry.hang is None:
-            return []
-        from poprun.job.stacks import read_lines  # noqa: PLC0415 - most jobs do not hang
-        from poprun.job.verdict import describe_verdict, find_verdict_of_hang, own_places  # noqa: PLC0415 - as above
+    def _describe_stacks(self, inquiry: "StackInquiry") -> str:
+        """The stacks in words, after who keeps the others waiting if it is a hang."""
+        from poprun.job.stacks import read_lines  # noqa: PLC0415 - most jobs are never asked
+        from poprun.job.verdict import describe_verdict, find_verdict_of_hang  # noqa: PLC0415 - as above
 
-        statuses, evidence = self._record.statuses, self._record.evidence
-        sources = read_lines(own_places(evidence))
-        verdict = find_verdict_of_hang(inquiry.hang, statuses, evidence, lambda *place: sources.get(place, ""))
-        self._record.verdict_of_hang = verdict
-        if verdict.is_about_absence:
-            inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
-        return describe_verdict(verdict, self._plan.parallelism)
+        statuses, evidence, findings = self._record.statuses, self._record.evidence, []
+        read_line = read_lines(evidence.values())
+        if inquiry.hang is not None:
+            verdict = find_verdict_of_hang(inquiry.hang, statuses, evidence, read_line)
+            self._record.verdict_of_hang = verdict
+            if verdict.is_about_absence:
+                inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
+            findings = describe_verdict(verdict, self._plan.parallelism)
+        return inquiry.text(statuses, evidence, read_line, findings)
 
     def _watch_performance(self, now_seconds: float) -> None:
         """Ask the programs now and then when they have called their collectives, and say who is slow."""

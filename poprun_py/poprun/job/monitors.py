@@ -80,10 +80,12 @@ class Viewers:
         self._said = ""
 
     def add_text(self, text: str) -> bool:
-        """Add ``text`` to the next view, as far as there is room; whether a monitor is connected."""
+        """Add ``text`` to the next view, as far as there is room; False if no monitor is connected."""
+        if not self._links:
+            return False
         self._said = f"{self._said}{text}\n"[:_MAX_SAID]
         self._next_seconds = 0.0
-        return bool(self._links)
+        return True
 
     def add(self, link: Link) -> None:
         """Send views to a monitor from now on."""

@@ -56,10 +56,10 @@ def decide(job: JobSnapshot, ending: EndingSettings) -> Decision:
         if job.in_phase_seconds >= ending.stop_timeout_seconds + _ESCALATION_SECONDS:
             return Decision(Action.KILL, f"not ended {ending.stop_timeout_seconds:g} s after the request")
         return _WAIT
-    return _decide_undisturbed(job, ending)
+    return _decide_before_stop(job, ending)
 
 
-def _decide_undisturbed(job: JobSnapshot, ending: EndingSettings) -> Decision:
+def _decide_before_stop(job: JobSnapshot, ending: EndingSettings) -> Decision:
     if job.is_terminated:
         return Decision(Action.STOP, "poprun was asked to end")
     if job.is_output_closed:
@@ -84,7 +84,7 @@ def _decide_undisturbed(job: JobSnapshot, ending: EndingSettings) -> Decision:
 
 def _decide_failure(job: JobSnapshot) -> Decision:
     """Ask the others where they stand before they are stopped, for a moment only."""
-    if job.has_witnesses:
+    if job.has_recorders:
         return Decision(Action.ASK, f"instance {job.failed_instance} failed: where do the others stand?")
     return _WAIT if job.awaits_evidence else Decision(Action.STOP, f"instance {job.failed_instance} failed")
 

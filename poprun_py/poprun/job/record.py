@@ -242,10 +242,10 @@ class Record:
         return {status.index for status in self.statuses if status.state not in gone}
 
     def ask(self, now_seconds: float) -> list[int]:
-        """Begin to ask who may know of a failure; the instances to be asked, whose programs record their calls."""
+        """Begin to wait for what programs tell of a failure; those to be asked, which record their calls."""
         self._is_asked = True
         self._asked_at_seconds = now_seconds
-        self._asked = set(self._witnesses())
+        self._asked = set(self._recording())
         for status in self.statuses:
             if status.state is InstanceState.RUNNING:
                 self.evidence.pop(status.index, None)  # of a hang that is over
@@ -255,7 +255,8 @@ class Record:
         """Whether an instance that was asked because of a failure may still answer in time."""
         return bool(self._asked) and now_seconds - self._asked_at_seconds < EVIDENCE_SECONDS
 
-    def _witnesses(self) -> list[int]:
+    def _recording(self) -> list[int]:
+        """The instances whose programs run and record their calls."""
         statuses = self.statuses
         running = (status for status in statuses if status.state is InstanceState.RUNNING)
         return [status.index for status in running if status.progress is not None and status.progress.recorder]
@@ -317,7 +318,7 @@ class Record:
             is_hang_told=self.hang_watch.is_told,
             is_hang_suspected=self.hang_watch.is_suspected,
             awaits_stacks=awaits_stacks,
-            has_witnesses=failed is not None and not self._is_asked and bool(self._witnesses()),
+            has_recorders=failed is not None and not self._is_asked and bool(self._recording()),
             awaits_evidence=self.awaits_evidence(now_seconds),
             has_lost_shim=start_watch.has_lost_one,
             no_shim_seconds=start_watch.idle_seconds,
@@ -336,8 +337,11 @@ _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124
 _LEFT: Final = 128 + signal.SIGTERM
 _HUNG: Final = 75  # EX_TEMPFAIL of sysexits.h: another try may go well
-_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, RUNTIME_KILLED: 1, SHIM_KILLED: 2}
-"""Programs fail because their host or another is lost, not the other way round."""
+_ORDER_OF_PROBLEMS: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, RUNTIME_KILLED: 1, SHIM_KILLED: 2}
+"""The place of a problem in the order of failures; that of a program's own failure is 0.
+
+A lost host makes programs fail; an agent, a launcher or a shim is rather lost because a program has failed.
+"""
 
 _LOST: Final = {
     HOST_LOST: 68,
@@ -400,7 +404,7 @@ def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
 
 def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
     """What sorts failures: those by themselves first, then by time."""
-    return _LET_DOWN.get(status.problem, 0), status.exited_at_seconds or 0.0
+    return _ORDER_OF_PROBLEMS.get(status.problem, 0), status.exited_at_seconds or 0.0
 
 
 def has_left(end: JobEnd) -> bool:

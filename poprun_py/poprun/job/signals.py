@@ -7,6 +7,7 @@ SIGHUP it means the end of the terminal, and of the job.
 import errno
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
@@ -56,8 +57,9 @@ class ReceivedSignals:
         signal.set_wakeup_fd(self._previous_wakeup)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        writer, self._writer = self._writer, -1  # a thread that still writes output may call below
         os.close(self.descriptor)
-        os.close(self._writer)
+        os.close(writer)
 
     def drain(self) -> None:
         """Make the descriptor unreadable until the next signal."""
@@ -72,7 +74,8 @@ class ReceivedSignals:
         """Tell the loop, from any thread, why poprun's output cannot be written any more."""
         self.is_output_lost |= error.errno != errno.EPIPE
         self.is_output_closed = True
-        os.write(self._writer, b"\0")
+        with suppress(OSError):  # the loop has ended, or has much to read already
+            os.write(self._writer, b"\0")
 
     def _count(self, signum: int, _: FrameType | None) -> None:
         if signum == signal.SIGINT:

@@ -1,22 +1,20 @@
-"""The stacks of the programs: asked for, read, and put into words as Python's tracebacks.
+"""The stacks of the programs: asked for, and put into words as Python's tracebacks.
 
-An agent passes on what faulthandler wrote (https://docs.python.org/3/library/faulthandler.html): every thread,
-each with its latest call first. Here the latest call comes last, with its line of source, as in a traceback;
-instances that stand alike are shown once.
+The latest call comes last, with its line of source; instances that stand alike are shown once.
 """
 
 import linecache
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final
+from typing import Final
 
 from popdist import contract
 from popdist.layout import Parallelism
+from poprun.job.evidence import InstanceEvidence, StackFrame, Stacks
 from poprun.job.hangs import Hang, describe_hang
 from poprun.job.report.last_words import LIBRARY
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
@@ -30,12 +28,8 @@ MAX_FRAMES: Final = 24  # frames of a main thread that are shown; the middle of 
 MAX_HELPER_FRAMES: Final = 4  # frames of another thread: its latest calls
 MAX_HELPERS: Final = 4  # other threads that are shown
 _FIRST_FRAMES: Final = 8
-_LIBRARY: Final = os.path.dirname(contract.__file__) + os.sep
+_POPDIST: Final = os.path.dirname(contract.__file__) + os.sep
 _MAX_LETTERS: Final = 160
-_THREAD: Final = re.compile(
-    r"(Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):"
-)
-_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py)")
 _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _OF_JAX: Final = re.compile(r"/jax/(?:experimental/multihost_utils|_src/distributed)\.py")
@@ -52,64 +46,36 @@ _MOST_HELPERS: Final = 8  # processes below a program, such as a data loader's w
 _NOT_SHARED: Final = Parallelism()
 
 
-def read_lines(places: Collection[Place]) -> dict[Place, str]:
-    """The lines at ``places``; those that cannot be read, or not in a second, are left out."""
+def read_lines(evidence: Iterable[InstanceEvidence]) -> ReadLine:
+    """The lines of all calls on the stacks; empty where one cannot be read, or was not within a second."""
     # a program often hangs because of the file system that its source lies on, so a thread reads
+    places = {(frame.file, frame.line) for known in evidence for frame in known.frames}
+    own_first = sorted(places, key=lambda place: (bool(LIBRARY.search(place[0])), place))
     found: dict[Place, str] = {}
-    reader = threading.Thread(target=_read, args=(sorted(places), found), name="poprun-sources", daemon=True)
+    reader = threading.Thread(target=_read, args=(own_first, found), name="poprun-sources", daemon=True)
     with suppress(OSError):  # there can be no more threads
         start_thread(reader)
         reader.join(_MOST_READING_SECONDS)
-    return dict(found)
+    sources = dict(found)
+    return lambda file, line: sources.get((file, line), "")
 
 
-def _read(places: Collection[Place], found: dict[Place, str]) -> None:
+def _read(places: Iterable[Place], found: dict[Place, str]) -> None:
     for file, line in places:
         if os.path.isfile(file):  # a pipe would be waited for
             text = linecache.getline(file, line).strip()
             found[file, line] = "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-@dataclass(frozen=True, slots=True)
-class StackFrame:
-    """One call on a stack: its file, line and function."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """The place in its code where one program stands."""
-
-    # the stacks of its threads, each with the latest call last; the main thread comes first
-    threads: tuple[tuple[StackFrame, ...], ...] = ()
-    processes: tuple[str, ...] = ()  # what /proc tells of its processes, in words, when there are no stacks
-
-
-def read_standing(text: str, processes: Sequence[object]) -> Standing:
-    """Where a program stands, from its agent's event; lines that belong to no stack are passed over."""
-    threads: list[list[StackFrame]] = []
-    for line in text.splitlines():
-        frame = _FRAME.fullmatch(line)
-        if _THREAD.fullmatch(line):
-            threads.append([])
-        elif frame is not None and threads:
-            threads[-1].append(StackFrame(frame["file"], int(frame["line"]), frame["function"]))
-    stacks = tuple(tuple(reversed(thread)) for thread in reversed(threads))  # the first thread is written last
-    return Standing(threads=stacks, processes=tuple(map(str, processes)))
-
-
 def own_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
     """The latest call in code that belongs to no library; None where there is none."""
-    own = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(_LIBRARY))
+    own = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(_POPDIST))
     return next(own, None)
 
 
-def collective_of(standing: Standing) -> str:
+def collective_of(stacks: Stacks) -> str:
     """The call of torch's or JAX's in which the main thread of a program waits for others; "" for none."""
-    whole = standing.threads[0] if standing.threads else ()
+    whole = stacks.main
     main = _without_backend(whole)
     if main and main[-1].file.endswith(
         _BACKWARD
@@ -138,23 +104,23 @@ def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
     return main[:first] if first < end else main
 
 
-def render_standings(
-    standings: Mapping[int, Standing],
+def render_stacks(
+    stacks: Mapping[int, Stacks],
     read_line: ReadLine,
     max_groups: int | None = None,
     parallelism: Parallelism = _NOT_SHARED,
 ) -> list[str]:
     """The stacks of all instances as lines; instances with equal stacks are shown once."""
     groups: dict[tuple[str, ...], list[int]] = {}
-    for index, standing in standings.items():
-        groups.setdefault(tuple(_render(standing, read_line)), []).append(index)
+    for index, of_one in stacks.items():
+        groups.setdefault(tuple(_render(of_one, read_line)), []).append(index)
     shown = list(groups.items())[:max_groups]
     lines = [
         line
         for text, indices in shown
         for line in (f"{name_with_place(sorted(indices), parallelism)}:", *_quoted(text))
     ]
-    num_left = len(standings) - sum(len(indices) for _, indices in shown)
+    num_left = len(stacks) - sum(len(indices) for _, indices in shown)
     return [*lines, f"and {num_left} more: Ctrl-\\ shows all"] if num_left else lines
 
 
@@ -162,10 +128,10 @@ def _quoted(lines: Sequence[str]) -> list[str]:
     return [f"  | {line if len(line) <= _MAX_LETTERS else line[:_MAX_LETTERS] + '…'}" for line in lines]
 
 
-def _render(standing: Standing, read_line: ReadLine) -> list[str]:
-    if not standing.threads:
-        return list(standing.processes) or ["it has no process"]
-    main, *others = standing.threads
+def _render(stacks: Stacks, read_line: ReadLine) -> list[str]:
+    if not stacks.threads:
+        return list(stacks.processes) or ["it has no process"]
+    main, *others = stacks.threads
     helpers = [stack for stack in others if not _is_idle(stack)]
     lines = _render_thread(main, MAX_FRAMES, _FIRST_FRAMES, read_line)
     for number, helper in enumerate(helpers[:MAX_HELPERS], 1):
@@ -184,7 +150,7 @@ def _is_idle(thread: Sequence[StackFrame]) -> bool:
 def _render_thread(frames: Sequence[StackFrame], most: int, num_first: int, read_line: ReadLine) -> list[str]:
     if not frames:
         return ["no Python code: it starts, or it is about to end"]
-    num_inside = len(list(takewhile(lambda frame: frame.file.startswith(_LIBRARY), reversed(frames))))
+    num_inside = len(list(takewhile(lambda frame: frame.file.startswith(_POPDIST), reversed(frames))))
     if num_inside > 1:  # the way to where popdist waits is the same for all
         frames = frames[: 1 - num_inside]
     left_out = len(frames) - most
@@ -220,42 +186,57 @@ class StackInquiry:
         self.hang = hang  # because of which they are asked, or None
         self._hang_timeout_seconds = hang_timeout_seconds
         self._parallelism = parallelism
-        self._answers: dict[int, dict[str, Any] | None] = dict.fromkeys((*first, *running))
+        self._asked = tuple(dict.fromkeys((*first, *running)))
+        self._awaited = set(self._asked)
         self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
         for index in running:
             send_order(index, {"order": "stacks", "most_helpers": _MOST_HELPERS})
 
-    def add_answer(self, instance: int, event: dict[str, Any]) -> None:
-        """Store the answer of an instance."""
-        if instance in self._answers:
-            self._answers[instance] = event
+    def note_answer(self, instance: int) -> None:
+        """Wait no longer for an instance, which has answered."""
+        self._awaited.discard(instance)
 
     @property
     def is_about_suspicion(self) -> bool:
         """Whether it is only suspected that somebody waits: then the answers' calls decide."""
         return self.hang is not None and not self.hang.waiting
 
-    def calls(self) -> dict[int, str]:
+    def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:
         """The collectives of torch that programs stand in, in words, by instance."""
-        standings = self._standings().items()
-        return {index: call for index, standing in standings if (call := collective_of(standing))}
+        answers = self._answers(evidence).items()
+        return {index: call for index, stacks in answers if (call := collective_of(stacks))}
 
     def is_over(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> bool:
         """Whether all programs that run have answered, or will not."""
-        is_awaited = any(
-            answer is None and statuses[index].state is InstanceState.RUNNING
-            for index, answer in self._answers.items()
-        )
+        is_awaited = any(statuses[index].state is InstanceState.RUNNING for index in self._awaited)
         return not is_awaited or now_seconds >= self._deadline_seconds
 
-    def text(self, statuses: Sequence[InstanceStatus], findings: Sequence[str] = ()) -> str:
+    def text(
+        self,
+        statuses: Sequence[InstanceStatus],
+        evidence: Mapping[int, InstanceEvidence],
+        read_line: ReadLine,
+        findings: Sequence[str] = (),
+    ) -> str:
         """The answers in words; ``findings`` say who is at fault, as far as it is known."""
-        return "\n  ".join([*self._heading(statuses, findings), *self._lines(statuses), *self._last_lines()])
+        answers = self._answers(evidence)
+        stacks = {
+            index: answers.get(index) or Stacks(processes=(_without_answer(statuses[index]),))
+            for index in self._asked
+        }
+        max_groups = None if self.hang is None else _MAX_GROUPS_OF_HANG
+        lines = render_stacks(stacks, read_line, max_groups, self._parallelism)
+        return "\n  ".join([*self._heading(statuses, findings), *lines, *self._last_lines()])
+
+    def _answers(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, Stacks]:
+        """The stacks of those that have answered; ``evidence`` may hold earlier answers of the others."""
+        answered = (index for index in self._asked if index not in self._awaited and index in evidence)
+        return {index: evidence[index].stacks for index in answered}
 
     def _heading(self, statuses: Sequence[InstanceStatus], findings: Sequence[str]) -> list[str]:
         if self.hang is not None:
             return describe_hang(self.hang, statuses, self._parallelism, findings)
-        return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
+        return ["where the instances stand, the latest call last" if self._asked else "no program runs"]
 
     def _last_lines(self) -> list[str]:
         if self.hang is None:
@@ -263,29 +244,6 @@ class StackInquiry:
         if self._hang_timeout_seconds is None:
             return ["the job goes on: an instance that compiles or saves for long looks the same"]
         return [f"the job is ended when this has lasted {self._hang_timeout_seconds:g} s (--hang-timeout)"]
-
-    def _standings(self) -> dict[int, Standing]:
-        answers = self._answers.items()
-        return {
-            index: read_standing(answer["text"], answer["processes"])
-            for index, answer in answers
-            if answer is not None
-        }
-
-    def _lines(self, statuses: Sequence[InstanceStatus]) -> list[str]:
-        found = self._standings()
-        standings = {
-            index: found.get(index) or Standing(processes=(_without_answer(statuses[index]),))
-            for index in self._answers
-        }
-        threads = [stack for standing in standings.values() for stack in standing.threads]
-        sources = read_lines({(frame.file, frame.line) for stack in threads for frame in stack})
-        return render_standings(
-            standings,
-            lambda file, line: sources.get((file, line), ""),
-            None if self.hang is None else _MAX_GROUPS_OF_HANG,
-            self._parallelism,
-        )
 
 
 def _without_answer(status: InstanceStatus) -> str:

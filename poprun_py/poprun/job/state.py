@@ -54,8 +54,9 @@ class JobIdentity:
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
         """The descriptors to send to an agent: the streams of its program, and the leases, which it keeps open."""
-        leases = [lease.descriptor for lease in self.leases if lease.descriptor is not None]
-        return [*streams, *leases] if streams else []
+        if not streams:  # it is on another host, and no descriptor goes there
+            return []
+        return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
         """The devices and cores of the job on the host of instance ``index``: those leased, or those planned."""
@@ -90,8 +91,7 @@ class MemoryCurve:
 
     def with_peak(self, num_bytes: int) -> Self:
         """The curve with a peak of at least ``num_bytes``."""
-        peak_bytes = max(self.peak_bytes, num_bytes)
-        return type(self)(samples=self.samples, peak_bytes=peak_bytes, gap_seconds=self.gap_seconds)
+        return replace(self, peak_bytes=max(self.peak_bytes, num_bytes))
 
 
 _NO_MEMORY: Final = MemoryCurve()
@@ -208,7 +208,7 @@ class JobSnapshot:
     # whether it is not known yet that they wait: some compute nothing, and are to be asked
     is_hang_suspected: bool = False
     awaits_stacks: bool = False  # whether programs have been asked where they stand, and not all have answered
-    has_witnesses: bool = False  # whether programs may know more of a failure, and have not been asked
+    has_recorders: bool = False  # whether programs record their calls, and were not asked since a failure
     awaits_evidence: bool = False  # whether they have been asked, and may still answer in time
     has_lost_shim: bool = False  # whether the MPI runtime has lost a shim that had not reported
     # for how long, while the job starts, the MPI runtime has had no shim that may still report

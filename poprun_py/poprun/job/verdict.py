@@ -5,21 +5,20 @@ both are named, and neither is the culprit.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
 from popdist.progress import FINALIZE
-from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence
+from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame
 from poprun.job.hangs import Hang
-from poprun.job.stacks import Place, ReadLine, StackFrame, collective_of, own_frame
+from poprun.job.stacks import ReadLine, collective_of, own_frame
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 
 MAX_LINES: Final = 8
 EVERYBODY: Final = "0"  # torch's name of the group of all
-_MAJORITY: Final = 3  # from so many on, one that differs from all the others is named
 
 
 class Cause(StrEnum):
@@ -46,7 +45,7 @@ class Verdict:
     culprits: tuple[int, ...] = ()  # ascending; none where it is not known who it is
     victims: tuple[int, ...] = ()  # those that failed, or wait, only because of them
     torn_down: tuple[int, ...] = ()  # those that poprun ended
-    places: Mapping[int, str] | None = None  # the file and line where instances failed or stand, where it is known
+    places: Mapping[int, str] = field(default_factory=dict)  # where instances failed or stand, as far as known
     details: tuple[str, ...] = ()  # the evidence in words, one line each
     since_epoch_seconds: float | None = None  # since when the others wait, where torch's recorder says so
     advice: str = ""
@@ -58,7 +57,7 @@ class Verdict:
 
     def place_of(self, instance: int) -> str:
         """Where an instance failed or stands: ``file:line``, or empty."""
-        return (self.places or {}).get(instance, "")
+        return self.places.get(instance, "")
 
     def at(self, instance: int) -> str:
         """The same, as the end of a line: ``, at file:line``, or empty."""
@@ -75,7 +74,7 @@ def find_verdict_of_hang(
     hang: Hang,
     statuses: Sequence[InstanceStatus],
     evidence: Mapping[int, InstanceEvidence],
-    read_line: ReadLine = lambda _file, _line: "",
+    read_line: ReadLine,
 ) -> Verdict:
     """Who keeps the others waiting."""
     places = {index: place_text(frame) for index, known in evidence.items() if (frame := latest_own_frame(known))}
@@ -103,7 +102,7 @@ def find_verdict_of_hang(
 
 def _waits_unsaid(known: InstanceEvidence | None) -> bool:
     """Whether a program waits in a collective of torch's of which it has not told by its page."""
-    return known is not None and known.standing is not None and bool(collective_of(known.standing))
+    return known is not None and bool(collective_of(known.stacks))
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
@@ -125,9 +124,9 @@ class Queue:
     name: str
     number: int  # the collective of the group that they wait in
     waiting: Mapping[int, Call]
-    members: frozenset[int]
-    behind: frozenset[int]  # members that have not called it
     calls: Mapping[int, Call]  # what members have called as this number
+    members: frozenset[int] = frozenset()
+    behind: frozenset[int] = frozenset()  # members that have not called it
 
     @property
     def has_different_calls(self) -> bool:
@@ -205,7 +204,7 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
     for index, call in sorted(queue.calls.items()):
         alike.setdefault(str(call), []).append(index)
     kinds = sorted(alike.items(), key=lambda item: -len(item[1]))
-    culprits = odd_ones([indices for _, indices in kinds])
+    culprits = minority([indices for _, indices in kinds])
     which = "" if queue.name == EVERYBODY else f" of group {queue.name}"
     details = [f"as collective {queue.number}{which} they have called:"]
     details += [f"  {name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in kinds]
@@ -220,12 +219,11 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
     )
 
 
-def odd_ones(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The one part of two that is smaller, in a job of at least three; none where that does not show it."""
-    total = sum(map(len, parts))
-    if len(parts) != 2 or total < _MAJORITY or len(parts[0]) == len(parts[1]):  # noqa: PLR2004 - a pair
+def minority(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The smaller of two parts of a job; none where they are equal, or where there are more than two."""
+    if len(parts) != 2 or len(parts[0]) == len(parts[1]):  # noqa: PLR2004 - a pair
         return ()
-    return tuple(sorted(parts[0] if len(parts[0]) < len(parts[1]) else parts[1]))
+    return tuple(sorted(min(parts, key=len)))
 
 
 def _blame_absent(
@@ -237,7 +235,7 @@ def _blame_absent(
 ) -> Verdict:
     """Instances that run their own code while others wait for them; or that wait for a helper of theirs."""
     details = [] if queue is None else [queue.describe()]
-    cause, places = Cause.ABSENT, dict(verdict.places or {})
+    cause, places = Cause.ABSENT, dict(verdict.places)
     for index in absent:
         known = evidence.get(index, InstanceEvidence())
         helper = stuck_helper(known)
@@ -251,8 +249,8 @@ def _blame_absent(
             frame = inside or frame
         elif frame is not None:
             details.append(f"instance {index} stands {_in_line(frame, read_line)}")
-        elif known.standing is not None and known.standing.processes:
-            details.append(f"instance {index}: {known.standing.processes[0]}")
+        elif known.stacks.processes:
+            details.append(f"instance {index}: {known.stacks.processes[0]}")
         if frame is not None:
             places[index] = place_text(frame)
     return replace(
@@ -285,10 +283,7 @@ def place_text(frame: StackFrame) -> str:
 
 def latest_own_frame(known: InstanceEvidence) -> StackFrame | None:
     """Where an instance stands, or crashed, in code of the user's."""
-    for standing in (known.crash, known.standing):
-        if standing is not None and standing.threads and (frame := own_frame(standing.threads[0])) is not None:
-            return frame
-    return None
+    return own_frame(known.crash.main) or own_frame(known.stacks.main)
 
 
 _PROCESS: Final = "/multiprocessing/process.py"
@@ -298,8 +293,7 @@ _HELD_UP: Final = ("in an uninterruptible wait", "stopped by")
 
 def _is_loading(known: InstanceEvidence) -> bool:
     """Whether the main thread waits in torch's data loader."""
-    threads = known.standing.threads if known.standing is not None else ()
-    return bool(threads) and any(frame.file.endswith(_LOADER) for frame in threads[0])
+    return any(frame.file.endswith(_LOADER) for frame in known.stacks.main)
 
 
 def stuck_helper(known: InstanceEvidence) -> Helper | None:
@@ -313,18 +307,9 @@ def stuck_helper(known: InstanceEvidence) -> Helper | None:
 
 def helper_frame(helper: Helper) -> StackFrame | None:
     """Where a helper stands in code of the user's, above the code that it was forked from."""
-    if not helper.standing.threads:
-        return None
-    main = helper.standing.threads[0]
+    main = helper.stacks.main
     starts = [number for number, frame in enumerate(main) if frame.file.endswith(_PROCESS)]
     return own_frame(main[starts[-1] + 1 :]) if starts else None
-
-
-def own_places(evidence: Mapping[int, InstanceEvidence]) -> set[Place]:
-    """Where the programs and their helpers stand in code of the user's."""
-    helpers = (helper for known in evidence.values() for helper in known.helpers)
-    frames = (*map(latest_own_frame, evidence.values()), *map(helper_frame, helpers))
-    return {(frame.file, frame.line) for frame in frames if frame is not None}
 
 
 def describe_verdict(verdict: Verdict, parallelism: Parallelism) -> list[str]:

@@ -111,7 +111,6 @@ def _cut_group(name: str, entries: Sequence[dict[str, Any]], record: dict[str, A
     status = (record.get("pg_status") or {}).get(str(entries[-1].get("pg_id"))) or {}
     return {
         "name": name,
-        "text": str(entries[-1]["process_group"][1]),
         "ranks": _ranks(name, record),
         "num_called": int(status.get("last_enqueued_collective", 0)),
         "num_done": int(status.get("last_completed_collective", 0)),
@@ -122,7 +121,6 @@ def _cut_group(name: str, entries: Sequence[dict[str, Any]], record: dict[str, A
 def _cut_call(entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "number": int(entry.get("collective_seq_id", 0)),
-        "message": int(entry.get("p2p_seq_id", 0)) if entry.get("is_p2p") else 0,
         "name": str(entry.get("profiling_name", "")),
         "sizes": entry.get("input_sizes") or [],
         "types": entry.get("input_dtypes") or [],

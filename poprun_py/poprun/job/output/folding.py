@@ -82,8 +82,7 @@ class Folder:
         return min((queue[0].due_at_seconds for queue in self._queues.values() if queue), default=None)
 
     def _is_everybodys(self, line: bytes) -> bool:
-        holders = self._counts[line].keys()
-        return len(holders) >= len(self._running) and self._running <= holders
+        return self._running <= self._counts[line].keys()
 
     def _show_until(self, instance: int, num_left: int) -> list[Folded]:
         """Show until ``num_left`` lines of ``instance`` wait, in the order in which they came."""

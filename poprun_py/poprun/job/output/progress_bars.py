@@ -30,9 +30,7 @@ class BottomRow:
         self._writer: _Writer | None = None
         self._num_above = 0  # rows above the cursor that this writer wrote last
 
-    def render(
-        self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes = b""
-    ) -> bytes:
+    def render(self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes) -> bytes:
         """The bytes that show whole ``lines``, and then ``step``, the beginning of a bar's next step."""
         writer = (stream, instances)
         if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:

@@ -254,9 +254,12 @@ class Relay:
 
     def finish(self, timeout_seconds: float) -> None:
         """Read what the pipes still hold and end; give up on a reader that does not read within the timeout."""
+        os.close(self._stop_writer)  # which wakes the thread
         if self._thread.is_alive():
-            os.write(self._stop_writer, b".")
             self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self._selector.close()
+            os.close(self._stop_reader)
 
     def tail(self, instance: int) -> list[str]:
         """The last lines that ``instance`` wrote to its standard error."""
@@ -349,7 +352,7 @@ def _add_lines(tail: deque[bytes], lines: bytes) -> None:
 
 
 def _decode(lines: Iterable[bytes]) -> list[str]:
-    return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(lines)]
+    return [line.decode(errors="replace") for line in tuple(lines)]
 
 
 def _read(descriptor: int) -> bytes:

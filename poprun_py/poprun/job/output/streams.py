@@ -82,11 +82,14 @@ class ProgramStreams:
             self._feed.start()
 
     def finish(self, timeout_seconds: float) -> None:
-        """Read what the pipes still hold, and end."""
+        """Read what the pipes still hold, end, and close what is open."""
         if self._feed is not None:
             self._feed.end()
         if self._relay is not None:
             self._relay.finish(timeout_seconds)
+        elif self._logs is not None:
+            self._logs.close()
+        os.close(self._null)
 
     def last_line(self, instance: int) -> str:
         """The last line that ``instance`` wrote to its standard error, or nothing."""

@@ -35,7 +35,7 @@ class Look:
 
 
 def read_look(
-    event: Mapping[str, Any], status: InstanceStatus, at_seconds: float, offset_seconds: float = 0.0
+    event: Mapping[str, Any], status: InstanceStatus, at_seconds: float, offset_seconds: float
 ) -> Look | None:
     """What an agent's event tells; None where the program has no counters. Its clock is ahead by the offset."""
     page = bytes.fromhex(event["page"])

@@ -4,10 +4,9 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import median
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from poprun.job.state import InstanceStatus
 
@@ -160,60 +159,38 @@ def count_steps(status: InstanceStatus) -> int:
     return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
-    """A quantity of many instances: what it was at least, in the middle, and at most in each window."""
-
-    unit: str
-    window_seconds: float
-    low: Sequence[float | None]
-    middle: Sequence[float | None]
-    high: Sequence[float | None]
-
-    @classmethod
-    def of(cls, curves: Sequence[WindowedCurve]) -> Self:
-        """The fold of the curves of one quantity, of at least one instance."""
-        window_seconds = max(curve.window_seconds for curve in curves)
-        rows = [curve.values(window_seconds) for curve in curves]
-        length = max(map(len, rows))
-        columns = ([row[at] for row in rows if at < len(row)] for at in range(length))
-        known = [[it for it in column if it is not None] for column in columns]
-        return cls(
-            unit=curves[0].unit,
-            window_seconds=window_seconds,
-            low=[min(it, default=None) for it in known],
-            middle=[median(it) if it else None for it in known],
-            high=[max(it, default=None) for it in known],
-        )
-
-
 def curves_to_dict(curves: InstanceCurves) -> dict[str, object]:
     """The curves of one instance as values that JSON knows."""
+    return {name: _curve_to_dict(curve) for name, curve in sorted(curves.by_name.items())}
+
+
+def _curve_to_dict(curve: WindowedCurve) -> dict[str, object]:
+    values = curve.values(curve.window_seconds)
     return {
-        name: {
-            "unit": curve.unit,
-            "seconds": _ends(len(values), curve.window_seconds),
-            "values": _rounded(values),
-            "last": _known(curve.last),
-        }
-        for name, curve in sorted(curves.by_name.items())
-        for values in [curve.values(curve.window_seconds)]
+        "unit": curve.unit,
+        "seconds": _ends(len(values), curve.window_seconds),
+        "values": _rounded(values),
+        "last": _known(curve.last),
     }
 
 
-def folds_to_dict(instances: Sequence[InstanceCurves]) -> dict[str, object]:
-    """The curves of many instances, folded, as values that JSON knows."""
-    folded: dict[str, object] = {}
-    for name in sorted({name for it in instances for name in it.by_name}):
-        fold = Fold.of([it.by_name[name] for it in instances if name in it.by_name])
-        folded[name] = {
-            "unit": fold.unit,
-            "seconds": _ends(len(fold.low), fold.window_seconds),
-            "min": _rounded(fold.low),
-            "median": _rounded(fold.middle),
-            "max": _rounded(fold.high),
-        }
-    return folded
+def folds_to_dict(instances: Sequence[InstanceCurves]) -> dict[str, dict[str, Any]]:
+    """The curves of many instances as values that JSON knows: least, median and most in each window."""
+    names = sorted({name for it in instances for name in it.by_name})
+    return {name: _fold_to_dict([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
+
+
+def _fold_to_dict(curves: Sequence[WindowedCurve]) -> dict[str, Any]:
+    window_seconds = max(curve.window_seconds for curve in curves)
+    windows = zip_longest(*(curve.values(window_seconds) for curve in curves))
+    known = [[value for value in window if value is not None] for window in windows]
+    return {
+        "unit": curves[0].unit,
+        "seconds": _ends(len(known), window_seconds),
+        "min": _rounded([min(values, default=None) for values in known]),
+        "median": _rounded([median(values) if values else None for values in known]),
+        "max": _rounded([max(values, default=None) for values in known]),
+    }
 
 
 def _ends(num_windows: int, window_seconds: float) -> list[float]:

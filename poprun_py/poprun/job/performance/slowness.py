@@ -45,15 +45,6 @@ class Slowness:
     hosts: tuple[str, ...] = ()  # whose link is slow; of a slow network where it cannot be told, all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
-    """One instance has done alone, for a second or more, what the others wait for by design."""
-
-    instance: int
-    phase: str  # checkpoint or validation
-    seconds: float
-
-
 def find_slowness(windows: Sequence[Window]) -> Slowness | None:
     """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few."""
     last = windows[-NUM_WINDOWS:]
@@ -155,15 +146,15 @@ def _leads(delays: Mapping[int, float], instance: int, step_seconds: float) -> b
     return delays[instance] >= max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds, _LEAD * others)
 
 
-def find_pause(window: Window) -> Pause | None:
-    """Whether one instance has saved or validated alone in a window."""
+def find_pause(window: Window) -> tuple[int, str, float] | None:
+    """The instance that has saved or validated alone in a window, the name of the phase, and its seconds."""
     for index in window.delays:
         saving = _excess([window], index)["checkpoint"] * window.num_steps
         validating = _more([window], index, "long_forward")
         seconds = max(saving, validating)
         if seconds >= _LEAST_PAUSE_SECONDS and window.usual[index] * window.num_steps < seconds / 2:
             phase = "checkpoint" if saving >= validating else "validation"
-            return Pause(instance=index, phase=phase, seconds=seconds)
+            return index, phase, seconds
     return None
 
 

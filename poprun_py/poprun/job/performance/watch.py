@@ -121,7 +121,8 @@ class PerformanceWatch:
             waited = seconds * window.num_steps
             self.waiting_seconds[index] = self.waiting_seconds.get(index, 0.0) + waited
         if (pause := find_pause(window)) is not None:
-            self.pauses.setdefault((pause.instance, pause.phase), []).append(pause.seconds)
+            instance, phase, seconds = pause
+            self.pauses.setdefault((instance, phase), []).append(seconds)
             return []
         self.windows = [*self.windows[1 - NUM_WINDOWS :], window]
         found, lasting = find_slowness(self.windows), self.lasting

@@ -60,6 +60,8 @@ _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
 _ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
 Frame = tuple[str, ...]  # the printed lines of one call: its file, and the line of code if there is one
 
 
@@ -106,6 +108,11 @@ def last_words(tail: Sequence[str]) -> LastWords:
     excerpt = [_shorten(line) for line in _condense(chosen, tracebacks)[:MAX_EXCERPT_LINES]]
     summary = _first_words(chosen) or chosen.header
     return LastWords(summary=summary, place=_place(chosen.frames), lines=tuple(excerpt))
+
+
+def without_numbers(text: str) -> str:
+    """``text`` with ``#`` for each number: failures alike differ in ranks, addresses and sizes."""
+    return _NUMBER.sub("#", text)
 
 
 def _place(frames: Sequence[Frame]) -> str:

@@ -9,10 +9,10 @@ from typing import Final
 
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
-from poprun.job.end_verdict import combine, find_verdict_of_end
+from poprun.job.end_verdict import combine, find_verdict_of_end, kind_of_failure
 from poprun.job.record import JobEnd, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
-from poprun.job.report.last_words import LastWords, last_words
+from poprun.job.report.last_words import LastWords, last_words, without_numbers
 from poprun.job.state import (
     RUNTIME_KILLED,
     SHIM_KILLED,
@@ -33,7 +33,6 @@ _MAX_SURVIVORS: Final = 10
 MAX_OTHER_LINES: Final = 3
 MAX_REPORT_LINES: Final = 15
 _MAX_SUMMARY: Final = 120
-_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
 _ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
@@ -293,16 +292,16 @@ def _describe_others(
     victims: Collection[int],
 ) -> list[str]:
     """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first."""
-    cause = _kind(failed, words)
+    kind = kind_of_failure(failed, words)
     groups: dict[tuple[int, str], list[int]] = {}
     texts: dict[tuple[int, str], str] = {}
     for status in statuses:
         if status is failed:
             continue
-        is_alike = _has_failed_by_itself(status, words) and _kind(status, words) == cause
+        is_alike = _has_failed_by_itself(status, words) and kind_of_failure(status, words) == kind
         text = "failed in the same way" if is_alike else _describe_end(status, words, victims)
         worth = 0 if is_alike else 1 if status.has_failed else 2
-        key = (worth, _NUMBER.sub("#", text))
+        key = (worth, without_numbers(text))
         groups.setdefault(key, []).append(status.index)
         texts.setdefault(key, text)
     rows = [
@@ -315,11 +314,6 @@ def _describe_others(
         rows = [*rows[:num_told], ("the others", f"ended in {num_left} further ways")]
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:{width}}   {text}" for name, text in rows]
-
-
-def _kind(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
-    # an instance names itself in its message, or an address, and has failed for the same reason as another
-    return status.exit_code, status.problem, _NUMBER.sub("#", _summary(status, words))
 
 
 def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, LastWords]) -> bool:

@@ -10,13 +10,12 @@ from typing import Final
 from popdist import contract
 from popdist.progress import PhaseCounters
 from poprun.devices.pool.records import HeldLease
-from poprun.job.evidence import InstanceEvidence
+from poprun.job.evidence import InstanceEvidence, Stacks
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
 from poprun.job.performance.slowness import describe_slowness
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.report.printed_report import render_end
-from poprun.job.stacks import Standing
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.job.verdict import Verdict
 from poprun.messages.clock import ClockFit, recent_fits
@@ -97,7 +96,7 @@ def _verdict_to_dict(verdict: Verdict) -> dict[str, object]:
         "culprits": verdict.culprits,
         "victims": verdict.victims,
         "torn_down": verdict.torn_down,
-        "places": {str(index): place for index, place in sorted((verdict.places or {}).items())},
+        "places": {str(index): place for index, place in sorted(verdict.places.items())},
         "details": verdict.details,
         "since": None if since is None else _utc(since),
         "advice": verdict.advice,
@@ -115,9 +114,9 @@ def _clock_to_dict(clock: ClockFit) -> dict[str, float]:
 
 def _evidence_to_dict(evidence: InstanceEvidence) -> dict[str, object]:
     return {
-        "stack": _frames_of(evidence.standing or evidence.crash),
+        "stack": _frames_of(evidence.stacks) or _frames_of(evidence.crash),
         "helpers": [
-            {"process": helper.process, "stack": _frames_of(helper.standing)} for helper in evidence.helpers
+            {"process": helper.process, "stack": _frames_of(helper.stacks)} for helper in evidence.helpers
         ],
         "groups": [
             {
@@ -140,10 +139,9 @@ def _evidence_to_dict(evidence: InstanceEvidence) -> dict[str, object]:
     }
 
 
-def _frames_of(standing: Standing) -> Sequence[str]:
+def _frames_of(stacks: Stacks) -> Sequence[str]:
     """The main thread's calls, the latest last; what /proc tells where there is no stack."""
-    frames = standing.threads[0] if standing.threads else ()
-    return [f"{it.file}:{it.line} in {it.function}" for it in frames] or standing.processes
+    return [f"{it.file}:{it.line} in {it.function}" for it in stacks.main] or stacks.processes
 
 
 def _instance_to_dict(
