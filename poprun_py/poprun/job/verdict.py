@@ -223,7 +223,8 @@ def minority(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The smaller of two parts of a job; none where they are equal, or where there are more than two."""
     if len(parts) != 2 or len(parts[0]) == len(parts[1]):  # noqa: PLR2004 - a pair
         return ()
-    return tuple(sorted(min(parts, key=len)))
+    smaller = min(parts, key=len)
+    return tuple(sorted(smaller))
 
 
 def _blame_absent(
