@@ -12,8 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.hosts.network import TMPDIR, Network, missing_reason
@@ -22,7 +21,6 @@ BUCKET = ("burst", "256kb", "latency", "50ms")
 """Of tokens: how much goes at once, and how long the rest may wait."""
 
 INTERFACE = "eth0"
-RELAY = Path(__file__).parent / "measuring" / "relay.py"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -48,24 +46,6 @@ def milliseconds(text: str) -> float:
     return float(text.removesuffix("ms")) / 1e3
 
 
-@contextmanager
-def latency(network: Network, seconds: float) -> Iterator[None]:
-    """In place of its cables give each host one to a switch that holds each frame for ``seconds``."""
-    for host in network.hosts.values():
-        host.run("ip", "link", "delete", INTERFACE)
-    pids = [str(host.init.pid) for host in network.hosts.values()]
-    command = [sys.executable, str(RELAY), INTERFACE, str(seconds), *pids]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as switch:
-        if switch.stdin is None or switch.stdout is None or not switch.stdout.readline():
-            raise SystemExit("the switch with a latency did not start: what it printed says why")
-        for host in network.hosts.values():
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
-            host.run("ip", "address", "add", f"{host.address_6}/64", "dev", INTERFACE, "nodad")
-            host.run("ip", "link", "set", INTERFACE, "up")
-        yield
-        switch.stdin.close()
-
-
 def main() -> None:
     """Make the network, run the program on it, and take it away."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,7 +62,7 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         network = stack.enter_context(Network(names, Path(folder)))
         if options.latency:
-            stack.enter_context(latency(network, options.latency))
+            stack.enter_context(network.delayed(options.latency, *network.hosts))
         for host in network.hosts.values():
             host.run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", options.rate, *BUCKET)
         code = run(network, options.instances, options.program)

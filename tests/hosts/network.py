@@ -19,7 +19,7 @@ from typing import Final, Self
 
 import psutil
 
-from tests.hosts import firewall
+from tests.hosts import firewall, relay
 
 PREFIX: Final = "10.217.0."
 PREFIX_6: Final = "fd00:217::"
@@ -139,6 +139,12 @@ class Host:
         """Whether its sshd does."""
         return ":22 " in self.run("ss", "-ltn")
 
+    def connect(self) -> None:
+        """Give the cable that is there the host's addresses."""
+        self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        self.run("ip", "address", "add", f"{self.address_6}/64", "dev", "eth0", "nodad")
+        self.run("ip", "link", "set", "eth0", "up")
+
     def cut(self) -> None:
         """Pull the cable: nothing comes and nothing goes, and nobody is told."""
         self.run("ip", "link", "set", "eth0", "down")
@@ -232,9 +238,24 @@ class Network:
         port, pid = f"port{number}", str(host.init.pid)
         self.on_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
         self.on_switch("ip", "link", "set", port, "master", "bridge", "up")
-        host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-        host.run("ip", "address", "add", f"{host.address_6}/64", "dev", "eth0", "nodad")
-        host.run("ip", "link", "set", "eth0", "up")
+        host.connect()
+
+    @contextmanager
+    def delayed(self, seconds: float, *names: str) -> Iterator[None]:
+        """Hold each frame between one of these hosts and any other for so long; afterwards they are cut off."""
+        assert self._switch is not None
+        hosts = [self.hosts[name] for name in names]
+        for host in hosts:
+            host.run("ip", "link", "delete", "eth0")
+        pids = [str(it) for it in (self._switch.pid, *(host.init.pid for host in hosts))]
+        command = [sys.executable, relay.__file__, "eth0", str(seconds), *pids]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "the relay does not start: what it printed says why"
+            self.on_switch("ip", "link", "set", "eth0", "master", "bridge", "up")
+            for host in hosts:
+                host.connect()
+            yield
 
     def on_switch(self, *command: str) -> None:
         """Run ``command`` where the cables of all hosts end, at the ports port1, port2 and so on."""

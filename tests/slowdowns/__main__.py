@@ -1,4 +1,4 @@
-"""Slow one instance of a job down, and print whom poprun names, in which phase and why, as Markdown.
+"""Slow one instance of a job or a link down, and print whom poprun names, in which phase and why, as Markdown.
 
 The exit code is 1 when fewer than 95 % are right within 30 s, or anybody is named in a job that is balanced.
 """
@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from popdist.errors import name_instances
-from tests.slowdowns.cases import CONTROLS, DDP, FAULTS, Case
+import psutil
+
+from tests.hosts.jobs import HostPoprun
+from tests.hosts.network import Network, missing_reason
+from tests.slowdowns.cases import CONTROLS, DDP, DDP_ON_HOSTS, FAULTS, Case
 
 _PROGRAM: Final = Path(__file__).with_name("program.py")
 _MOST_SECONDS: Final = 30.0  # from the first step until it is said who is slow, or the job ends
 _START_SECONDS: Final = 120.0
 _GROUPS: Final = {"group": Path("/sys/fs/cgroup/cpu"), "disk": Path("/sys/fs/cgroup/blkio")}
-_SAID: Final = re.compile(r"instance \d+ is slow in ")
+_SAID: Final = re.compile(r" is slow (in|since) ")
 _LEAST_SHARE: Final = 0.95
 
 
@@ -42,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [*([] if options.controls else FAULTS), *([] if options.faults else CONTROLS)]
     cases = [it for it in chosen if options.only in f"{it.kind}: {it.what}" and _is_possible(it)]
-    print_row("training", "instances", "in instance 1", "right", "after", "poprun", "TraceML")
+    print_row("training", "instances", "what is slow", "right", "after", "poprun", "TraceML")
     print_row(*["---"] * 7)
     results = []
     for case in cases:
@@ -76,7 +79,7 @@ def print_summary(results: Sequence[Result]) -> None:
     for result in results:
         groups.setdefault(result.case.group, []).append(result)
     sys.stdout.write("\n")
-    print_row("training", "slow in instance 1", "right", "after", "TraceML names instance 1")
+    print_row("training", "slow", "right", "after", "TraceML names instance 1")
     print_row(*["---"] * 5)
     for (kind, what), those in groups.items():
         asked = [result.theirs for result in those if result.theirs]
@@ -101,6 +104,8 @@ def describe_times(results: Sequence[Result]) -> str:
 
 
 def _is_possible(case: Case) -> bool:
+    if case.kind == DDP_ON_HOSTS and (missing_reason() or not os.access("/dev/net/tun", os.W_OK)):
+        return False
     folder = _GROUPS.get(case.fault)
     return folder is None or os.access(folder, os.W_OK)
 
@@ -120,11 +125,14 @@ def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
             file.write_bytes(os.urandom(8 << 20))
             os.sync()  # what is not on the disk yet would stay in memory
             fault = f"disk:{file}"
-        poprun = str(Path(sys.executable).with_name("poprun"))
         report = folder / "report.json"
         program = [sys.executable, str(_PROGRAM), case.kind, fault, str(_MOST_SECONDS)]
-        job = ["--launcher", "local", "-n", str(case.num_instances), "--report", str(report)]
-        seconds = _watch([poprun, *job, *program], environ)
+        job = ["-n", str(case.num_instances), "--report", str(report), *program]
+        if case.kind == DDP_ON_HOSTS:
+            words = stack.enter_context(_on_hosts(case, folder, job))
+        else:
+            words = [str(Path(sys.executable).with_name("poprun")), "--launcher", "local", *job]
+        seconds = _watch(words, environ)
         attempts = json.loads(report.read_text())["attempts"] if report.exists() else []
     return (attempts[-1]["slowdowns"] if attempts else []), seconds
 
@@ -135,7 +143,7 @@ def _watch(words: list[str], environ: dict[str, str]) -> float | None:
     with subprocess.Popen(
         words, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        timer = threading.Timer(_START_SECONDS + _MOST_SECONDS, process.terminate)
+        timer = threading.Timer(_START_SECONDS + _MOST_SECONDS, lambda: _poprun(process).terminate())
         timer.start()
         for line in process.stdout or ():
             if "begins" in line and began is None:
@@ -144,9 +152,27 @@ def _watch(words: list[str], environ: dict[str, str]) -> float | None:
                 sys.stderr.write(line)
             elif _SAID.search(line) and said is None:
                 said = time.monotonic()
-                process.send_signal(signal.SIGINT)
+                _poprun(process).send_signal(signal.SIGINT)
         timer.cancel()
     return None if said is None or began is None else said - began
+
+
+def _poprun(process: "subprocess.Popen[str]") -> psutil.Process:
+    """The process of poprun; of a job on hosts the one that was started waits for it."""
+    started = psutil.Process(process.pid)
+    return started.children()[0] if started.name() == "nsenter" else started
+
+
+@contextmanager
+def _on_hosts(case: Case, folder: Path, job: list[str]) -> Iterator[list[str]]:
+    """The words of poprun on the first of some hosts, one of which has a slow link in some cases."""
+    names = [f"n{number}" for number in range(1, case.num_instances + 1)]
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(names, folder))
+        if case.delayed_host:
+            stack.enter_context(network.delayed(case.frame_seconds, case.delayed_host))
+        poprun = HostPoprun(python=Path(sys.executable), name="")
+        yield poprun.words(network, ["--host", ",".join(names), *job])
 
 
 @contextmanager
@@ -199,12 +225,12 @@ def ask_traceml(case: Case, folder: str) -> str:
 
 
 def is_right(case: Case, slowdowns: list[dict[str, Any]]) -> bool:
-    """Whether instance 1 alone is named, for a right phase and cause; of a control, nobody."""
+    """Whether the culprit alone is named, for a right phase and cause; of a control, nobody."""
     if case.is_control or not slowdowns:
         return case.is_control and not slowdowns
     first = slowdowns[0]
-    is_it = {it["instance"] for it in slowdowns} == {1} and first["phase"] in case.phases
-    return is_it and case.cause in "; ".join(first["reasons"])
+    is_it = all(it["text"].startswith(f"{case.culprit} is slow ") for it in slowdowns)
+    return is_it and first["phase"] in case.phases and case.cause in "; ".join(first["reasons"])
 
 
 def describe(slowdowns: list[dict[str, Any]]) -> str:
@@ -214,7 +240,8 @@ def describe(slowdowns: list[dict[str, Any]]) -> str:
     first = slowdowns[0]
     reasons = "; ".join(re.sub(r"at /\S*/", "at ", reason) for reason in first["reasons"])
     late = f"+{first['delay_seconds'] * 1000:.0f} ms"
-    return f"{name_instances([first['instance']])}: {first['phase']} {late}, {reasons}"
+    name, _, _ = first["text"].partition(" is slow ")
+    return f"{name}: {first['phase']} {late}, {reasons}"
 
 
 if __name__ == "__main__":

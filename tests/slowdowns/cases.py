@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Final
 
 DDP: Final = "DDP"
+DDP_ON_HOSTS: Final = "DDP on hosts"
+"""With a host for each instance."""
+
 TWO, THREE, FOUR = 2, 3, 4
 _PHASES: Final = ("data", "forward", "backward", "optimizer")
 
@@ -13,11 +16,14 @@ class Case:
     """One job."""
 
     kind: str  # how the program trains
-    what: str  # what is slow in instance 1, in words
-    fault: str = "none"  # the same for the program
+    what: str  # what is slow, in words
+    fault: str = "none"  # the same for the program: in instance 1
     phases: tuple[str, ...] = ()  # any of these is right; none where nobody is slow
     cause: str = ""  # what the reasons must tell
+    culprit: str = "instance 1"  # whom poprun has to name
     num_instances: int = TWO
+    delayed_host: str = ""  # of those on hosts n1, n2 ...: poprun runs on the first
+    frame_seconds: float = 0.0  # what each frame to it or from it takes longer
 
     @property
     def is_control(self) -> bool:
@@ -39,6 +45,19 @@ def _slow(kind: str, phase: str, manner: str, milliseconds: int, one_in: int, nu
         fault=f"{phase}:{manner}-{milliseconds}-{one_in}",
         phases=(phase,),
         num_instances=num_instances,
+    )
+
+
+def _slow_link(num_instances: int, delayed_host: str, culprit: str) -> Case:
+    return Case(
+        kind=DDP_ON_HOSTS,
+        what=f"frames of {delayed_host} take 10 ms more",
+        phases=("communication",),
+        cause="and back takes",
+        culprit=culprit,
+        num_instances=num_instances,
+        delayed_host=delayed_host,
+        frame_seconds=0.01,
     )
 
 
@@ -66,6 +85,10 @@ FAULTS: Final = (
     Case(kind=DDP, what="Python collects garbage", fault="garbage", phases=_ANY, cause="garbage"),
     Case(kind=DDP, what="four times as many samples", fault="uneven", phases=_ANY),
     Case(kind="ReplicatedModel", what="four times as many samples", fault="uneven", phases=_ANY, cause="samples"),
+    _slow_link(THREE, "n3", "the link of host n3"),
+    _slow_link(THREE, "n1", "the link of host n1"),
+    _slow_link(TWO, "n2", "the network"),
+    _slow(DDP_ON_HOSTS, "data", "sleep", 150, 1, THREE),
 )
 
 CONTROLS: Final = (
@@ -77,4 +100,20 @@ CONTROLS: Final = (
     *(Case(kind="pipelining", what="nothing", num_instances=number) for number in (2, 3, 4)),
     *(Case(kind=DDP, what="instance 0 saves at times", fault="checkpoint", num_instances=it) for it in (2, 4)),
     *(Case(kind=DDP, what="instance 0 validates at times", fault="validation", num_instances=it) for it in (2, 4)),
+    *(Case(kind=DDP_ON_HOSTS, what="nothing", num_instances=number) for number in (2, 3)),
+    Case(
+        kind=DDP_ON_HOSTS,
+        what="frames of n3 take 0.4 ms more",
+        num_instances=THREE,
+        delayed_host="n3",
+        frame_seconds=0.0004,
+    ),
+    Case(
+        kind=DDP_ON_HOSTS,
+        what="frames of n3 take 10 ms more, all pause 500 ms a step",
+        fault="pause",
+        num_instances=THREE,
+        delayed_host="n3",
+        frame_seconds=0.01,
+    ),
 )

@@ -1,6 +1,7 @@
 """A program that trains in one of several ways and is slowed down in one instance: program.py KIND FAULT SECONDS.
 
-Instance 1 is the slow one. It prints "begins" when training begins, and trains until it has taken so long.
+Instance 1 is the slow one; in "pause" all are. It prints "begins" when training begins, and trains until it has
+taken so long.
 """
 
 import gc
@@ -133,6 +134,8 @@ def after_step(step: int) -> None:
         with torch.no_grad():
             while time.monotonic() < end:
                 net(torch.ones(BATCH, WIDTH))
+    if where == "pause":
+        time.sleep(0.5)
     slow_down("outside")
 
 

@@ -123,11 +123,14 @@ def test_who_is_slow_stands_below_the_title() -> None:
     record = Record(planned(num_instances=2), JobIdentity(job_id="5f", restart_count=0, began_at_seconds=0.0), 0.0)
     record.performance = PerformanceWatch(0.0)
     balanced = job_view(record, str, 9.0)
+    record.performance.slow_link = replace(slow, instance=None, hosts=("n1", "n2"))
+    linked = job_view(record, str, 9.0)
     record.performance.slowdowns = [replace(slow, until_seconds=7.0), slow]
     view = job_view(record, str, 9.0)
     lines = drawn(view, [Rate()] * 2, height=10).splitlines()
 
     assert balanced.slow == ""
+    assert linked.slow.startswith("the network is slow since step 120: ")
     assert lines[2] == "instance 1 is slow in data since step 120: +48 ms a step (39%): at \\x1b[1mtrain.py:7"
     assert drawn(view, [Rate()] * 2, width=80).splitlines()[3].endswith("train.py:7")
     for slow_words in ("x", "word " * 99):

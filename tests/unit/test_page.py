@@ -62,7 +62,7 @@ def test_the_page_says_what_ran_and_how_fast() -> None:
             "last lines of instance 3",
         ),
         *("epoch 1\nepoch 2", "localhost", "35,560"),
-        *("the network is slow in communication since step 120: +48 ms a step (39%)", "the memory grows"),
+        *("the network is slow since step 120: communication takes 48 ms a step (39%)", "the memory grows"),
     ):
         assert words in text, words
     assert "not measured" not in text

@@ -255,12 +255,23 @@ def test_a_slow_link_is_named_where_its_host_can_be_told() -> None:
     assert watch.note_links({"n2": 0.021}, "n1") == []
     found = find_slow_link(busy, {"n2": 0.0003, "n3": 0.02}, "n1")
     assert found is not None
-    assert describe_slowness(found).startswith("the link of host n3 is slow in communication since step ")
-    assert describe_slowness(replace(found, hosts=("n1", "n2"))).startswith("the network is slow in ")
+    assert describe_slowness(found).startswith("the link of host n3 is slow since step ")
+    assert describe_slowness(found).endswith("%): a message from n1 to n3 and back takes 20 ms")
+    assert describe_slowness(replace(found, hosts=("n1", "n2"))).startswith("the network is slow since ")
+
+
+def test_who_is_at_the_end_of_a_slow_link_is_not_named_for_it() -> None:
+    """It hears of a collective later than the others; what it loses beyond that is its own."""
+    for seconds, num_named in ((0.015, 0), (0.05, 1)):
+        job, watch = MadeUpJob(3, slow={2: {"outside": seconds}}), PerformanceWatch(1000.0)
+        watch.note_links({"n2": 0.0003, "n3": 0.02}, "n1")
+        run_job(job, watch, NUM_WINDOWS + 2)
+
+        assert len(watch.slowdowns) == num_named
 
 
 def test_a_slowness_in_one_line() -> None:
-    """It begins with the instance."""
+    """It begins with who is slow."""
     slowness = Slowness(
         instance=2,
         phase="data",

@@ -48,8 +48,9 @@ def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float
 
 
 def _slow(record: Record) -> str:
-    """Who keeps the others waiting now, in words; empty while nobody does."""
-    slowness = None if record.performance is None else record.performance.lasting
+    """Who keeps the others waiting now, or whose link does, in words; empty while nobody does."""
+    watch = record.performance
+    slowness = None if watch is None else watch.lasting or watch.slow_link
     return "" if slowness is None else describe_slowness(slowness)
 
 

@@ -36,7 +36,7 @@ class Slowness:
 
     instance: int | None  # None where the network is slow, and not an instance
     phase: str
-    delay_seconds: float  # by how much it is later than most others, in a step
+    delay_seconds: float  # by how much it is later than most others in a step; of a network, its communication
     share: float  # of a step's time, 0 to 1
     since_seconds: float  # since the attempt's begin
     since_step: int  # optimizer steps that were done then; 0 where nobody counts them
@@ -45,8 +45,12 @@ class Slowness:
     hosts: tuple[str, ...] = ()  # whose link is slow; of a slow network where it cannot be told, all
 
 
-def find_slowness(windows: Sequence[Window]) -> Slowness | None:
-    """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few."""
+def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
+    """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few.
+
+    An instance that is late by no more than the longest way of a message between hosts and back, ``trip_seconds``,
+    may only hear of the others' collectives later.
+    """
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
@@ -55,12 +59,13 @@ def find_slowness(windows: Sequence[Window]) -> Slowness | None:
     means = {index: fmean(window.delays[index] for window in last) for index in last[0].delays}
     latest = max(means, key=lambda index: means[index])
     step = fmean(window.step_seconds for window in last)
-    is_always_late = all(_leads(window.usual, latest, step) for window in last)
+    least = max(_LEAST_SECONDS, _LEAST_SHARE * step, trip_seconds)
+    is_always_late = all(_leads(window.usual, latest, least) for window in last)
     is_always_last = all(max(it.delays, key=lambda index: it.delays[index]) == latest for it in last)
-    if not is_always_late and not (is_always_last and _leads(means, latest, step)):
+    if not is_always_late and not (is_always_last and _leads(means, latest, least)):
         return None
     own_delay = means[latest] - _shared_delay(last, latest)
-    if _certainty(last, latest) < _LEAST_CERTAINTY or not _leads({**means, latest: own_delay}, latest, step):
+    if _certainty(last, latest) < _LEAST_CERTAINTY or not _leads({**means, latest: own_delay}, latest, least):
         return None
     phase = find_phase(last, latest)
     return Slowness(
@@ -97,7 +102,7 @@ def find_slow_link(windows: Sequence[Window], round_trips: Mapping[str, float], 
         return None
     is_own = len(slow) == len(round_trips) > 1  # each way is slow, and all of them begin here
     hosts = [own_host] if is_own else slow if len(round_trips) > 1 else [own_host, *slow]
-    longest = max(round_trips.values()) * 1000
+    farthest = max(round_trips, key=lambda host: round_trips[host])
     return Slowness(
         instance=None,
         phase="communication",
@@ -105,7 +110,7 @@ def find_slow_link(windows: Sequence[Window], round_trips: Mapping[str, float], 
         share=min(1.0, seconds / step),
         since_seconds=last[0].began_seconds,
         since_step=last[0].first_step,
-        reasons=(f"a message takes {longest:.0f} ms there and back",),
+        reasons=(f"a message from {own_host} to {farthest} and back takes {round_trips[farthest] * 1000:.0f} ms",),
         hosts=tuple(hosts),
     )
 
@@ -140,10 +145,10 @@ def _certainty(windows: Sequence[Window], instance: int) -> float:
     return fmean(leads) / error if error else inf
 
 
-def _leads(delays: Mapping[int, float], instance: int, step_seconds: float) -> bool:
+def _leads(delays: Mapping[int, float], instance: int, least_seconds: float) -> bool:
     """Whether an instance is late by what matters, and nobody else is nearly as late."""
     others = max((late for index, late in delays.items() if index != instance), default=0.0)
-    return delays[instance] >= max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds, _LEAD * others)
+    return delays[instance] >= max(least_seconds, _LEAD * others)
 
 
 def find_pause(window: Window) -> tuple[int, str, float] | None:
@@ -225,11 +230,12 @@ def name_slow(slowness: Slowness) -> str:
 
 
 def describe_slowness(slowness: Slowness) -> str:
-    """A slowness in one line, which begins with the instance."""
+    """A slowness in one line, which begins with who is slow."""
     since = f"step {slowness.since_step}" if slowness.since_step else f"{slowness.since_seconds:.0f} s"
     until = "" if slowness.until_seconds is None else f" until {slowness.until_seconds:.0f} s"
-    text = (
-        f"{name_slow(slowness)} is slow in {slowness.phase} since {since}{until}: "
-        f"+{slowness.delay_seconds * 1000:.0f} ms a step ({slowness.share:.0%})"
-    )
+    seconds = f"{slowness.delay_seconds * 1000:.0f} ms a step ({slowness.share:.0%})"
+    if slowness.instance is None:
+        text = f"{name_slow(slowness)} is slow since {since}: communication takes {seconds}"
+    else:
+        text = f"{name_slow(slowness)} is slow in {slowness.phase} since {since}{until}: +{seconds}"
     return ": ".join([text, *(["; ".join(slowness.reasons)] if slowness.reasons else [])])

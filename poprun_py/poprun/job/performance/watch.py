@@ -45,6 +45,7 @@ class PerformanceWatch:
         self._asked_at_seconds = 0.0
         self._asked: set[int] = set()
         self._ahead_seconds: Mapping[int, float] = {}
+        self._trip_seconds = 0.0  # to the farthest host and back
         self._looks: dict[int, Look] = {}
         self._before: Mapping[int, Look] = {}
         self.windows: list[Window] = []  # the last ones
@@ -66,6 +67,7 @@ class PerformanceWatch:
 
     def note_links(self, round_trips: Mapping[str, float], own_host: str) -> list[str]:
         """Look for a slow link between hosts, which is said once; the lines to be said now."""
+        self._trip_seconds = max(round_trips.values(), default=0.0)
         if self.slow_link is None and self.lasting is None:
             self.slow_link = find_slow_link(self.windows, round_trips, own_host)
             return [] if self.slow_link is None else [describe_slowness(self.slow_link)]
@@ -125,7 +127,7 @@ class PerformanceWatch:
             self.pauses.setdefault((instance, phase), []).append(seconds)
             return []
         self.windows = [*self.windows[1 - NUM_WINDOWS :], window]
-        found, lasting = find_slowness(self.windows), self.lasting
+        found, lasting = find_slowness(self.windows, self._trip_seconds), self.lasting
         latest = max(window.delays, key=lambda index: window.delays[index])
         self.suspect = latest if not self.slowdowns and waits_for_workers([window], latest) else None
         if found is not None and lasting is not None and found.instance == lasting.instance:
