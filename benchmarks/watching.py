@@ -3,9 +3,9 @@
     python benchmarks/watching.py --rounds 25 --kind DDP
 
 Two jobs of two instances live side by side, one of them without poprun's page and so with torch's defaults. They
-train in turn, for some seconds each, and the next round the other way round; whoever does not train sleeps. What
-counts is the median over the rounds of the ratio within a round. A round is longer than the time between two
-questions to torch's recorder.
+train by turns of half a second, each turn the other way round; whoever does not train sleeps. Nine turns of each
+are a round, longer than the time between two questions to torch's recorder. What counts is the median over the
+rounds of the ratio within a round.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from typing import TextIO
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 WIDTH, NUM_LAYERS, BATCH = 192, 8, 16
 BUCKET_MEGABYTES = 0.3  # of two layers, so that there are four
+TURN_SECONDS, NUM_TURNS = 0.5, 9
 MOST_RATIO = 1.005
 
 
@@ -97,8 +99,7 @@ class Job:
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25, help="how often each job trains (25)")
-    parser.add_argument("--seconds", type=float, default=4.5, help="for how long each time (4.5)")
+    parser.add_argument("--rounds", type=int, default=25, help="of nine turns of each job (25)")
     parser.add_argument("--kind", choices=("DDP", "FSDP2"), default="DDP", help="how they train (DDP)")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `watching-KIND` gets the table")
     parser.add_argument("--train", nargs=3, metavar=("KIND", "ORDERS", "ANSWERS"), help=argparse.SUPPRESS)
@@ -111,12 +112,16 @@ def main() -> None:
         jobs = {
             name: Job(stack, options.kind, folder, is_watched=name == "watched") for name in ("bare", "watched")
         }
-        num_steps = max(1, round(options.seconds / jobs["bare"].seconds_of_step(100)))
+        num_steps = max(1, round(TURN_SECONDS / jobs["bare"].seconds_of_step(100)))
         jobs["watched"].seconds_of_step(num_steps)
-        times = by_turns(
+        turns = by_turns(
             {name: lambda job=job: job.seconds_of_step(num_steps) for name, job in jobs.items()},  # type: ignore[misc]
-            options.rounds,
+            options.rounds * NUM_TURNS,
         )
+        times = {
+            name: [fmean(own[begin : begin + NUM_TURNS]) for begin in range(0, len(own), NUM_TURNS)]
+            for name, own in turns.items()
+        }
         for job in jobs.values():
             job.end()
     found, bare = ratio(times["watched"], times["bare"]), median(times["bare"])
