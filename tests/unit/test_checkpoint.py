@@ -185,6 +185,21 @@ def test_a_run_does_not_start_anew_because_all_is_damaged(tmp_path: Path) -> Non
         load_latest(tmp_path, model=model)
 
 
+def test_enumerations_of_early_python_3_11_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member as a call of getattr, which is of enumerations only."""
+    kind = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _protocol: (getattr, (kind, self.name)))
+    model = nn.Linear(1, 1)
+    directory = save(tmp_path, model=model)
+    load_latest(tmp_path, model=model)
+
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda _self, _protocol: (getattr, (torch.Size, "count")))
+    (directory / "tensors" / ".metadata").write_bytes(pickle.dumps(kind.TORCH_CONTIGUOUS_FORMAT))
+    forge(directory)
+    with pytest.warns(popdist.PopdistWarning, match="'count' of .*Size"), pytest.raises(popdist.CheckpointError):
+        load_latest(tmp_path, model=model)
+
+
 class Trap:
     """Runs something when it is unpickled."""
 

@@ -5,9 +5,11 @@ unpickler reads it that knows the types of an index only. Importing DCP takes a 
 that writes or reads imports this module.
 """
 
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,13 +55,17 @@ _INDEX_TYPES: Final = frozenset(
         "torch.distributed.checkpoint.metadata StorageMeta",
         "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING",
         "torch.distributed.checkpoint.filesystem _StorageInfo",
+        "torch.distributed.checkpoint.planner TensorWriteData",
+        "torch.distributed.checkpoint.planner WriteItem",
+        "torch.distributed.checkpoint.planner WriteItemType",
+        "torch.distributed.checkpoint.storage WriteResult",
         "torch.serialization _get_layout",
         "torch Size",
         "pathlib PosixPath",
         "pathlib._local PosixPath",
     }
 )
-"""The types that the pickle of a DCP index may contain, beside dtypes."""
+"""The types that the pickle of a DCP index, or of what an instance has written, may contain beside dtypes."""
 
 
 def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[TensorForm, Tensor]]) -> bytes:
@@ -77,7 +83,7 @@ def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[Ten
 
 def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
     """Write the index of what all instances have written; gives the digests of all files."""
-    items, results, digests = zip(*map(pickle.loads, written), strict=True)  # from this job's instances
+    items, results, digests = zip(*(_IndexUnpickler(io.BytesIO(it)).load() for it in written), strict=True)
     _, metadata = create_default_global_save_plan([SavePlan(mine) for mine in items])
     FileSystemWriter(directory, sync_files=False).finish(metadata, list(results))
     return {name: digest for some in digests for name, digest in some.items()} | {
@@ -153,14 +159,24 @@ class _Reader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that refuses all types except those of an index."""
+    """An unpickler that refuses all types but those of an index and of what an instance has written."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:  # noqa: ANN401 - pickle's own signature
         """Find a type of an index, or a dtype; an error for anything else."""
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member_of
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or f"{module_name} {global_name}" in _INDEX_TYPES:
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(f"the index asks for {module_name}.{global_name}, which is no part of one")
+
+
+def _member_of(enumeration: object, name: str) -> Enum:
+    """A member of an enumeration, for which Python 3.11.0 to 3.11.3 pickle a call of ``getattr``."""
+    if isinstance(enumeration, EnumType) and name in enumeration.__members__:
+        member: Enum = enumeration.__members__[name]
+        return member
+    raise pickle.UnpicklingError(f"the index asks for {name!r} of {enumeration!r}, which is no part of one")
 
 
 @contextmanager

@@ -352,7 +352,7 @@ def _add_lines(tail: deque[bytes], lines: bytes) -> None:
 
 
 def _decode(lines: Iterable[bytes]) -> list[str]:
-    return [line.decode(errors="replace") for line in tuple(lines)]
+    return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(lines)]
 
 
 def _read(descriptor: int) -> bytes:
