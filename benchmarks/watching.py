@@ -1,39 +1,38 @@
-"""How much longer a training step takes because poprun watches where its time goes.
+"""What poprun takes of a training's processors because it watches where the time goes.
 
-    python benchmarks/watching.py --rounds 25 --kind DDP
+    python benchmarks/watching.py --rounds 5 --kind DDP
 
-Two jobs of two instances live side by side, one of them without poprun's page and so with torch's defaults. They
-train by turns of half a second, each turn the other way round; whoever does not train sleeps. Nine turns of each
-are a round, longer than the time between two questions to torch's recorder. What counts is the median over the
-rounds of the ratio within a round.
+Jobs of two instances train, one after another. What counts is the processor time of the threads that torch alone
+would not have, as a share of the elapsed time on instance 0: they inspect the phases and answer for torch's
+recorder. Beside it stands that of its agent and of poprun. The steps of a job that is not watched are no measure:
+they differ by more from one second to the next.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
-import tempfile
-from contextlib import ExitStack
+import time
 from pathlib import Path
-from statistics import fmean
-from typing import TextIO
 
+import psutil
 import torch
 from measuring.documents import put, table
-from measuring.medians import median, ratio
-from measuring.turns import by_turns, seconds
+from measuring.medians import median
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 WIDTH, NUM_LAYERS, BATCH = 192, 8, 16
 BUCKET_MEGABYTES = 0.3  # of two layers, so that there are four
-TURN_SECONDS, NUM_TURNS = 0.5, 9
-MOST_RATIO = 1.005
+MOST_SHARE = 0.005
+SERVER = "pt_workerserver"
+"""The name of the threads that answer for torch's recorder."""
 
 
-def train(kind: str, orders: str, answers: str) -> None:
-    """Be one instance: train as many steps as instance 0 is told, until it is told none."""
+def train(kind: str, seconds: float) -> None:
+    """Be one instance: train for so long; instance 0 prints what it took."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     torch.manual_seed(0)
@@ -47,90 +46,68 @@ def train(kind: str, orders: str, answers: str) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     batch = torch.randn(BATCH, WIDTH)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        net(batch).square().mean().backward()
-        optimizer.step()
+    def train_steps(num_steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+        return time.perf_counter() - began
 
-    is_first = distributed.get_rank() == 0
-    with ExitStack() as stack:
-        told = stack.enter_context(Path(orders).open(encoding="ascii")) if is_first else None
-        answer = stack.enter_context(Path(answers).open("w", encoding="ascii")) if is_first else None
-        while True:
-            number = torch.tensor(int(told.readline() or 0) if told else 0)
-            distributed.broadcast(number, 0)
-            if not number:
-                return
-            took = seconds(step, int(number))
-            if answer is not None:
-                answer.write(f"{took}\n")
-                answer.flush()
+    num_steps = torch.tensor(max(1, round(seconds / train_steps(500) * 500)))
+    distributed.broadcast(num_steps, 0)
+    before = processor_seconds()
+    elapsed = train_steps(int(num_steps))
+    threads, processes = (after - it for after, it in zip(processor_seconds(), before, strict=True))
+    if distributed.get_rank() == 0:
+        print(json.dumps([elapsed / int(num_steps), threads / elapsed, processes / elapsed]), flush=True)
+    distributed.destroy_process_group()
 
 
-class Job:
-    """One of the two jobs, which trains when it is told."""
-
-    def __init__(self, stack: ExitStack, kind: str, folder: Path, *, is_watched: bool) -> None:
-        name = "watched" if is_watched else "bare"
-        fifos = [str(folder / f"{name}-{what}") for what in ("orders", "answers")]
-        for fifo in fifos:
-            os.mkfifo(fifo)
-        program = [sys.executable, __file__, "--train", kind, *fifos]
-        bare = [] if is_watched else ["env", "-u", "POPDIST_PROGRESS_DESCRIPTOR", "-u", "TORCH_FR_BUFFER_SIZE"]
-        poprun = str(Path(sys.executable).with_name("poprun"))
-        words = [poprun, "--launcher", "local", "-n", "2", *bare, *program]
-        self._process = stack.enter_context(subprocess.Popen(words, stdin=subprocess.DEVNULL))
-        orders, answers = map(Path, fifos)
-        self._orders: TextIO = stack.enter_context(orders.open("w", encoding="ascii"))
-        self._answers: TextIO = stack.enter_context(answers.open(encoding="ascii"))
-
-    def seconds_of_step(self, num_steps: int) -> float:
-        """Have it train; what a step took."""
-        self._orders.write(f"{num_steps}\n")
-        self._orders.flush()
-        return float(self._answers.readline())
-
-    def end(self) -> None:
-        """Have it end."""
-        self._orders.write("0\n")
-        self._orders.flush()
+def processor_seconds() -> tuple[float, float]:
+    """The processor time, until now, of the threads that watch this program, and of its agent and poprun."""
+    threads = 0
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        is_main = task.name == str(os.getpid())
+        if name == SERVER or (name.startswith("python") and not is_main):
+            threads += int((task / "schedstat").read_text().split()[0])
+    above = [process.cpu_times() for process in psutil.Process().parents()[:2]]
+    return threads / 1e9, sum(times.user + times.system for times in above)
 
 
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25, help="of nine turns of each job (25)")
+    parser.add_argument("--rounds", type=int, default=5, help="how many jobs (5)")
+    parser.add_argument("--seconds", type=float, default=20, help="for how long each trains (20)")
     parser.add_argument("--kind", choices=("DDP", "FSDP2"), default="DDP", help="how they train (DDP)")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `watching-KIND` gets the table")
-    parser.add_argument("--train", nargs=3, metavar=("KIND", "ORDERS", "ANSWERS"), help=argparse.SUPPRESS)
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(*options.train)
+        train(options.kind, options.seconds)
         return
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="watching-")))
-        jobs = {
-            name: Job(stack, options.kind, folder, is_watched=name == "watched") for name in ("bare", "watched")
-        }
-        num_steps = max(1, round(TURN_SECONDS / jobs["bare"].seconds_of_step(100)))
-        jobs["watched"].seconds_of_step(num_steps)
-        turns = by_turns(
-            {name: lambda job=job: job.seconds_of_step(num_steps) for name, job in jobs.items()},  # type: ignore[misc]
-            options.rounds * NUM_TURNS,
-        )
-        times = {
-            name: [fmean(own[begin : begin + NUM_TURNS]) for begin in range(0, len(own), NUM_TURNS)]
-            for name, own in turns.items()
-        }
-        for job in jobs.values():
-            job.end()
-    found, bare = ratio(times["watched"], times["bare"]), median(times["bare"])
-    holds = "yes" if found.value <= MOST_RATIO else "NO"
-    interval = f"{found.value:.4f} ({found.lower:.4f} to {found.upper:.4f})"
-    limit = [f"≤ {MOST_RATIO}", holds] if options.kind == "DDP" else ["", ""]
-    rows = [[options.kind, f"{bare.value * 1e3:.2f} ms", interval, *limit]]
+    poprun = str(Path(sys.executable).with_name("poprun"))
+    job = [poprun, "--launcher", "local", "--no-tag-output", "-n", "2", sys.executable, __file__, "--train"]
+    words = [*job, "--kind", options.kind, "--seconds", str(options.seconds)]
+    rounds = []
+    for _ in range(options.rounds):
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True)
+        rounds.append(json.loads(done.stdout))
+    step, threads, processes = map(median, zip(*rounds, strict=True))
+    shares = [f"{it.value:.2%} ({it.lower:.2%} to {it.upper:.2%})" for it in (threads, processes)]
+    limit = [f"≤ {MOST_SHARE:.1%}", "yes" if threads.value <= MOST_SHARE else "NO"]
+    rows = [[options.kind, f"{step.value * 1e3:.2f} ms", *shares, *(limit if options.kind == "DDP" else ["", ""])]]
     command = f"python benchmarks/watching.py --rounds {options.rounds} --kind {options.kind}"
-    heads = ["2 instances", "a step, not watched", "watched ÷ not", "limit", "holds"]
+    heads = [
+        "2 instances",
+        "a step",
+        "threads in the program",
+        "its agent and poprun",
+        "limit of the threads",
+        "holds",
+    ]
     text = f"`{command}`\n\n{table(heads, rows)}"
     print(text)
     if options.document:
