@@ -116,17 +116,22 @@ def make_advised_plan(
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
         trace=request.trace,
     )
-    differences: tuple[str, ...] = ()
-    if request.mapping is not None:
-        from poprun.plan.parallelism import check_found, other_devices  # noqa: PLC0415 - few jobs share replicas
-
-        check_found(plan, request.mapping, len(_gpus(request, facts)))
-        differences = other_devices(plan, request.mapping, facts.gpus)
+    differences = _check_mapping(plan, request, facts)
     num_computing = max(num_instances, plan.num_replicas)
     threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_computing)
     plan = replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod))
     plan = replace(plan, bindings=place(plan, facts))
     return plan, (*differences, *advise(plan, facts, left_out=words.left_out, are_hosts_seen=are_hosts_seen))
+
+
+def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts) -> tuple[str, ...]:
+    """Check the devices against the mapping, if there is one; in what they differ from those it was made for."""
+    if request.mapping is None:
+        return ()
+    from poprun.plan.parallelism import check_found, other_devices  # noqa: PLC0415 - few jobs share replicas
+
+    check_found(plan, request.mapping, len(_gpus(request, facts)))
+    return other_devices(plan, request.mapping, facts.gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
