@@ -5,6 +5,7 @@ place; only where nothing can, is it an error.
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -157,6 +158,29 @@ def call_after_backward(function: Callable[[], None]) -> bool:
 def num_writes(tensor: Tensor) -> int:
     """How often torch has counted a write of ``tensor``. Without the name: 0, small buffers are still compared."""
     return getattr(tensor, "_version", 0)
+
+
+def num_gradient_hooks(tensor: Tensor) -> int:
+    """How many hooks get the gradient of the leaf ``tensor``. Without the names: 0, and none is refused."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return sum(len(getattr(tensor, name, None) or ()) for name in names)
+
+
+_pytree: Final = _find(torch.utils, "_pytree")
+
+
+def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:  # noqa: ANN401 - any class that is registered
+    """Return the children of an object of a class in torch's pytree, and what closes it; None for others."""
+    # without the name no such class is known: what it holds is not split, and refused when it leaves a layer
+    if type(nest) not in (_find(_pytree, "SUPPORTED_NODES") or ()):
+        return None
+    children, form = _pytree.tree_flatten(nest, is_leaf=lambda it: it is not nest)
+    return children, lambda changed: _pytree.tree_unflatten(changed, form)
+
+
+def are_parametrizations_cached() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached()`` is in force. Without the name: no."""
+    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", 0))
 
 
 _make_wrapper_subclass: Final = _find(Tensor, "_make_wrapper_subclass")

@@ -109,6 +109,43 @@ def test_a_graph_is_passed_twice() -> None:
     assert all(map(torch.equal, first, torch.autograd.grad(loss, list(model.parameters()))))
 
 
+class Numbered(nn.Module):
+    """Reads an attribute that its caller sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """An output that depends on the attribute."""
+        result: Tensor = x + self.linear(x) * self.factor
+        return result
+
+
+@pytest.mark.parametrize("what", ["layer", "attention"])
+def test_a_layer_that_computes_something_else_again_is_refused(what: Any) -> None:  # noqa: ANN401 - a literal
+    """In the first step, and in the first one in another mode or with other trained weights."""
+    torch.manual_seed(0)
+    layer = Numbered()
+    model = recompute(nn.Sequential(layer, nn.Linear(8, 8)), layers=["0"], what=what)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(*, is_changed: bool) -> None:
+        layer.factor = 1.0
+        loss = model(torch.randn(4, 8)).square().sum()
+        layer.factor = 2.0 if is_changed else 1.0
+        loss.backward()
+        optimizer.step()
+
+    for change in (lambda: None, model.eval, lambda: layer.linear.bias.requires_grad_(False)):  # noqa: FBT003 - torch's own
+        change()
+        with pytest.raises(
+            popdist.WeightsError, match=r"^0 has computed something else the second time \(recompute"
+        ):
+            step(is_changed=True)
+        step(is_changed=False)
+
+
 def peak(what: Recompute, ids: Tensor) -> int:
     """The most bytes alive in a step after the first, of all tensors but the samples."""
     live = LiveBytes()

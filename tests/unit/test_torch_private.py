@@ -7,12 +7,13 @@ from datetime import timedelta
 from inspect import currentframe
 from runpy import run_path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
@@ -136,6 +137,33 @@ def test_writes_are_counted() -> None:
     uncounted: Any = object()
     assert torch_private.num_writes(tensor) == before + 1
     assert torch_private.num_writes(uncounted) == 0
+
+
+def test_classes_of_the_pytree_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And closed with other children; without the name none is known."""
+    made: Any = torch.return_types.max
+    children, close = cast("Any", torch_private.open_nest(made((1, 2))))
+    assert children == [1, 2]
+    assert close([3, 4]) == made((3, 4))
+    assert torch_private.open_nest("text") is None
+    monkeypatch.setattr(torch_private, "_pytree", None)
+    assert torch_private.open_nest(made((1, 2))) is None
+
+
+def test_hooks_of_gradients_are_counted() -> None:
+    """Of both kinds."""
+    leaf = torch.zeros(2, requires_grad=True)
+    assert torch_private.num_gradient_hooks(leaf) == 0
+    leaf.register_hook(lambda it: it)
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.num_gradient_hooks(leaf) == 2
+
+
+def test_cached_parametrizations_are_known() -> None:
+    """Within torch's context only."""
+    assert not torch_private.are_parametrizations_cached()
+    with nn.utils.parametrize.cached():
+        assert torch_private.are_parametrizations_cached()
 
 
 def test_compiled_modules_are_known() -> None:

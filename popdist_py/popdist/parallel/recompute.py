@@ -14,14 +14,22 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from popdist.errors import WeightsError, name_first
 from popdist.gradients.buffers import LARGE
+from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
 from popdist.parallel.describe import repeated_layers
 from popdist.torch_private import num_writes
 from popdist.training.batch_norm import GroupedNorm
+from popdist.training.micro_batches import leaves_of
 from popdist.training.norm_sync import NormTurn
+from popdist.weights import checksum
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = "scaled_dot_product"
@@ -55,8 +63,11 @@ def recompute(
     """
     if what not in ("layer", "attention"):
         raise WeightsError(f"what={what!r} must be 'layer' or 'attention'")
-    for layer in chosen_layers(model, layers, "recompute"):
-        layer.forward = _Recomputed(layer, is_selective=what == "attention")
+    chosen = chosen_layers(model, layers, "recompute")
+    names = {module: name for name, module in model.named_modules()}
+    for layer in chosen:
+        layer.forward = _Recomputed(layer, names[layer], is_selective=what == "attention")
+    watch_optimizers()
     return model
 
 
@@ -89,8 +100,9 @@ def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, as
 class _Recomputed:
     """Takes the place of a layer's ``forward``."""
 
-    def __init__(self, layer: nn.Module, *, is_selective: bool) -> None:
+    def __init__(self, layer: nn.Module, name: str, *, is_selective: bool) -> None:
         self._layer = layer
+        self._same = SameOutputs(layer, name or type(layer).__name__, "recompute()")
         self._forward: Callable[..., Any] = layer.forward
         self._is_selective = is_selective
 
@@ -111,7 +123,26 @@ class _Recomputed:
         if torch.compiler.is_compiling():  # which puts back what it knows of, and takes torch's contexts only
             selective = partial(create_selective_checkpoint_contexts, _Policy())
             contexts = {"context_fn": selective} if self._is_selective else {}
-        return checkpoint(self._forward, *args, use_reentrant=False, **contexts, **kwargs)
+            return checkpoint(self._forward, *args, use_reentrant=False, **contexts, **kwargs)
+        if not self._same.is_checked():
+            return checkpoint(self._forward, *args, use_reentrant=False, **contexts, **kwargs)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(self._compared(), *args, use_reentrant=False, **contexts, **kwargs)
+
+    def _compared(self) -> Callable[..., Any]:
+        """Return the layer's forward pass, whose second computation is compared with its first."""
+        first: list[str] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+            result = self._forward(*args, **kwargs)
+            found = [it for _, it in leaves_of(result) if isinstance(it, Tensor)]
+            if first:
+                self._same.check(first[0], found)
+            else:
+                first.append(digest_of(found))
+            return result
+
+        return forward
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What surrounds a forward pass, and what surrounds it each time that it is computed again."""
@@ -139,6 +170,43 @@ class _Contexts(ExitStack):
         for make in self._makers:
             self.enter_context(make())
         return self
+
+
+class SameOutputs:
+    """Compares what a layer computes again with what it has computed first.
+
+    It does so in the first step, and in the first step after another mode or other trained weights of the layer.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, reason: str) -> None:
+        """``reason`` says, in an error, why the layer is computed again."""
+        self._layer, self._name, self._reason = layer, name, reason
+        self._first_steps: dict[object, int] = {}
+
+    def is_checked(self) -> bool:
+        """Whether the call that runs is compared."""
+        state = (self._layer.training, tuple(it.requires_grad for it in self._layer.parameters()))
+        step = training_loop.num_optimizer_steps
+        return self._first_steps.setdefault(state, step) == step
+
+    def check(self, first: str | None, again: Iterable[Tensor] | None) -> None:
+        """Check that ``first`` is the digest of ``again``, which is None if a call has other results.
+
+        Raises WeightsError if the digests differ. The digest of a call that is not compared is None.
+        """
+        if again is None or (first is not None and digest_of(again) != first):
+            raise WeightsError(
+                f"{self._name} has computed something else the second time ({self._reason}): it reads what has "
+                "changed meanwhile, such as an attribute or a ContextVar that is set before each call, a "
+                "generator of its own, a default dtype or a context manager around the forward pass only. Give it "
+                "to the layer as an argument, or let it stay as it is until backward() has ended"
+            )
+
+
+def digest_of(results: Iterable[Tensor]) -> str:
+    """Return a digest of the bits of ``results``, their shapes, and which of them have a gradient."""
+    tensors = [it for it in results if it.layout is torch.strided]
+    return checksum({f"{number} {it.requires_grad}": it.detach() for number, it in enumerate(tensors)})
 
 
 class LayerState:

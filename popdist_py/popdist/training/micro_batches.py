@@ -1,8 +1,8 @@
 """Batches, split into the micro batches of this instance's replicas, each of which weighs its samples.
 
-A nest is what a loader yields: tensors in tuples, lists, mappings and dataclasses. Its tensors and lists of
-strings are cut along dim 0; all else goes to every micro batch as it is. A batch of popdist's own loader brings
-its micro batches with it, and a function of the program's own may cut any other.
+A nest is what a loader yields: tensors in tuples, lists, mappings, dataclasses and classes of torch's pytree. Its
+tensors and lists of strings are cut along dim 0; all else goes to every micro batch as it is. A batch of popdist's
+own loader brings its micro batches with it, and a function of the program's own may cut any other.
 """
 
 import copy
@@ -17,6 +17,7 @@ from torch import Tensor
 from popdist.data.batch import Batch
 from popdist.errors import MOST_PARTS, BatchError, as_float, whole_number
 from popdist.layout import micro_batch_rows
+from popdist.torch_private import open_nest
 
 Nest = Any
 
@@ -107,7 +108,8 @@ def is_list_of_strings(nest: Nest) -> bool:
 def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
     """A nest like ``nest`` with ``function`` of each child; a leaf as it is."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*map(function, nest))
+        kind: Any = type(nest)
+        return kind._make(map(function, nest))  # a subclass, as PackedSequence, may have another constructor
     if isinstance(nest, list | tuple):
         return type(nest)(map(function, nest))
     if isinstance(nest, MutableMapping):
@@ -118,6 +120,9 @@ def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
     if is_dataclass(nest) and not isinstance(nest, type):
         children = {field.name: function(getattr(nest, field.name)) for field in fields(nest) if field.init}
         return replace(nest, **children)
+    if (opened := open_nest(nest)) is not None:
+        parts, close = opened
+        return close([function(part) for part in parts])
     return nest
 
 
@@ -147,6 +152,17 @@ def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
         yield from ((f"[{key!r}]", value) for key, value in nest.items())
     elif is_dataclass(nest) and not isinstance(nest, type):
         yield from ((f".{field.name}", getattr(nest, field.name)) for field in fields(nest) if field.init)
+    elif (opened := open_nest(nest)) is not None:
+        yield from ((f"<{index}>", value) for index, value in enumerate(opened[0]))
+
+
+def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of ``nest``, empty containers too, with its place as Python reaches it."""
+    children = [] if isinstance(nest, Tensor) else [*children_of(nest)]
+    if not children:
+        yield place, nest
+    for name, child in children:
+        yield from leaves_of(child, place + name)
 
 
 Split = Callable[[Nest], Sequence[Nest]]
