@@ -13,7 +13,7 @@ from popdist.collectives import gather_bytes
 from popdist.context import data_parallel_group
 from popdist.errors import CollectiveError, WeightsError
 from popdist.groups import Group
-from popdist.local_tensors import local_part
+from popdist.local_tensors import local_part, part_itself
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
 """A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""
@@ -94,7 +94,9 @@ def checksum(weights: Weights) -> str:
 
 def is_in_memory(weight: Tensor) -> bool:
     """Whether the numbers of ``weight`` are here; those of a phased model may be in its store."""
-    return weight.numel() <= 1 or any(weight.stride())
+    part = part_itself(weight)
+    absent = getattr(part, "_popdist_absent", None)  # of popdist.parallel.phased_layers.make_absent
+    return absent is None or absent.data_ptr() != part.data_ptr()
 
 
 def _fault(weights: object) -> str | None:

@@ -6,6 +6,7 @@ in memory, with recomputed layers.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,65 @@ def law_a_weight_is_used_in_its_layer_only(folder: Path) -> None:
     with refused(popdist.WeightsError, "layers.0.up.weight was used outside"):
         losses_of(model, optimizer)
     model.close()
+
+
+def law_a_closed_model_says_so(folder: Path) -> None:
+    """And one that nobody has a name of any more gives its store back, as a cell of a notebook that runs again."""
+    model = phased(net(), phases=3, store=folder)
+    optimizer = PhasedOptimizer(model, torch.optim.SGD, lr=0.1)
+    with refused(popdist.StoreError, "another phased model of this program"):
+        phased(net(), phases=3, store=folder)
+    losses_of(model, optimizer)
+    model.close()
+    for use in (
+        lambda: model(share(0)[0]),
+        lambda: model.module(share(0)[0]),
+        lambda: losses_of(model, optimizer),
+        partial(optimizer.step, None),
+        model.state_dict,
+        lambda: model.load_state_dict(net().state_dict()),
+        partial(PhasedOptimizer, model, torch.optim.SGD, lr=0.1),
+    ):
+        with refused(popdist.StoreError, "this phased model was closed"):
+            use()
+    other = phased(net(), phases=3, store=folder)
+    del other
+    phased(net(), phases=1, store=folder).close()
+
+
+def law_a_write_from_outside_is_an_error_and_no_other_weights(folder: Path) -> None:
+    """Of a weight that is away, or in memory; torch itself refuses random numbers."""
+    model = phased(net(), phases=7, store=folder)
+    model.eval()
+    x, _ = share(0)
+    output = model(x).detach()
+    away = model.get_parameter("layers.2.up.weight")
+    for number in range(2):
+        if number:
+            away.data.fill_(2)
+        else:
+            nn.init.zeros_(away)
+        assert model.get_parameter("layers.3.up.weight").isnan().all()
+        with refused(popdist.WeightsError, "layers.2.up.weight was written in place.*load_state_dict"):
+            model.state_dict()
+    with refused(RuntimeError, "single memory location"):
+        nn.init.normal_(away)
+    with torch.no_grad():
+        model(x)
+        model.get_parameter("head.weight").mul_(2)
+    with refused(popdist.WeightsError, "head.weight was written in place"):
+        model(x)
+    assert torch.equal(model(x), output)
+    model.close()
+
+
+def law_expanded_parameters_are_refused(folder: Path) -> None:
+    """Their elements cannot differ."""
+    model = net()
+    model.norm.weight = nn.Parameter(torch.ones(1).expand(WIDTH))
+    for wrap in (lambda: phased(model, phases=1, store=folder), lambda: popdist.ReplicatedModel(model)):
+        with refused(popdist.WeightsError, r"norm.weight was made by expand\(\)"):
+            wrap()
 
 
 def train_on_hosts(folder: Path) -> None:

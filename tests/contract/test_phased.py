@@ -1,14 +1,14 @@
 """Models of which a few layers at a time are in memory: they learn what they learn in memory, bit by bit.
 
 Holds popdist.parallel.phased_sums, popdist.parallel.phase_memory, popdist.parallel.phased_layers,
-popdist.parallel.phased_model and popdist.parallel.phased_run.
+popdist.parallel.phased_calls, popdist.parallel.phased_model and popdist.parallel.phased_run.
 """
 
 from pathlib import Path
 
 import pytest
 
-from tests.contract import phased_laws
+from tests.contract import layer_zoo, phased_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
@@ -22,6 +22,22 @@ def test_laws(forked_world: ForkedWorlds, disk_folder: Path, num_instances: int,
 def test_four_instances(forked_world: ForkedWorlds, disk_folder: Path) -> None:
     """The laws that depend on their number."""
     forked_world(phased_laws.keep_some, disk_folder, num_instances=4, timeout_seconds=DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize(("num_instances", "sizes"), [(1, [(1, 1), (2, 3)]), (2, [(2, 1), (1, 3)])])
+def test_layers(
+    forked_world: ForkedWorlds, disk_folder: Path, num_instances: int, sizes: list[tuple[int, int]]
+) -> None:
+    """Layers as people write them learn what they learn in memory, or are refused by name."""
+    found = forked_world(
+        layer_zoo.keep_the_law,
+        disk_folder,
+        sizes,
+        num_instances=num_instances,
+        timeout_seconds=4 * DEADLINE_SECONDS,
+    )
+
+    assert found == [{}] * num_instances
 
 
 def test_hosts(forked_world: ForkedWorlds, disk_folder: Path) -> None:

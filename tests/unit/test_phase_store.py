@@ -118,9 +118,12 @@ def test_a_torn_store_says_so(tmp_path: Path) -> None:
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
-    """By the process that has it; after its end any model takes it over."""
+    """By another process, and by another model of the same one; after its end any model takes it over."""
     store = open_store(tmp_path)
-    with pytest.raises(popdist.StoreError, match=rf"in use by process {os.getpid()} on "):
+    with pytest.raises(popdist.StoreError, match=r"another phased model of this program: call its close\(\)"):
+        open_store(tmp_path)
+    (tmp_path / "lock").write_text("process 1 on here")
+    with pytest.raises(popdist.StoreError, match=r"in use by process 1 on here: wait for its end"):
         open_store(tmp_path)
     child = forked(lambda: store.weights.file.read(0, make_buffer(BLOCK_BYTES)))
     assert "forked" in child

@@ -118,8 +118,17 @@ class PhaseStore:
                 write()
         self.is_torn = False
 
+    def check_open(self) -> None:
+        """Raise a StoreError after :meth:`close`."""
+        if not self._close.alive:
+            raise StoreError(
+                "this phased model was closed, by close() or since the last name of it is gone, so its weights "
+                "are not there any more: keep the model that phased() returns, and make it anew after close()"
+            )
+
     def check_whole(self) -> None:
-        """Raise a StoreError if a step was begun and has not ended."""
+        """Raise a StoreError if a step was begun and has not ended, or the store was closed."""
+        self.check_open()
         if self.is_torn:
             raise StoreError(
                 f"step {self.step} is half made: some of the weights are those of the step before. Load the last "
@@ -229,16 +238,26 @@ class _Folder:
             holder = os.pread(self._lock, 1000, 0).decode(errors="replace")
             self._close_lock()
             self._is_new = False
+            if holder == _own_name():
+                raise StoreError(
+                    f"{self.path} is the store of another phased model of this program: call its close() before, "
+                    "or name another folder. In a notebook: model.close() in the line before phased()"
+                ) from None
             raise StoreError(
                 f"{self.path} is in use by {holder or 'another process'}: wait for its end, or name another folder"
             ) from None
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(self._lock, _own_name().encode(), 0)
 
     def _close_lock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _own_name() -> str:
+    """Return the name of this process that its locks hold."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _create(path: Path | None, num_bytes: int) -> int:

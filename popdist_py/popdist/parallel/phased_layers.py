@@ -1,27 +1,25 @@
-"""The layers of a phased model: each computes with weights that are in memory for its own passes only.
+"""The layers of a phased model, and the count of their calls in a micro batch.
 
-A layer's forward pass keeps its inputs; its backward pass computes the layer again, with the same random numbers
-and buffers, and leaves complete gradients of the layer's weights. A weight that is not in memory reads as NaN.
+Each layer computes with weights that are in memory for its own passes only. A weight that is not in memory reads
+as NaN.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, Final, Protocol, cast
+from math import nan
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
-from popdist.local_tensors import TensorForm, part_itself
+from popdist.errors import BatchError, MicroBatchError, WeightsError
+from popdist.local_tensors import part_itself
 from popdist.parallel.describe import runs_of_layers
-from popdist.parallel.recompute import LayerState, chosen_layers, without_caches
-from popdist.torch_private import skip_tracing
-from popdist.training.micro_batches import map_nest
+from popdist.parallel.recompute import chosen_layers
+from popdist.torch_private import num_gradient_hooks, num_writes
 
 _LOOP: Final = """
     model = popdist.parallel.phased(module, memory="2 GB", store=folder)
@@ -143,13 +141,6 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
     )
 
 
-@lru_cache(maxsize=64)
-def _absent_number(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The one number that all elements of an absent weight are."""
-    is_float = dtype.is_floating_point or dtype.is_complex
-    return torch.full((), math.nan if is_float else 0, dtype=dtype, device=device)
-
-
 def set_data(parameter: Tensor, data: Tensor) -> None:
     """Let ``parameter``, or the part of it that is here, have its numbers in the memory of ``data``."""
     with torch.inference_mode(mode=False):
@@ -158,26 +149,37 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
 
 def make_absent(parameter: Parameter) -> None:
     """Take the memory of ``parameter`` away: it keeps its shape and dtype, and reads as NaN."""
-    part = part_itself(parameter)
-    set_data(parameter, _absent_number(part.dtype, part.device).expand(part.shape))
+    part: Any = part_itself(parameter)
+    if not hasattr(part, "_popdist_absent"):  # a number of its own: one that is written is no other's
+        is_float = part.is_floating_point() or part.is_complex()
+        part._popdist_absent = torch.full((), nan if is_float else 0, dtype=part.dtype, device=part.device)  # noqa: SLF001 - ours
+    set_data(parameter, part._popdist_absent.expand(part.shape))  # noqa: SLF001 - ours
 
 
-def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[str, TensorForm]) -> None:
-    """Check that ``module`` has these layers and parameters, whose parts that are here have these forms."""
-    names = {id(it): name for piece in layers.pieces for name, it in piece.named}
-    now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
-    changed = [name for key, name in names.items() if key not in now]
-    for key, (name, part) in now.items():
-        form = forms[names[key]] if key in names else None
-        if form is None or (form.dtype, form.shape) != (part.dtype, tuple(part.shape)):
-            changed.append(name)
-    changed += [it.name for it in layers.units if not isinstance(it.module.forward, PhasedForward)]
-    if changed:
-        raise WeightsError(
-            f"{name_first([*dict.fromkeys(changed)])} of {type(module).__name__}: added, replaced, moved or "
-            "removed after phased(), whose store has the weights that it had. Change a module before, as adapters "
-            "and dtypes, and then call phased(module)"
-        )
+@contextmanager
+def noted_writes(parameter: Tensor) -> Iterator[None]:
+    """Return a context in which an optimizer writes ``parameter``."""
+    part: Any = part_itself(parameter)
+    try:
+        yield
+    finally:
+        part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
+
+
+def check_unwritten(name: str, parameter: Parameter) -> None:
+    """Check that nobody but the optimizer has written ``parameter``, in memory or while it was away."""
+    part: Any = part_itself(parameter)
+    before, absent = getattr(part, "_popdist_writes", None), getattr(part, "_popdist_absent", None)
+    part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
+    is_lost = absent is not None and absent.is_cpu and absent.is_floating_point() and not absent.isnan()
+    if before in (None, num_writes(part)) and not is_lost:
+        return
+    if absent is not None:
+        absent.fill_(nan if absent.is_floating_point() or absent.is_complex() else 0)
+    raise WeightsError(
+        f"{name} was written in place, as by torch.nn.init, copy_() or .data, and the write is lost: the weights "
+        "of a phased model lie in its store. Change them before phased(), by load_state_dict() or by the optimizer"
+    )
 
 
 class CallCounts:
@@ -185,28 +187,42 @@ class CallCounts:
 
     def __init__(self) -> None:
         self.micro_batch: object = None  # stands for the micro batch that runs; None between two
-        self._counts: dict[int, int] = {}  # by piece
+        self._counts: Counter[int] = Counter()  # by piece
         self._is_passed_back = False
-        self._is_passing_back = False  # whether a unit is in its backward pass
+        self._unit: int | None = None  # the unit in its backward pass
+        self._num_casts: Counter[tuple[int, object]] = Counter()  # of a piece's calls within a context of autocast
+        self._shared: set[tuple[int, object]] = set()  # of which there were several
+        self._casts: dict[
+            tuple[int, object], dict[Parameter, Tensor]
+        ] = {}  # sums of gradients in autocast's dtype
 
     def begin_micro_batch(self) -> None:
         """A micro batch begins."""
-        self.micro_batch, self._counts = object(), {}
-        self._is_passed_back = self._is_passing_back = False
+        self.micro_batch, self._is_passed_back, self._unit = object(), False, None
+        for it in (self._counts, self._num_casts, self._shared, self._casts):
+            it.clear()
 
     def end_micro_batch(self) -> None:
         """A micro batch has ended; forward passes without a backward pass add nothing to its gradients."""
         self.micro_batch = None
+        for key in [*self._casts]:
+            self._add_held(key)
 
-    def begin(self, unit: Unit) -> object:
-        """Count a forward pass; gives the micro batch that it belongs to."""
+    def begin(self, unit: Unit, cache: object) -> object:
+        """Count a forward pass, with autocast's ``cache`` of casts or None; return its micro batch."""
         if self.micro_batch is not None and self._is_passed_back:
             raise BatchError(
                 "a forward pass of a phased model after a backward pass of the same micro batch: gradients may be "
                 "used already. Compute all losses of a micro batch, and call backward() on their sum"
             )
         for piece in unit.pieces:
-            self._counts[piece.index] = self._counts.get(piece.index, 0) + 1
+            self._counts[piece.index] += 1
+            if self._counts[piece.index] == 2:  # noqa: PLR2004 - the second call
+                _refuse_hooks(piece)
+            if cache is not None:
+                key = (piece.index, cache)
+                self._num_casts[key] += 1
+                self._shared |= {key} if self._num_casts[key] > 1 else set()
         return self.micro_batch
 
     def check(self, unit: Unit, micro_batch: object) -> None:
@@ -218,28 +234,60 @@ class CallCounts:
                 f"backward() through {unit.name}, whose forward pass belongs to another micro batch: compute the "
                 "loss and call backward() within one turn of the loop"
             )
+        if self._unit is not None:
+            raise WeightsError(
+                f"another layer reads a tensor that {unit.name} has computed, and was not given it as an "
+                "argument: a layer of a phased model gets such tensors by its arguments only"
+            )
         if any(self._counts[piece.index] < 1 for piece in unit.pieces):
             raise BatchError(
                 f"a second backward pass through one forward pass of {unit.name}: its gradients may be used "
                 "already. Call backward() once, on the sum of the losses"
             )
-        self._is_passed_back = self._is_passing_back = True
+        self._is_passed_back, self._unit = True, unit.index
 
-    def end(self, unit: Unit) -> list[PhasePiece]:
-        """Count a backward pass; gives the pieces whose gradients are complete now."""
-        self._is_passing_back = False
+    def end(self, unit: Unit, cache: object) -> list[PhasePiece]:
+        """Count a backward pass; return the pieces whose gradients are complete now."""
+        self._unit = None
         for piece in unit.pieces:
             self._counts[piece.index] -= 1
+            if cache is not None:
+                self._num_casts[piece.index, cache] -= 1
+                if not self._num_casts[piece.index, cache]:
+                    self._add_held((piece.index, cache))
         return [piece for piece in unit.pieces if not self._counts[piece.index]]
 
-    def watch(self, name: str, parameter: Parameter) -> None:
+    def is_cast_shared(self, piece: PhasePiece, cache: object) -> bool:
+        """Whether several calls take the casts of a piece's weights from ``cache``."""
+        return (piece.index, cache) in self._shared
+
+    def add_cast(
+        self, piece: PhasePiece, parameter: Parameter, cache: object, gradients: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Add the gradient of a weight's cast to those of the calls before; return the sum in the last call."""
+        key = (piece.index, cache)
+        held = self._casts.setdefault(key, {})
+        total = held.pop(parameter) + gradients[0] if parameter in held else gradients[0]
+        if self._num_casts[key] == 1:
+            return (total,)
+        held[parameter] = total
+        return (None,)
+
+    def _add_held(self, key: tuple[int, object]) -> None:
+        """Add sums to ``.grad`` that no later call has taken."""
+        for parameter, total in self._casts.pop(key, {}).items():
+            total = total.to(parameter.dtype)  # noqa: PLW2901 - the same gradient
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def watch(self, piece: PhasePiece, name: str, parameter: Parameter) -> None:
         """Have each gradient of ``parameter`` that comes from elsewhere than its unit's backward pass refused."""
 
         def refuse_others(_: Tensor) -> None:
-            if not self._is_passing_back:
+            if self._unit not in piece.units:
                 raise WeightsError(
                     f"{name} was used outside the forward pass of its layer, where it is not in memory and reads "
-                    "as NaN: use it in that pass only, or name a larger module that holds both, layers=[...]"
+                    "as NaN, or left the layer in another way than as its result: use it in that pass only, or "
+                    "name a larger module that holds both, layers=[...]"
                 )
 
         is_trained = parameter.requires_grad
@@ -248,165 +296,28 @@ class CallCounts:
             parameter.requires_grad_(is_trained)
 
 
+def _refuse_hooks(piece: PhasePiece) -> None:
+    """Refuse a second call with weights that have hooks, which would get the gradient of each call by itself."""
+    for name, parameter in piece.named:
+        if num_gradient_hooks(parameter) > 1:  # one is that of CallCounts.watch()
+            raise WeightsError(
+                f"{name} has a hook of its own for gradients, and its layer is called twice in a micro batch: in "
+                "memory the hook gets the sum of both calls' gradients, here each by itself. Remove the hook, or "
+                "name a larger module that makes both calls, layers=[...]"
+            )
+
+
 class LayerRunner(Protocol):
     """What runs the passes of units: it brings their weights, and takes their gradients."""
 
     device: torch.device  # of the weights
     calls: CallCounts
 
+    def bring(self, unit: Unit) -> None:
+        """Have the weights of ``unit`` in memory until another unit needs its place."""
+
     def running(self, unit: Unit, *, backward: bool) -> AbstractContextManager[None]:
-        """Within it the weights of ``unit`` are in memory."""
+        """Return a context in which the weights of ``unit`` are in memory."""
 
-    def end_call(self, unit: Unit) -> None:
+    def end_call(self, unit: Unit, cache: object) -> None:
         """Take the gradients that a backward pass of ``unit`` has left in ``.grad``."""
-
-
-def install(layers: PhasedLayers, runner: LayerRunner) -> None:
-    """Have all units compute by way of ``runner`` from now on."""
-    for unit in layers.units:
-        cast("Any", unit.module).forward = PhasedForward(unit, runner)
-    for piece in layers.pieces:
-        for name, parameter in piece.named if piece.units else ():
-            runner.calls.watch(name, parameter)
-
-
-class PhasedForward:
-    """Takes the place of a unit's ``forward``."""
-
-    def __init__(self, unit: Unit, runner: LayerRunner) -> None:
-        self.unit = unit
-        self.forward: Callable[..., Any] = unit.module.forward
-        self.runner = runner
-        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
-
-    @skip_tracing  # a compiled model runs its units as they are
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
-        """Run the unit's forward pass with its weights in memory."""
-        tensors: list[Tensor] = []
-        structure = _take_out((args, kwargs), tensors)
-        is_passed_back = self.unit.is_trained or any(it.requires_grad for it in tensors)
-        if not torch.is_grad_enabled() or not is_passed_back:
-            with self.runner.running(self.unit, backward=False):
-                return self.forward(*args, **kwargs)
-        call = _Call(self, without_caches(*structure))
-        outputs = _PhasedFunction.apply(call, self._anchor, *tensors)  # type: ignore[no-untyped-call] # torch's
-        return _put_back(call.outputs, outputs)
-
-
-class _Taken:
-    """The place of a tensor in a nest."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _take_out(nest: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - whatever layers take and give
-    """``nest`` with places where it has tensors, which are appended to ``tensors``, each once."""
-    if isinstance(nest, Tensor):
-        place = next((place for place, it in enumerate(tensors) if it is nest), len(tensors))
-        if place == len(tensors):
-            tensors.append(nest)
-        return _Taken(place)
-    return map_nest(nest, lambda child: _take_out(child, tensors))
-
-
-def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as above
-    """``nest`` with tensors in their places."""
-    if isinstance(nest, _Taken):
-        return tensors[nest.index]
-    return map_nest(nest, lambda child: _put_back(child, tensors))
-
-
-class _Call:
-    """One call of a unit: what its second computation needs beside the inputs."""
-
-    def __init__(self, owner: PhasedForward, inputs: Any) -> None:  # noqa: ANN401 - as above
-        self.unit = owner.unit
-        self.runner = owner.runner
-        self.outputs: Any = None
-        self._forward = owner.forward
-        self._inputs = inputs
-        self._state = LayerState(owner.unit.module)
-        device = owner.runner.device
-        self._devices = [device] if device.type == "cuda" else []
-        self._micro_batch: object = None
-        self._torch_state = torch.get_rng_state()
-        self._cuda_states = [torch.cuda.get_rng_state(it) for it in self._devices]
-        kinds = {"cpu", device.type}
-        self._autocast = {
-            kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
-        }
-
-    def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs of the forward pass."""
-        self._micro_batch = self.runner.calls.begin(self.unit)
-        with self.runner.running(self.unit, backward=False), self._state.watched(), self._casting():
-            result = self._compute(tensors)
-        outputs: list[Tensor] = []
-        self.outputs = _take_out(result, outputs)
-        return tuple(outputs)
-
-    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the inputs; those of the weights are added to their ``.grad``."""
-        self.runner.calls.check(self.unit, self._micro_batch)
-        found: dict[int, Tensor] = {}
-        with self.runner.running(self.unit, backward=True):
-            with self._as_first(), torch.enable_grad(), self._casting():
-                outputs: list[Tensor] = []
-                inputs = [it.detach().requires_grad_(it.requires_grad) for it in tensors]
-                for place, it in enumerate(inputs):
-                    if it.requires_grad:  # ``.grad`` may be in another order of memory, which shows in sums
-                        it.register_hook(partial(found.__setitem__, place))
-                _take_out(self._compute(inputs), outputs)
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, gradients, strict=True)
-                if gradient is not None and output.requires_grad
-            ]
-            del inputs, outputs
-            if pairs:
-                torch.autograd.backward([it for it, _ in pairs], [it for _, it in pairs])
-            pairs.clear()
-            self.runner.end_call(self.unit)
-        return [found.get(place) for place in range(len(tensors))]
-
-    def _compute(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as above
-        args, kwargs = _put_back(self._inputs, tensors)
-        return self._forward(*args, **kwargs)
-
-    @contextmanager
-    def _casting(self) -> Iterator[None]:
-        """With the autocast of the forward pass, which keeps no copies of weights that leave memory."""
-        with ExitStack() as stack:
-            for kind, dtype in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-            yield
-
-    @contextmanager
-    def _as_first(self) -> Iterator[None]:
-        """With the states of generators, and the buffers, of the forward pass."""
-        with torch.random.fork_rng(self._devices), self._state.restored():
-            torch.set_rng_state(self._torch_state)
-            for device, state in zip(self._devices, self._cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield
-
-
-class _PhasedFunction(torch.autograd.Function):
-    """A unit in autograd's graph: of its own operations nothing is kept between the passes."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's context
-        """The outputs of the unit; ``_anchor`` has a gradient, so that the backward pass comes by."""
-        outputs = call.first(tensors)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(it for it in outputs if not (it.is_floating_point() or it.is_complex())))
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - as above
-        """The gradients of the inputs."""
-        return None, None, *ctx.call.backward(ctx.saved_tensors, gradients)

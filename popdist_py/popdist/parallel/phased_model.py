@@ -1,6 +1,7 @@
 """A model of which a few layers at a time are in memory: the rest waits in a store, and the bits are the same."""
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
 from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
 from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
-from popdist.parallel.phased_layers import find_layers, install, make_absent
+from popdist.parallel.phased_calls import install
+from popdist.parallel.phased_layers import find_layers, make_absent
 from popdist.parallel.phased_run import PhasedRun, RunningStep
 from popdist.parallel.phased_sums import GradientBarrier
 from popdist.parallel.phased_weights import Initialize, unit_weights
@@ -124,6 +126,7 @@ class PhasedModel(nn.Module):
         super().__init__()
         self.module = steps.module
         self.phased_run, self.store, self.randomness = steps.run, steps.run.store, steps.randomness
+        self._close = weakref.finalize(self, _close, steps.run)
         self._steps = steps  # from now on other attributes are the module's
 
     @property
@@ -200,6 +203,7 @@ class PhasedModel(nn.Module):
         check_buffers(self.module)
         if not kwargs.pop("keep_vars", False) and not self.phased_run.is_unfinished:
             self.store.check_whole()
+        self.phased_run.check_unwritten()
         self.phased_run.memory.wait()
         state: dict[str, Any] = self.module.state_dict(*args, keep_vars=True, **kwargs)
         return {key: self._in_store(value) for key, value in state.items()}
@@ -224,6 +228,7 @@ class PhasedModel(nn.Module):
                 then.
         """
         run, own = self.phased_run, self.module.state_dict(keep_vars=True)
+        self.store.check_open()
         found = {key: run.names[id(it)] for key, it in own.items() if id(it) in run.names and key in state_dict}
         missing = [key for key in own if key not in state_dict]
         unexpected = [key for key in state_dict if key not in own]
@@ -254,8 +259,13 @@ class PhasedModel(nn.Module):
 
     def close(self) -> None:
         """Release the store and its threads; the model cannot be used any more."""
-        self.phased_run.memory.close()
-        self.phased_run.store.close()
+        self._close()
+
+
+def _close(run: PhasedRun) -> None:
+    """Release the store of ``run`` and its threads."""
+    run.memory.close()
+    run.store.close()
 
 
 def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | None, int | None]:

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.collectives import gather_json
-from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError, OptimizerError
+from popdist.errors import (
+    BatchError,
+    CollectiveError,
+    GradientError,
+    MicroBatchError,
+    OptimizerError,
+    WeightsError,
+)
 from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.step_headers import MeanOrSum
 from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
@@ -28,7 +35,16 @@ from popdist.parallel.measures.phase_budget import PhaseBudget
 from popdist.parallel.phase_layout import deal
 from popdist.parallel.phase_memory import Content, PhaseMemory, Ranges, StoredPieces, StoredSums
 from popdist.parallel.phase_store import PhaseStore, StoredTensors
-from popdist.parallel.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, check_same, set_data
+from popdist.parallel.phased_calls import check_same
+from popdist.parallel.phased_layers import (
+    CallCounts,
+    PhasedLayers,
+    PhasePiece,
+    Unit,
+    check_unwritten,
+    noted_writes,
+    set_data,
+)
 from popdist.parallel.phased_sums import (
     GradientBarrier,
     InstanceSums,
@@ -113,17 +129,22 @@ class PhasedRun:
 
     @contextmanager
     def running(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """Within it the weights of ``unit`` are in memory."""
+        """Return a context in which the weights of ``unit`` are in memory."""
         if unit.index not in self._order:
             self._order.append(unit.index)
-        returns = self.calls.micro_batch is not None
-        self.memory.enter(self.memory.phase_of[unit.index], backward=backward, will_return=returns)
+        self.bring(unit, backward=backward)
         with self.budget.passes(unit, backward=backward):
             yield
 
-    def end_call(self, unit: Unit) -> None:
+    def bring(self, unit: Unit, *, backward: bool = False) -> None:
+        """Have the weights of ``unit`` in memory until another unit needs its place."""
+        self.store.check_open()
+        returns = self.calls.micro_batch is not None
+        self.memory.enter(self.memory.phase_of[unit.index], backward=backward, will_return=returns)
+
+    def end_call(self, unit: Unit, cache: object) -> None:
         """Take the gradients that are complete now."""
-        for piece in self.calls.end(unit):
+        for piece in self.calls.end(unit, cache):
             if piece.index in self._gradients:
                 self._end_piece(piece)
 
@@ -147,6 +168,17 @@ class PhasedRun:
     def check_same(self, module: nn.Module) -> None:
         """Check that ``module`` has the parameters and layers that it had."""
         check_same(module, self.layers, self.store.weights.forms)
+        self.check_unwritten()
+
+    def check_unwritten(self) -> None:
+        """Check that nobody but the optimizer has written weights."""
+        try:
+            for piece in self.layers.pieces:
+                for name, parameter in piece.named:
+                    check_unwritten(name, parameter)
+        except WeightsError:
+            self.memory.forget(Content("weights", piece.index) for piece in self.layers.pieces)
+            raise
 
     def check_forward(self) -> None:
         """Check that all weights are those of one step."""
@@ -156,6 +188,7 @@ class PhasedRun:
                 "updates weights: call optimizer.step() behind the loop, and evaluate then"
             )
         self.store.check_whole()
+        self.check_unwritten()
 
     def begin_step(self, step: RunningStep) -> None:
         """Begin a step: gradients of the weights that are trained now."""
@@ -364,7 +397,7 @@ class PhasedRun:
         for parameter in mine:
             name = self.names[id(parameter)]
             forms = optimizer.forms_of(parameter)
-            with self.budget.updating(piece.units):
+            with self.budget.updating(piece.units), noted_writes(parameter):
                 update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
         self._weights.write_behind(piece.index, [self.names[id(it)] for it in mine])
         state.write_behind(piece.index)
@@ -399,6 +432,7 @@ class PhasedRun:
 
         ``update`` updates those whose gradients are in the store.
         """
+        self.store.check_open()
         if not self.is_unfinished:
             raise MicroBatchError(
                 "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
@@ -419,6 +453,7 @@ class PhasedRun:
 
     def attach_optimizer(self, optimizer: "PhasedOptimizer") -> None:
         """Make room for the state of ``optimizer``; all instances call it."""
+        self.store.check_open()
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
         self.memory.wait()

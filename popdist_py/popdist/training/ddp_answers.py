@@ -110,6 +110,11 @@ def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:
             "through the module, or make it with its sizes, and wrap it then"
         )
     for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.numel() > 1 and not any(parameter.stride()):
+            raise WeightsError(
+                f"{name} was made by expand(): its elements share one number, so no optimizer can update them. "
+                "Make it of a tensor.expand(...).clone()"
+            )
         if is_distributed(parameter):
             _refuse_mesh(module, name, parameter, instances, of_stage)
 

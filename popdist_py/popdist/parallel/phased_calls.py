@@ -1,0 +1,426 @@
+"""The calls of a phased layer: the forward pass keeps the layer's inputs, the backward pass computes it again.
+
+Both passes run the layer with gradients, on detached inputs, so that they take the same branches of torch. The
+graph of the forward pass keeps no tensor. A backward pass that reaches this graph has come by a tensor that left
+the layer in another way than as its result, and raises an error that names the layer.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+from popdist.errors import WeightsError, name_first
+from popdist.local_tensors import TensorForm, part_itself
+from popdist.parallel.phased_layers import LayerRunner, PhasedLayers, Unit
+from popdist.parallel.recompute import LayerState, SameOutputs, digest_of, without_caches
+from popdist.torch_private import are_parametrizations_cached, num_writes, skip_tracing
+from popdist.training.micro_batches import leaves_of, map_nest
+
+_OTHER_LAYERS: Final = "or name a larger module that holds the layer and what it shares, layers=[...]"
+
+
+def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[str, TensorForm]) -> None:
+    """Check that ``module`` has these layers and parameters, whose parts that are here have these forms."""
+    names = {id(it): name for piece in layers.pieces for name, it in piece.named}
+    now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
+    changed = [name for key, name in names.items() if key not in now]
+    for key, (name, part) in now.items():
+        form = forms[names[key]] if key in names else None
+        if form is None or (form.dtype, form.shape) != (part.dtype, tuple(part.shape)):
+            changed.append(name)
+    changed += [it.name for it in layers.units if not isinstance(it.module.forward, PhasedForward)]
+    if changed:
+        raise WeightsError(
+            f"{name_first([*dict.fromkeys(changed)])} of {type(module).__name__}: added, replaced, moved or "
+            "removed after phased(), whose store has the weights that it had. Change a module before, as adapters "
+            "and dtypes, and then call phased(module)"
+        )
+
+
+def install(layers: PhasedLayers, runner: LayerRunner) -> None:
+    """Have all units compute by way of ``runner`` from now on."""
+    for unit in layers.units:
+        module: Any = unit.module
+        module.forward = PhasedForward(unit, runner)
+        # hooks of the program's own may read the weights, as those of torch.nn.utils.weight_norm do
+        module.register_forward_pre_hook(partial(_bring_weights, unit, runner), prepend=True)
+    for piece in layers.pieces:
+        for name, parameter in piece.named if piece.units else ():
+            runner.calls.watch(piece, name, parameter)
+
+
+@skip_tracing
+def _bring_weights(unit: Unit, runner: LayerRunner, *_: object) -> None:
+    runner.bring(unit)
+
+
+class PhasedForward:
+    """The object that takes the place of a unit's ``forward``."""
+
+    def __init__(self, unit: Unit, runner: LayerRunner) -> None:
+        self.unit = unit
+        self.forward: Callable[..., Any] = unit.module.forward
+        self.runner = runner
+        self.written: dict[int, set[int]] = {}  # the inputs that the layer writes, by the number of its inputs
+        self.same = SameOutputs(unit.module, unit.name, "phased() computes a layer again in the backward pass")
+        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
+        self._function: Any = type(f"PhasedLayer[{unit.name}]", (_PhasedFunction,), {})
+
+    @skip_tracing  # a compiled model runs its units as they are
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+        """Run the unit's forward pass with its weights in memory."""
+        inputs: list[Tensor] = []
+        structure = _take_out((args, kwargs), inputs)
+        is_passed_back = self.unit.is_trained or any(it.requires_grad for it in inputs)
+        if not torch.is_grad_enabled() or not is_passed_back:
+            with self.runner.running(self.unit, backward=False):
+                return self.forward(*args, **kwargs)
+        self._check_weights()
+        if any(hasattr(it, "get_seq_length") for it in chain(args, kwargs.values())):
+            inputs = []
+            structure = _take_out(without_caches(args, kwargs), inputs)
+        call = _Call(self, structure)
+        call.first(inputs)
+        returned = self._function.apply(call, self._anchor, *inputs) if call.returned else ()
+        return call.result_of(inputs, returned)
+
+    def _check_weights(self) -> None:
+        """Check that the module computes with the parameters that lie in the store."""
+        own = {id(it) for piece in self.unit.pieces for it in piece.parameters}
+        for name, parameter in self.unit.module.named_parameters():
+            if id(parameter) not in own:
+                raise WeightsError(
+                    f"{self.unit.name}.{name} is another tensor than the parameter that phased() has in its "
+                    "store, as torch.func.functional_call() or an assignment puts there: train with the "
+                    "parameters of the model, or compute with other tensors under torch.no_grad()"
+                )
+        if are_parametrizations_cached():
+            raise WeightsError(
+                f"{self.unit.name} is called within torch.nn.utils.parametrize.cached(), whose cached weights the "
+                "backward pass cannot use, as it computes the layer again: leave out cached()"
+            )
+
+
+class _Taken(int):
+    """The place of a tensor among the tensors of a nest."""
+
+
+def _take_out(nest: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - whatever layers take and give
+    """Return ``nest`` with places in place of its tensors; append each tensor once to ``tensors``."""
+    if isinstance(nest, Tensor):
+        place = next((place for place, it in enumerate(tensors) if it is nest), len(tensors))
+        if place == len(tensors):
+            tensors.append(nest)
+        return _Taken(place)
+    return map_nest(nest, lambda child: _take_out(child, tensors))
+
+
+def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as for _take_out
+    """Return ``nest`` with tensors in their places."""
+    if isinstance(nest, _Taken):
+        return tensors[nest]
+    return map_nest(nest, lambda child: _put_back(child, tensors))
+
+
+@lru_cache(maxsize=8)
+def _probe(device: torch.device) -> Tensor:
+    """Return a leaf of one element, by whose cast the caches of autocast are told apart."""
+    return torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+
+
+def _cast_node(leaf: Tensor) -> Any:  # noqa: ANN401 - a node of autograd, or None
+    """Return the node in which autocast casts ``leaf``; None if autocast does not cast it here."""
+    with torch.enable_grad():  # a product without elements costs nothing, and takes the cast from autocast's cache
+        product = torch.matmul(leaf, torch.zeros(leaf.shape[-1], 0, dtype=leaf.dtype, device=leaf.device))
+    node, found = product.grad_fn, None
+    while node is not None and getattr(node, "variable", None) is not leaf:
+        node, found = node.next_functions[0][0], node
+    return found if found is not None and found.name().startswith("ToCopy") else None
+
+
+class _Entrance(torch.autograd.Function):
+    """Gives a layer its inputs as tensors that it may write: no leaves, no views, with a count of writes each."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's context
+        """Return tensors in the memory of ``leaves``."""
+        inputs = tuple(it.data for it in leaves)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(it for it, leaf in zip(inputs, leaves, strict=True) if not leaf.requires_grad)
+        )
+        return inputs
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's context
+        """Return the gradients as they are."""
+        return gradients
+
+
+class _Call:
+    """One call of a unit: what its second computation needs beside the inputs, and what the call has returned."""
+
+    def __init__(self, owner: PhasedForward, structure: Any) -> None:  # noqa: ANN401 - as for _take_out
+        self.unit, self.runner = owner.unit, owner.runner
+        self.copies: dict[
+            int, Tensor
+        ] = {}  # of inputs that the layer writes, or gives back to its caller, by place
+        self.owned: frozenset[int] = frozenset()  # their places
+        self.written: list[
+            int
+        ] = []  # the places of the inputs that the layer has written and that have a gradient
+        self.returned: list[Tensor] = []  # by the function: those inputs, and the results that have a gradient
+        self._owner, self._structure = owner, structure
+        self._results: list[Tensor | Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]] = []
+        self._differentiable: list[int] = []  # the places of inputs that get a gradient
+        self._own: list[int] = []  # the places, among the results, of those that the function returns
+        self._nest: Any = None
+        self._digest: str | None = None
+        self._state = LayerState(owner.unit.module)
+        device = owner.runner.device
+        self._devices = [device] if device.type == "cuda" else []
+        self._micro_batch: object = None
+        self._torch_state = torch.get_rng_state()
+        self._cuda_states = [torch.cuda.get_rng_state(it) for it in self._devices]
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type}
+        }
+        self._casts = any(is_on for is_on, _ in self._autocast.values())
+        caches = self._casts and torch.is_autocast_cache_enabled()
+        self._cache = _cast_node(_probe(device)) if caches else None
+
+    def first(self, inputs: Sequence[Tensor]) -> None:
+        """Compute the forward pass, and note what it returns."""
+        self._micro_batch = self.runner.calls.begin(self.unit, self._cache)
+        self._differentiable = [place for place, it in enumerate(inputs) if it.requires_grad]
+        known = self._owner.written.get(len(inputs))  # None in the first call, which shows what the layer writes
+        places = range(len(inputs)) if known is None else known
+        self.copies = {place: inputs[place].detach().clone() for place in places}
+        entered = self._entered(inputs, lambda _: self._refuse)
+        with ExitStack() as stack:
+            stack.enter_context(self.runner.running(self.unit, backward=False))
+            stack.enter_context(self._state.watched())
+            stack.enter_context(self._casting(is_first=True))
+            stack.enter_context(saved_tensors_hooks(lambda _: None, self._refuse))
+            result = self._compute(entered)
+            self._note(result, inputs, entered)
+
+    def _entered(
+        self, tensors: Sequence[Tensor], hook_of: Callable[[int], Callable[[Tensor], object]]
+    ) -> Sequence[Tensor]:
+        """Return the inputs of a pass in the memory of ``tensors``; a gradient of one is handed to its hook."""
+        leaves = [it.detach() for it in tensors]
+        for place in self._differentiable:  # ``.grad`` may be in another order of memory, which shows in sums
+            leaves[place].requires_grad_().register_hook(hook_of(place))
+        with torch.enable_grad():
+            entered: Sequence[Tensor] = _Entrance.apply(*leaves) if leaves else ()  # type: ignore[no-untyped-call]
+        return entered
+
+    def _compute(self, entered: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as for _take_out
+        args, kwargs = given = _put_back(self._structure, entered)
+        before = [*leaves_of(given)]
+        with torch.enable_grad():
+            result = self._owner.forward(*args, **kwargs)
+        after = [*leaves_of(given)]
+        pairs = zip(before, after, strict=False)
+        if len(before) != len(after) or any(one[0] != two[0] or one[1] is not two[1] for one, two in pairs):
+            raise WeightsError(
+                f"{self.unit.name} adds to or changes a list, dict or dataclass that it was given, which a layer "
+                f"of a phased model cannot: return what it adds, {_OTHER_LAYERS}"
+            )
+        return result
+
+    def _refuse(self, _: object) -> NoReturn:
+        raise WeightsError(
+            f"backward() came to a tensor that {self.unit.name} has computed and not returned. The layers of a "
+            "phased model give tensors by their results only: in tuples, lists, dicts, dataclasses and classes "
+            "that are registered with torch's pytree. Return what stands in an attribute, in an object of another "
+            f"class or comes to a hook inside the layer, {_OTHER_LAYERS}"
+        )
+
+    def _note(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:  # noqa: ANN401 - as for _take_out
+        """Note what the layer has returned, and which inputs it has written."""
+        self._note_written(inputs, entered)
+        found: list[Tensor] = []
+        self._nest = _take_out(result, found)
+        if self._owner.same.is_checked():
+            self._digest = digest_of(found)
+        own = Counter(map(_memory_of, found))
+        sources = {_memory_of(it): place for place, it in reversed([*enumerate(entered)])} | {0: None}
+        weights = {_memory_of(it) for piece in self.unit.pieces for it in piece.parameters}
+        for number, it in enumerate(found):
+            memory = _memory_of(it)
+            place = sources.get(memory)
+            if place is not None and it.dtype == entered[place].dtype:
+                self.copies.setdefault(place, inputs[place].detach().clone())
+                self._results.append(partial(_seen_in, place, None if it is entered[place] else it))
+                continue
+            it_or_copy = it.detach().clone() if memory in weights else it
+            if not it.requires_grad:
+                self._results.append(it_or_copy)
+                continue
+            is_alone = place is None and own[memory] == 1
+            self._results.append(partial(_returned, len(self.returned)))
+            self._own.append(number)
+            self.returned.append(it_or_copy.data if is_alone else it_or_copy.detach())
+
+    def _note_written(self, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
+        """Note which inputs the layer has written; only these keep their copies."""
+        written = {place for place, it in enumerate(entered) if num_writes(it)}
+        known = self._owner.written.setdefault(len(inputs), written)
+        if strange := written - known:
+            raise WeightsError(
+                f"{self.unit.name} has changed an input of shape {tuple(inputs[min(strange)].shape)} in place, "
+                "and has not in its first call, so that nobody keeps what the backward pass needs: let it change "
+                "a clone() of the input"
+            )
+        self.copies = {place: self.copies[place] for place in known}
+        for place in sorted(written):
+            if not entered[place].requires_grad:
+                increment_version(inputs[place])
+                continue
+            self.written.append(place)
+            self.returned.append(inputs[place])
+
+    def result_of(self, inputs: Sequence[Tensor], returned: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as for _take_out
+        """Return the layer's result for its caller; ``returned`` is what the function has given."""
+        results = [it if isinstance(it, Tensor) else it(inputs, returned) for it in self._results]
+        nest, self._nest, self._results = self._nest, None, []
+        return _put_back(nest, results)
+
+    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the inputs; add the gradients of the weights to their ``.grad``."""
+        calls = self.runner.calls
+        calls.check(self.unit, self._micro_batch)
+        found: dict[int, Tensor] = {}
+        with self.runner.running(self.unit, backward=True):
+            with self._as_first(), self._casting(is_first=False):
+                entered = self._entered(tensors, lambda place: partial(found.__setitem__, place))
+                results: list[Tensor] = []
+                _take_out(self._compute(entered), results)
+                self._check_same(entered, results)
+                if self._cache is not None:
+                    self._add_casts()
+            outputs = [entered[place] for place in self.written] + [results[place] for place in self._own]
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            del entered, results, outputs
+            if pairs:
+                self._pass_back(pairs)
+            self.runner.end_call(self.unit, self._cache)
+        return [found.get(place) for place in range(len(tensors))]
+
+    def _pass_back(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Pass the gradients of outputs back through the second computation."""
+        outputs, gradients = zip(*pairs, strict=True)
+        pairs.clear()
+        try:
+            torch.autograd.backward(outputs, gradients)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise WeightsError(
+                f"{self.unit.name} reads a tensor with a graph of its own that is none of its arguments, and that "
+                "another call reads, too: give it to the layer as an argument"
+            ) from error
+
+    def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Check that the second computation has done what the first one did."""
+        written = {place for place, it in enumerate(entered) if num_writes(it)}
+        is_same = written <= self.owned and max(self._own, default=-1) < len(results)
+        self._owner.same.check(self._digest, results if is_same else None)
+
+    @contextmanager
+    def _casting(self, *, is_first: bool) -> Iterator[None]:
+        """With the autocast of the forward pass, whose cache keeps no copies of weights that leave memory."""
+        is_on = any(map(torch.is_autocast_enabled, self._autocast))
+        if not (self._casts or is_on):
+            yield
+            return
+        caches = self._cache is not None and not is_first
+        with ExitStack() as stack:
+            for kind, (is_enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=caches))
+            yield
+        if caches and is_on:
+            torch.clear_autocast_cache()
+
+    def _add_casts(self) -> None:
+        """Add gradients of weights that autocast casts as in memory, where one cast serves several calls."""
+        calls = self.runner.calls
+        for piece in self.unit.pieces:
+            for parameter in piece.parameters if calls.is_cast_shared(piece, self._cache) else ():
+                if parameter.requires_grad and parameter.dtype == torch.float32 and parameter.dim():
+                    node = _cast_node(parameter)
+                    if node is not None:
+                        node.register_prehook(partial(calls.add_cast, piece, parameter, self._cache))
+
+    @contextmanager
+    def _as_first(self) -> Iterator[None]:
+        """With the states of generators, and the buffers, of the forward pass."""
+        with torch.random.fork_rng(self._devices), self._state.restored():
+            torch.set_rng_state(self._torch_state)
+            for device, state in zip(self._devices, self._cuda_states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory in which ``tensor`` lies; 0 if it has none."""
+    part = part_itself(tensor)
+    return part.untyped_storage().data_ptr() if part.layout is torch.strided else 0
+
+
+def _seen_in(place: int, view: Tensor | None, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
+    """Return the input at ``place``, or what ``view`` sees of its memory."""
+    source = inputs[place]
+    if view is None:
+        return source
+    source = source if view.requires_grad else source.detach()
+    return source.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _returned(number: int, _: Sequence[Tensor], returned: Sequence[Tensor]) -> Tensor:
+    return returned[number]
+
+
+class _PhasedFunction(torch.autograd.Function):
+    """A unit in autograd's graph: of its own operations nothing is kept between the passes."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's context
+        """Return what the call has returned; ``_anchor`` has a gradient, so that the backward pass comes by."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(call.copies.get(place, it) for place, it in enumerate(inputs)))
+        ctx.mark_dirty(*(inputs[place] for place in call.written))
+        returned = tuple(call.returned)
+        call.owned = frozenset(call.copies)
+        call.returned.clear()
+        call.copies.clear()
+        return returned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's context
+        """Return the gradients of the inputs."""
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            raise WeightsError(
+                f"an input of {ctx.call.unit.name} was changed in place after the call, and the backward pass "
+                "computes the layer again: change a clone() of the input"
+            ) from error
+        return None, None, *ctx.call.backward(saved, gradients)
