@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import popdist.onnx
@@ -195,6 +195,54 @@ def test_before_opset_18_axes_and_parts_are_said_otherwise() -> None:
     model = model_of(text, 13)
 
     same_as_onnxruntime(model.SerializeToString(), OnnxModule(model), torch.from_numpy(values(2, 6)))
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "steps"),
+    [
+        ([-1], [-100], [-1]),
+        ([5], [0], [-2]),
+        ([100], [-(2**63)], [-3]),
+        ([-2], [1], [-1]),
+        ([1], [4], [-1]),
+        ([-100], [-100], [-1]),
+        ([-100, 3], [4, 0], [2, -1]),
+    ],
+)
+def test_slices_go_backwards(starts: list[int], ends: list[int], steps: list[int]) -> None:
+    """From the last to the first, with ends that lie outside, and with none between them."""
+    axes = [1, 0][: len(starts)]
+    constants = {"s": starts, "e": ends, "a": axes, "t": steps}
+    lines = " ".join(f"{name} = Constant <value_ints = {value}> ()" for name, value in constants.items())
+    model = model_of(f"g (float[4, 7] x) => (float[N, M] y) {{ {lines} y = Slice (x, s, e, a, t) }}")
+
+    same_as_onnxruntime(model.SerializeToString(), OnnxModule(model), torch.from_numpy(values(4, 7)))
+
+
+@pytest.mark.parametrize(("pads", "axes"), [([1, 2], [1]), ([1, -1, 0, 3], [-1, 0]), ([0, 2, 1, 1, 0, -1], None)])
+def test_pads_are_those_of_the_axes(pads: list[int], axes: list[int] | None) -> None:
+    """In the order of the axes, also of those that are counted from the end, or of all."""
+    given = "" if axes is None else f"a = Constant <value_ints = {axes}> ()"
+    lines = f"p = Constant <value_ints = {pads}> () v = Constant <value_float = 0.5> () {given}"
+    model = model_of(
+        f"g (float[3, 4, 5] x) => (float[N, M, K] y) {{ {lines} y = Pad (x, p, v{', a' if axes else ''}) }}"
+    )
+
+    same_as_onnxruntime(model.SerializeToString(), OnnxModule(model), torch.from_numpy(values(3, 4, 5)))
+
+
+def test_sparse_tensors_are_refused() -> None:
+    """By name, as initializers and as constants: the module would have a weight less."""
+    dense = numpy_helper.from_array(np.ones(2, np.float32), "sparse weight")
+    sparse = helper.make_sparse_tensor(dense, numpy_helper.from_array(np.array([1, 5])), [8])
+    model = model_of("g (float[N, 8] x) => (float[N, 8] y) { y = Identity (x) }")
+    model.graph.sparse_initializer.append(sparse)
+    with pytest.raises(OnnxError, match=r"initializers 'sparse weight' are sparse.* export the model with dense"):
+        OnnxModule(model)
+    model.graph.ClearField("sparse_initializer")
+    model.graph.node.append(helper.make_node("Constant", [], ["c"], sparse_value=sparse))
+    with pytest.raises(OnnxError, match=r"the node of 'c' is a Constant with a sparse_value: export"):
+        OnnxModule(model)
 
 
 def test_a_model_trains_and_is_written_back(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ __all__ = ["OPERATORS", "OnnxModule", "load"]
 _LOWEST_OPSET: Final = 13
 _OWN_DOMAINS: Final = ("", "ai.onnx")
 _IS_TRAINING: Final = "is_training"
+_NUMBERS: Final = ("value_float", "value_floats", "value_int", "value_ints")
+_DENSE: Final = "export the model with dense tensors of numbers"
 
 
 def load(path: str | os.PathLike[str]) -> "OnnxModule":
@@ -56,11 +58,14 @@ class OnnxModule(nn.Module):
 
     Raises:
         OnnxError: If the opset is older, an operator or its attribute is not in ``popdist.onnx.OPERATORS``, or
-            torch cannot hold an initializer.
+            torch cannot hold an initializer, or one is sparse.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__()
+        if model.graph.sparse_initializer:
+            names = ", ".join(repr(sparse.values.name) for sparse in model.graph.sparse_initializer)
+            raise OnnxError(f"the initializers {names} are sparse, which is not understood: {_DENSE}")
         self._model = model
         self._constants: dict[str, Tensor] = {}
         nodes = [node for node in model.graph.node if node.op_type != "Constant"]
@@ -263,6 +268,8 @@ def _constant(node: NodeProto) -> Tensor:
     value = _value_of(node.attribute[0])
     if isinstance(value, Tensor):
         return value
+    if node.attribute[0].name not in _NUMBERS:
+        raise OnnxError(f"{_describe(node)} is a Constant with a {node.attribute[0].name}: {_DENSE}")
     is_float = "float" in node.attribute[0].name
     return torch.tensor(value, dtype=torch.float32 if is_float else torch.int64)
 

@@ -166,11 +166,25 @@ def _slice(
     x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, steps: Tensor | None = None
 ) -> Tensor:
     parts, over = [slice(None)] * x.ndim, _numbers(axes) or [*range(len(starts))]
-    for axis, *part in zip(
+    turned = []
+    for axis, start, end, step in zip(
         over, _numbers(starts), _numbers(ends), _numbers(steps) or [1] * len(over), strict=True
     ):
-        parts[axis] = slice(*part)
-    return x[tuple(parts)]
+        length = x.shape[axis]
+        places = range(*slice(max(start, -length), end, step).indices(length))
+        if step < 0:  # torch's steps go forwards
+            turned.append(axis)
+            places = places[::-1]
+        parts[axis] = slice(places.start, places.stop, places.step) if places else slice(0)
+    x = x[tuple(parts)]
+    return x.flip(turned) if turned else x
+
+
+def _pad(x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None) -> Tensor:
+    given, over = _numbers(pads), range(x.ndim) if axes is None else [axis % x.ndim for axis in _numbers(axes)]
+    ends = dict(zip(over, zip(given[: len(over)], given[len(over) :], strict=True), strict=True))
+    in_order = [number for axis in reversed(range(x.ndim)) for number in ends.get(axis, (0, 0))]
+    return f.pad(x, in_order, value=0.0 if value is None else value.item())
 
 
 def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
@@ -221,7 +235,7 @@ OPERATORS: Final[dict[str, Operator]] = {
     "Neg": torch.neg,
     "Not": torch.logical_not,
     "Or": torch.logical_or,
-    "Pad": lambda x, pads, value=None: f.pad(x, _in_torchs_order(_numbers(pads)), value=float(value or 0)),
+    "Pad": _pad,
     "Pow": lambda x, exponent: torch.pow(x, exponent).to(x.dtype),
     "Range": lambda start, limit, delta: torch.arange(start, limit, delta, dtype=start.dtype),
     "Reciprocal": torch.reciprocal,
