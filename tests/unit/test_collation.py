@@ -53,6 +53,34 @@ def test_rows_become_tensors() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "dtype"),
+    [
+        ([1, 2], [0.5, 1.5], torch.float32),
+        ([0.5, 1.5], [1, 2], torch.float32),
+        ([True, False], [3, 4], torch.int64),
+        (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([300, 4], dtype=torch.int16), torch.int16),
+        (torch.tensor([0.5, 1], dtype=torch.float16), torch.tensor([0.1, 2], dtype=torch.float64), torch.float64),
+    ],
+)
+def test_values_of_several_types_keep_their_values(first: Any, second: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - lists and tensors
+    """In one row and in several, by torch's promotion: the first sample does not choose the type."""
+    samples = [{"input_ids": [1, 2], "values": values} for values in (first, second)]
+    for rows in ([samples], [[sample] for sample in samples]):
+        found = COLLATOR(rows)["values"]
+        assert found.dtype == dtype
+        wanted = torch.cat([torch.as_tensor(values).to(dtype) for values in (first, second)])
+        assert torch.equal(found[COLLATOR(rows).segment_ids > 0], wanted)
+
+
+def test_padding_is_not_cut() -> None:
+    """To whole numbers, where the field has such."""
+    collator = Collator(max_length=3, padding={"input_ids": 0, "values": 0.5})
+    assert collator([[{"input_ids": [1], "values": [2.0]}]])["values"].tolist() == [[2.0, 0.5, 0.5]]
+    with pytest.raises(BatchError, match=r"padding=0\.5 of 'values', whose values are of torch\.int64: choose"):
+        collator([[{"input_ids": [1], "values": [2]}]])
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([[{"input_ids": []}]], "a sample has 0 tokens in 'input_ids': a row takes 1 to 6"),

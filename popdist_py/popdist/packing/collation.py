@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import torch
@@ -204,7 +205,10 @@ class Collator:
         """Make the tensor of one field, a row for each packed row."""
         tensors = [torch.as_tensor(value) for value in values]
         padding = self.padding.get(name, _IGNORED_LABEL if name == "labels" else 0)
-        laid = torch.full(shape, padding, dtype=tensors[0].dtype)
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        if not dtype.is_floating_point and not float(padding).is_integer():
+            raise BatchError(f"padding={padding} of {name!r}, whose values are of {dtype}: choose a whole number")
+        laid = torch.full(shape, padding, dtype=dtype)
         for tensor, (row, start, _) in zip(tensors, places, strict=True):
             if tensor.dim() != 1 or start + len(tensor) > shape[1]:
                 raise BatchError(
