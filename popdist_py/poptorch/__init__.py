@@ -43,6 +43,8 @@ from poptorch.executor import PoplarExecutor as PoplarExecutor
 from poptorch.executor import inferenceModel as inferenceModel
 from poptorch.executor import isRunningOnIpu as isRunningOnIpu
 from poptorch.executor import load as load
+from poptorch.executor import registerPostCompileHook as registerPostCompileHook
+from poptorch.executor import registerPreCompileHook as registerPreCompileHook
 from poptorch.executor import trainingModel as trainingModel
 from poptorch.losses import identity_loss as identity_loss
 from poptorch.ops import CPU as CPU

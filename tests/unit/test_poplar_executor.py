@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,26 @@ def test_hooks_are_called_around_compiling() -> None:
     assert seen == ["before False", "after True", "after True"]
     assert {"fc.weight", "Gradient___fc.bias", "UpdatedVar___fc.bias"} <= {*model.getTensorNames()}
     assert not model.copyWeightsToHostIfNeeded()
+
+
+def test_hooks_of_all_models_are_called_before_their_own() -> None:
+    """Those of the functions of the module, for each model, until they are removed."""
+    seen = list[str]()
+    handles = [
+        poptorch.registerPreCompileHook(lambda: seen.append("before all")),
+        poptorch.registerPostCompileHook(lambda: seen.append("after all")),
+    ]
+    for name in "ab":
+        model = poptorch.inferenceModel(Affine())
+        model.registerPreCompileHook(partial(seen.append, f"before {name}"))
+        model(*random_batch(2))
+    for handle in handles:
+        handle.remove()
+    poptorch.inferenceModel(Affine())(*random_batch(2))
+
+    assert seen == ["before all", "before a", "after all", "before all", "before b", "after all"]
+    with pytest.raises(RuntimeError, match="a hook is a function"):
+        poptorch.registerPostCompileHook("hook")  # type: ignore[arg-type]
 
 
 def test_times_and_counters() -> None:

@@ -24,8 +24,9 @@ from poptorch.optim.model_optimizer import accept_optimizer
 from poptorch.options import Options, check_options
 
 _DEFAULT_RATE: Final = 0.01
-Hooks: TypeAlias = "OrderedDict[int, Callable[[], object]]"
+Hooks: TypeAlias = OrderedDict[int, Callable[[], object]]
 
+_before_any, _after_any = Hooks(), Hooks()  # the hooks of all models
 _NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call it, or compile(), first"
 
 
@@ -106,7 +107,7 @@ class PoplarExecutor:
             self._compiled.arguments.micro_batches(args, kwargs)  # which checks them
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for hook in [*self._hooks_before.values()]:
+        for hook in [*_before_any.values(), *self._hooks_before.values()]:
             hook()
         begin = perf_counter()
         for fault in poptorch_core.log_options(self._options.toDict()):
@@ -122,7 +123,7 @@ class PoplarExecutor:
         tensors = self._compiled.tensors
         kind = "training" if self._is_training else "inference"
         write_files(self._options, kind, {**tensors.parameters, **tensors.buffers}, self._compilation_seconds)
-        for hook in [*self._hooks_after.values()]:
+        for hook in [*_after_any.values(), *self._hooks_after.values()]:
             hook()
 
     def registerPreCompileHook(self, hook: Callable[[], object]) -> RemovableHandle:
@@ -468,6 +469,16 @@ def load(
     model = PoplarExecutor(module, options, optimizer)
     model.restore(saved)
     return model
+
+
+def registerPreCompileHook(hook: Callable[[], object]) -> RemovableHandle:
+    """Call ``hook()`` each time before any model is compiled, until ``remove()`` of what is returned."""
+    return _registered(hook, _before_any)
+
+
+def registerPostCompileHook(hook: Callable[[], object]) -> RemovableHandle:
+    """Call ``hook()`` each time after any model was compiled, until ``remove()`` of what is returned."""
+    return _registered(hook, _after_any)
 
 
 def _registered(hook: Callable[[], object], hooks: Hooks) -> RemovableHandle:
