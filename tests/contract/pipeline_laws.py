@@ -4,12 +4,15 @@ A law is a function ``law_...``. What it expects it computes alone, from the sam
 """
 
 import operator
+import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import popdist
 from popdist import context
-from popdist.errors import BatchError, GradientError, MicroBatchError, PopdistError
+from popdist.errors import BatchError, GradientError, MicroBatchError, OptimizerError, PopdistError
 from tests.contract.laws import laws_of
 from tests.tree_sums import tree_sum
 
@@ -166,6 +169,7 @@ def make_schedule(
     group: dist.ProcessGroup | None = None,
     layers: Callable[[int], nn.Module] = layer,
     num_micro_batches: int = NUM_MICRO_BATCHES,
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> tuple[Any, nn.ModuleList]:
     """A schedule of this kind with one layer in each stage, and the modules of this instance's stages."""
     group = group or group_of_stages()
@@ -178,7 +182,8 @@ def make_schedule(
         for number, module in zip(numbers, modules, strict=True)
     ]
     make = getattr(schedules, kind.name)
-    return make(stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=loss_fn), modules
+    losses = lambda found, wanted: scale(loss_fn(found, wanted))  # noqa: E731 - that of one schedule
+    return make(stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=losses), modules
 
 
 def one_process(num_layers: int, replica: int, order: int) -> tuple[list[Tensor], list[float]]:
@@ -243,6 +248,129 @@ def check_evaluation(model: popdist.ReplicatedModel, schedule: object, kind: Kin
     assert losses is not None
     whole = nn.Sequential(*map(layer, range(num_layers)))
     assert losses.mean().item() == pytest.approx(loss_fn(whole(half[0]), half[1]).item())
+
+
+class Noisy(nn.Module):
+    """A layer with statistics, a counter that is replaced, and random numbers of Python's, numpy's and torch's."""
+
+    calls: Tensor
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner, self.norm = layer(number), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Torch calls it once more than there are micro batches, on memory that nothing has written."""
+        if not self.training:
+            return torch.as_tensor(self.norm(self.inner(x)))
+        self.calls = self.calls + 1
+        noise = random.random() + np.random.random() + torch.rand(())  # noqa: NPY002, S311 - what layers draw from
+        return torch.as_tensor(self.norm(self.inner(x)) * noise)
+
+
+def law_an_evaluation_changes_no_training() -> None:
+    """At any place of the loop, for gradients, statistics and random numbers."""
+    for kind in (GPIPE, KINDS[3]):
+        wanted = trained_with_evaluations(kind, "")
+        for place in ("begin", "between", "before", "after", "begin between before after"):
+            assert trained_with_evaluations(kind, place) == wanted, (kind, place)
+
+
+def trained_with_evaluations(kind: Kind, places: str) -> str:
+    """The checksum of a model that was evaluated at these places of each step."""
+    schedule, modules = make_schedule(kind, layers=Noisy)
+    model, batch = popdist.ReplicatedModel(modules), samples(popdist.replica_index())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def evaluate(place: str) -> None:
+        if place in places.split():
+            model.eval()
+            with torch.no_grad():
+                model.pipeline_step(schedule, [it[: NUM_SAMPLES // 2] for it in batch])
+            model.train()
+
+    for _ in range(3):
+        evaluate("begin")
+        model.pipeline_step(schedule, batch)
+        evaluate("between")
+        model.pipeline_step(schedule, batch, add=True)
+        evaluate("before")
+        optimizer.step()
+        evaluate("after")
+    return popdist.checksum(model)
+
+
+def law_statistics_are_those_of_the_micro_batches() -> None:
+    """Of batch norm in each stage: the pass by which torch learns shapes is not among them."""
+    schedule, modules = make_schedule(GPIPE, layers=Normed)
+    model = popdist.ReplicatedModel(modules)
+    place, size = dist.get_rank(group_of_stages()), dist.get_world_size(group_of_stages())
+    model.pipeline_step(schedule, samples(popdist.replica_index()))
+    found: list[dict[str, Tensor]] = []
+    for replica in range(popdist.num_replicas()):
+        whole = nn.Sequential(*map(Normed, range(size)))
+        for x in samples(replica)[0].tensor_split(NUM_MICRO_BATCHES):
+            whole(x)
+        found.append(dict(whole[place].named_buffers()))
+    for name, buffer in modules[0].named_buffers():
+        if buffer.is_floating_point():
+            torch.testing.assert_close(buffer, torch.stack([it[name] for it in found]).mean(0))
+        else:
+            assert buffer == NUM_MICRO_BATCHES, name
+
+
+def law_a_scaler_steps_or_skips_on_all_stages() -> None:
+    """In each of five steps, of which one stage finds infinity in two; weights are those without these two."""
+    for clips, is_fused, is_first in product((False, True), repeat=3):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        schedule, modules = make_schedule(GPIPE, scale=scaler.scale)
+        model, batch = popdist.ReplicatedModel(modules), samples(popdist.replica_index())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+        twin_schedule, twin_modules = make_schedule(GPIPE)
+        twin = popdist.ReplicatedModel(twin_modules)
+        twin_optimizer = torch.optim.AdamW(twin.parameters(), fused=is_fused)
+        group = group_of_stages()
+        is_at_fault = dist.get_rank(group) == (0 if is_first else dist.get_world_size(group) - 1)
+        scales = []
+        for number in range(5):
+            model.pipeline_step(schedule, batch)
+            if number in (1, 2) and is_at_fault:
+                next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
+            if clips:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            if number not in (1, 2):
+                twin.pipeline_step(twin_schedule, batch)
+                twin_optimizer.step()
+        assert scales == [64.0, 32.0, 16.0, 16.0, 32.0], (clips, is_fused, is_first)
+        for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def law_closures_are_refused() -> None:
+    """LBFGS, and others with a closure, before a weight has changed; an evaluation in one is none of training."""
+    schedule, modules = make_schedule(GPIPE)
+    model, batch = popdist.ReplicatedModel(modules), samples(popdist.replica_index())
+    before = popdist.checksum(model)
+    step: Any = partial(model.pipeline_step, schedule, batch)
+    for kind in (torch.optim.LBFGS, torch.optim.SGD):
+        optimizer: Any = kind(model.parameters(), lr=0.1)
+        with pytest.raises(OptimizerError, match=rf"closure of {kind.__name__}\.step\(closure\)"):
+            optimizer.step(step)
+    assert popdist.checksum(model) == before
+    step()
+    optimizer.step(torch.no_grad()(step))
+    assert popdist.checksum(model) != before
+
+
+class Normed(nn.Sequential):
+    """A layer with batch norm."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(layer(number), nn.BatchNorm1d(WIDTH))
 
 
 def law_a_loader_s_micro_batches_are_those_of_the_schedule() -> None:

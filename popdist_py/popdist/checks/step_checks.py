@@ -282,7 +282,7 @@ def _check_optimizer_step(
             _check_all_are_wrapped(optimizer)
         if not makes_gradients:
             _compare_gradients(optimizer)
-    return with_closure(args, kwargs, lambda: _compare_gradients(optimizer))
+    return with_closure(optimizer, args, kwargs, lambda: _compare_gradients(optimizer))
 
 
 def _refuse_shared(optimizer: Optimizer) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -395,11 +395,16 @@ class SampleRandomness:
 
 def isolated(work: Callable[[Reseed], T]) -> T:
     """Call ``work`` once with all generators to be seeded, and restore their states afterwards."""
-    own = [generator.save() for generator in _GENERATORS]
+    restore = remember_states()
     try:
         return work(_reseed(_GENERATORS))
     finally:
-        _restore(own)
+        restore()
+
+
+def remember_states() -> Callable[[], None]:
+    """Return a function that restores the states of all generators; they go on from others until then."""
+    return partial(_restore, [generator.save() for generator in _GENERATORS])
 
 
 def _restore(own: list[Any]) -> None:

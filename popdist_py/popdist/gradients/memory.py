@@ -282,7 +282,7 @@ class OldGradients:
 
     def _are_all_finite(self) -> bool:
         others = (unused for model in _models for unused in model.unused().values())
-        return all(map(_is_finite, [kept.gradient for kept in self.kept])) and all(map(_is_finite, others))
+        return all(map(is_finite, [kept.gradient for kept in self.kept])) and all(map(is_finite, others))
 
     def drop_unless_added(
         self, numbers: Mapping[int, int], *, add: bool, name: Callable[[list[int]], str] = name_instances
@@ -350,5 +350,6 @@ def _is_zero(gradient: Tensor) -> bool:
     return not _numbers(gradient).any()
 
 
-def _is_finite(gradient: Tensor) -> bool:
+def is_finite(gradient: Tensor) -> bool:
+    """Whether the elements of ``gradient`` that are here are all finite."""
     return bool(_numbers(gradient).isfinite().all())

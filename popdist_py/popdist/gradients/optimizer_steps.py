@@ -11,9 +11,7 @@ from functools import cache, wraps
 from typing import Any, Final
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -77,23 +75,6 @@ def is_reduced(gradient: Tensor) -> bool:
     return bool(getattr(gradient, "_popdist_reduced", False))
 
 
-@cache
-def make_missing_scales() -> None:
-    """From now on a GradScaler has its scale when it steps, where this instance has scaled no loss before."""
-    for name in ("unscale_", "step"):
-        setattr(GradScaler, name, _with_scale(getattr(GradScaler, name)))
-
-
-def _with_scale(method: Callable[..., Any]) -> Callable[..., Any]:
-    # torch makes it when the first loss is scaled, and an instance whose first step has no samples has none
-    @wraps(method)
-    def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
-        scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters_of(optimizer)[0].device))
-        return method(scaler, optimizer, *args, **kwargs)
-
-    return call
-
-
 class TrainingLoop:
     """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each."""
 
@@ -102,6 +83,7 @@ class TrainingLoop:
         self.num_step_ends = 0
         self.num_optimizer_steps = 0  # calls of ``step()`` of any optimizer
         self.num_loader_passes = 0  # the same on all instances, unless one reads a loader alone
+        self.in_closure_of = ""  # the name of the optimizer whose closure runs
         self._num_open_loaders = 0
         self._begun: set[object] = set()
         self._num_steps_before = 0
@@ -164,11 +146,11 @@ def _wrap_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Mark the gradients that a closure makes as used, so that its next call may drop them."""
-    return with_closure(args, kwargs, lambda: mark_step(optimizer))
+    return with_closure(optimizer, args, kwargs, lambda: mark_step(optimizer))
 
 
 def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of an optimizer's step with ``do_after`` called after its closure; None without one."""
     closure = closure_of(args, kwargs)
@@ -177,7 +159,11 @@ def with_closure(
 
     @wraps(closure)
     def call(*closure_args: Any, **closure_kwargs: Any) -> Any:  # noqa: ANN401 - whatever the closure takes and gives
-        loss = closure(*closure_args, **closure_kwargs)
+        training_loop.in_closure_of, before = type(optimizer).__name__, training_loop.in_closure_of
+        try:
+            loss = closure(*closure_args, **closure_kwargs)
+        finally:
+            training_loop.in_closure_of = before
         do_after()
         return loss
 

@@ -43,7 +43,7 @@ from popdist.training.micro_batches import (
 from popdist.training.norm_sync import NormGroups
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.replica_turns import ReplicaTurns
-from popdist.training.step import LoneStep, Step, StepState, joint_modules
+from popdist.training.step import LoneStep, Step, StepState, joint_modules, watch_scalers
 
 if TYPE_CHECKING:
     from popdist.training.pipeline import Pipelines
@@ -118,6 +118,7 @@ class ModelSteps:
     def _prepare(self) -> None:
         """Make all that a copy of this object makes for itself and does not take from the first one."""
         watch_optimizers()
+        watch_scalers()
         if self.layout.num_replicas > 1:
             compile_scripts_at_once()
         self._state = StepState(self, self.module)

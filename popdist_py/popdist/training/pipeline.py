@@ -4,7 +4,8 @@ The schedule adds the gradients of its own micro batches, in its own order. What
 step, the gradient of one micro batch of the replica.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -16,7 +17,9 @@ from torch import distributed as dist
 
 from popdist import context
 from popdist.contract import Contract
-from popdist.errors import BatchError, WeightsError, name_instances
+from popdist.data.randomness import remember_states
+from popdist.errors import BatchError, OptimizerError, WeightsError, name_instances
+from popdist.gradients.optimizer_steps import training_loop
 from popdist.torch_private import PipelineParts, parts_of_schedule
 from popdist.training.micro_batches import Nest, Split, batches_of_loaders, split_batch
 
@@ -48,7 +51,9 @@ class Pipeline:
         self.num_micro_batches = parts.num_micro_batches  # of one run
         self._is_first = any(stage.is_first for stage in stages)
         self._is_last = any(stage.is_last for stage in stages)
-        self._own = stages[0]  # one of those that this instance has
+        self._stages = stages
+        self._own = stages[0]
+        self._trained: bool | None = None  # whether the last run did; None before the first, and after an error
         places = [stages[0].stage_index_to_group_rank[index] for index in range(stages[0].num_stages)]
         self._last_rank = places[-1]
         self._can_evaluate = all(here != after for here, after in pairwise(places))
@@ -111,29 +116,41 @@ class Pipeline:
     def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
         """Call ``step`` of a schedule; gives the losses of its micro batches where the last stage is here."""
         losses: list[Tensor] | None = [] if self._is_last else None
+        # torch learns shapes by a pass on memory that nothing has written, when it begins to train or to evaluate
+        learns, self._trained = self._trained is not torch.is_grad_enabled(), None
         try:
-            step(
-                *(run.inputs if self._is_first else ()),
-                target=run.target if self._is_last else None,
-                losses=losses,
-                return_outputs=False,
-                **run.keywords,
-            )
+            with _learning_aside(self._stages) if learns else nullcontext():
+                step(
+                    *(run.inputs if self._is_first else ()),
+                    target=run.target if self._is_last else None,
+                    losses=losses,
+                    return_outputs=False,
+                    **run.keywords,
+                )
         except RuntimeError as error:  # where the last stage is, torch misses the losses
             self._check_loss(error)
             raise
         self._check_loss(None)
+        self._trained = torch.is_grad_enabled()
         return [loss.detach() for loss in losses or ()]
+
+    def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:  # noqa: ANN401 - torch's own
+        """As :meth:`run` without a backward pass, at whose end torch would divide the ``.grad`` of before all."""
+        divides, schedule.scale_grads = schedule.scale_grads, False
+        try:
+            return self.run(schedule.eval, run)
+        finally:
+            schedule.scale_grads = divides
 
     def _check_loss(self, error: RuntimeError | None) -> None:
         """Refuse a schedule without a loss, which the first run of a step shows: it has no backward pass."""
         if torch.is_grad_enabled() and not self._own.has_backward:
             raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
-    def losses(self, losses: Sequence[Tensor], number: int, *, share: bool) -> Tensor | None:
+    def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
         """The losses of a step's ``number`` micro batches; None without the last stage, unless all get them."""
         if self._is_last:
-            found = torch.stack([loss.double() for loss in losses])
+            found = torch.stack([loss.double() for losses in runs for loss in losses])
         elif share:
             found = torch.empty(number, dtype=torch.float64, device=self._own.device)
         else:
@@ -141,6 +158,36 @@ class Pipeline:
         if share and dist.get_world_size(self._own.group) > 1:
             dist.broadcast(found, group=self._own.group, group_src=self._last_rank)
         return found
+
+
+@contextmanager
+def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
+    """Give ``stages`` copies of their buffers, and of the random states, until they run the first micro batch."""
+    with ExitStack() as attributes, ExitStack() as aside:
+        aside.callback(remember_states())
+        for stage in stages:
+            _copy_buffers(stage.submod, aside)
+            attributes.callback(delattr, stage, "forward_one_chunk")
+            stage.forward_one_chunk = partial(_after, aside.close, stage.forward_one_chunk)
+        yield
+
+
+def _after(close: Callable[[], None], forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    close()
+    return forward(*args, **kwargs)
+
+
+def _copy_buffers(module: nn.Module, until: ExitStack) -> None:
+    """Give ``module`` copies of its buffers until the stack closes."""
+    found = [
+        (owner, *named)
+        for owner in module.modules()
+        for named in owner.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in found}
+    for owner, name, buffer in found:
+        until.callback(setattr, owner, name, buffer)
+        setattr(owner, name, copies[id(buffer)])
 
 
 Pipelines: TypeAlias = "WeakKeyDictionary[object, Pipeline]"
@@ -154,6 +201,13 @@ def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeli
         raise BatchError(
             f"pipeline_step({type(schedule).__name__}): it takes a schedule of torch.distributed.pipelining, "
             f"{_SUCH_AS}"
+        )
+    if torch.is_grad_enabled() and (name := training_loop.in_closure_of):
+        raise OptimizerError(
+            f"pipeline_step() in the closure of {name}.step(closure): this instance's optimizer sees the "
+            "gradients of its stages only, so others may call their closures more often. Call "
+            "model.pipeline_step(schedule, batch), then optimizer.step() without a closure; take an optimizer "
+            "that needs none, such as AdamW"
         )
     if schedule not in known:
         known[schedule] = Pipeline(parts, module)

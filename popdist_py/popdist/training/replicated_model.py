@@ -186,7 +186,7 @@ class ReplicatedModel(nn.Module):
             weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
                 loss that is a mean over tokens. 0 drops the gradient.
             add: Add to the gradients of before which nothing has used, in place of an error: for an optimizer that
-                steps after several loops. A GradScaler needs ``zero_grad()`` after its step then.
+                steps after several loops.
             split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
                 replica, None for one without samples. ``split=list`` takes a list of them.
 
@@ -305,6 +305,7 @@ class ReplicatedModel(nn.Module):
         Raises:
             BatchError: Also if the stages lie on other instances than this replica's, or the micro batches differ.
             WeightsError: Also if a stage has no parameters, or others than the model, or those of another stage.
+            OptimizerError: In the closure of an optimizer, as LBFGS takes one.
         """
         steps: ModelSteps = self._model_steps
         pipeline, number = pipeline_of(steps.pipelines, schedule, steps.module), steps.layout.num_local_replicas
@@ -314,9 +315,8 @@ class ReplicatedModel(nn.Module):
             asked = WholeStep(batch, num_runs, reduction, None, split, add)
             runs = steps.run_micro_batches(asked, partial(pipeline.run, schedule.step))
         else:
-            runs = [pipeline.run(schedule.eval, to_device(it, steps.gradients.device)) for it in split(batch)]
-        losses = [loss for losses in runs for loss in losses]
-        return pipeline.losses(losses, number * num_runs * pipeline.num_micro_batches, share=share_losses)
+            runs = [pipeline.evaluate(schedule, to_device(it, steps.gradients.device)) for it in split(batch)]
+        return pipeline.losses(runs, number * num_runs * pipeline.num_micro_batches, share=share_losses)
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1

@@ -4,20 +4,26 @@ A step is begun, each micro batch is added to the gradient of its replica, and t
 abandoned.
 """
 
+import math
 import operator
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import cache, wraps
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from popdist import context
 from popdist.collectives import gather_bytes
 from popdist.errors import BatchError, GradientError, name_instances
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
-from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients
-from popdist.gradients.optimizer_steps import make_missing_scales
+from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients, is_finite
+from popdist.gradients.optimizer_steps import mark_used, parameters_of
 from popdist.gradients.reduction import NO_SAMPLES, GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.progress import progress_page
@@ -105,8 +111,6 @@ class Step:
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.weight_scale()
-        if not self._has_run:
-            make_missing_scales()
         self._skip_to(self._num_micro_batches)
         if self._checks_finite:
             raise_not_finite_of_parts(self._not_finite, self._gradients)
@@ -300,3 +304,44 @@ def modules_in(registry: "weakref.WeakKeyDictionary[object, weakref.ref[nn.Modul
 def is_in_step() -> bool:
     """Whether a model is in the middle of a step."""
     return any(state.module is not None for state in tuple(running_steps))
+
+
+@cache
+def watch_scalers() -> None:
+    """From now on all instances have a GradScaler's scale, and all parts of a model step or skip the step."""
+    for name in ("unscale_", "step"):
+        setattr(GradScaler, name, _watched(getattr(GradScaler, name)))
+
+
+def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
+    is_step = method.__name__ == "step"
+
+    @wraps(method)
+    def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
+        parameters = parameters_of(optimizer)
+        # torch makes it with the first loss, which a stage that is not the last, or one without samples, has not
+        scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters[0].device))
+        looks = not is_step or getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )  # else torch calls unscale_()
+        if looks and scaler.is_enabled() and context.environment().contract.parallelism.is_shared:
+            _share_infinity(parameters)
+        result = method(scaler, optimizer, *args, **kwargs)
+        if is_step:
+            mark_used(parameters)  # in a step that is skipped, too
+        return result
+
+    return call
+
+
+def _share_infinity(parameters: Sequence[Tensor]) -> None:
+    """Make all gradients NaN if one is not finite that another part of the model has; all instances call it."""
+    joint = {id(it) for module in modules_in(joint_modules) for it in module.parameters()}
+    if joint.isdisjoint(map(id, parameters)):
+        return
+    gradients = [it.grad for it in parameters if it.grad is not None]
+    text = "GradScaler: look for NaN and infinity in all parts of the model"
+    found = context.current_group().start(text, [all(map(is_finite, gradients))]).wait()
+    if not all(is_here for (is_here,) in found):
+        for gradient in gradients:
+            gradient.mul_(math.nan)
