@@ -69,14 +69,15 @@ def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
-    """The packages with their type marker, the licence, and where torch finds the backend."""
+    """The packages with their type marker, the licence, and where torch finds the backend: beside the metadata."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(f"poprun-{VERSION}.dist-info/entry_points.txt").decode()
 
     information = f"poprun-{VERSION}.dist-info"
-    assert "[torch.backends]\npopdist = popdist.process_group.registration:register" in entry_points
-    assert {name.partition("/")[0] for name in names} == {"poprun", "popsize", "popdist", "poptorch", information}
+    assert "[torch.backends]\npopdist = popdist_backend:register" in entry_points
+    packages = {"poprun", "popsize", "popdist", "poptorch"}
+    assert {name.partition("/")[0] for name in names} == {*packages, "popdist_backend.py", information}
     assert {f"{name}/py.typed" for name in ("poprun", "popsize", "popdist", "poptorch")} <= names
     assert f"{information}/licenses/LICENSE" in names
 

@@ -1,7 +1,7 @@
 """The registration of the backend ``popdist`` with torch.
 
-torch calls :func:`register` when it is imported, through the entry point ``torch.backends`` of this distribution:
-an exception there would break every program with torch, and nothing here opens or starts anything.
+When torch is imported, it has ``popdist_backend`` call :func:`register`: every program with torch pays for it, so
+nothing here opens or starts anything.
 """
 
 import contextlib
