@@ -184,9 +184,9 @@ def _refuse_second_process(contract: Contract) -> None:
     if pid is not None:
         raise BackendError(
             f"init() in process {os.getpid()}, which process {pid} has started, and that one has joined the job "
-            f"as instance {contract.instance_index}: a process that is spawned, such as a worker of a DataLoader, "
-            "runs the program's main file again. Put init() and what comes after it into a function, and call "
-            'that below `if __name__ == "__main__":`'
+            f"as instance {contract.instance_index}.\n"  # poprun's report has room for two lines of this length
+            "A process that is spawned, such as a worker of a DataLoader, runs the main file again: put init() "
+            'and what follows it into a function, and call that below `if __name__ == "__main__":`'
         )
 
 

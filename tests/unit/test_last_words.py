@@ -146,6 +146,25 @@ def test_the_exception_of_a_spawned_process() -> None:
     assert '  File "/home/me/spawn.py", line 2, in f' in recorded("spawn")
 
 
+def test_the_exception_of_a_loaders_spawned_worker() -> None:
+    """Why it ended, whole, and not the errors of torch in the main process, which say that it ended."""
+    said = recorded("spawned_worker")[-2:]
+
+    assert said[0].startswith("popdist.errors.BackendError: init() in process ")
+    assert said[1].startswith(
+        "A process that is spawned, such as a worker of a DataLoader, runs the main file again"
+    )
+    assert said[1].endswith('and call that below `if __name__ == "__main__":`')
+    assert " … " not in "".join(said)
+
+
+def test_a_killed_worker_is_named_by_torchs_error() -> None:
+    """It wrote nothing, so there is nothing else to show."""
+    said = words(TRACEBACK, CALL, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly")
+
+    assert said.summary == "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
+
+
 def test_torchruns_report_does_not_hide_the_programs() -> None:
     """The rank that torchrun names as the root cause is shown, not the one that lost it, nor torchrun's own."""
     assert recorded("torchrun") == [

@@ -53,6 +53,7 @@ _THREAD_OR_CHILD: Final = ("Exception in thread ", "Process ")
 _LAUNCHERS_ERRORS: Final = (
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
     "subprocess.CalledProcessError",
+    "RuntimeError: DataLoader worker (pid",
 )
 """Exceptions that only say that another process has failed, which said why itself."""
 
