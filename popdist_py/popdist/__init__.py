@@ -128,6 +128,17 @@ _NAMES_OF_MODULES = {
 
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
+_BY_RANK = "instance_index(), the number of this process; popdist.replica_index() is that of its replica"
+_BY_SIZE = "num_instances(), the number of processes; popdist.num_replicas() is that of the replicas"
+_MEANT = {
+    **dict.fromkeys(("rank", "get_rank", "instance_id"), _BY_RANK),
+    **dict.fromkeys(
+        ("local_rank", "get_local_rank"), "local_instance_index(), the number of this process on its host"
+    ),
+    **dict.fromkeys(("size", "world_size", "get_world_size"), _BY_SIZE),
+}
+"""What was meant by names that other libraries have."""
+
 _PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "parallel", "popdist_core", "poptorch")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
@@ -150,7 +161,8 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("popdist.contract").VERSION
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'popdist' has no attribute {name!r}")
+        meant = f": write popdist.{_MEANT[name]}" if name in _MEANT else ""
+        raise AttributeError(f"module 'popdist' has no attribute {name!r}{meant}")
     module = import_module(_MODULE_OF[name])
     if module.__name__.startswith("popdist.training."):
         import_module("popdist.checks")  # which training does not know

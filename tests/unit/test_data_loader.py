@@ -144,9 +144,34 @@ def test_a_batch_that_is_taken_for_a_micro_batch_is_an_error(split: tuple[int, i
             dict(**batch)
         with pytest.raises(AttributeError, match=wanted.replace("unpacked", r"was asked for \.to")):
             batch.to("cpu")
+        with pytest.raises(popdist.BatchError, match=wanted.replace("unpacked", "unpacked into 2 names")):
+            _, _ = batch
+        for calculation in ("x / 255", "2 * x", "-x", "1 - x"):
+            with pytest.raises(popdist.BatchError, match="was calculated with"):
+                eval(calculation, {"x": batch})  # noqa: S307 - ours
         assert not hasattr(pickle.loads(pickle.dumps(copy.copy(batch))), "items")  # noqa: S301 - our own
         assert [len(x) for x, _ in batch] == [len(x) for x, y in list(batch)]
         assert len([*batch]) == len(batch)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_the_loop_of_torch_is_refused(accumulation: int) -> None:
+    """Also where a batch has as many micro batches as the program has names; a batch is still iterated over."""
+    loader = data_loader(TensorDataset(torch.arange(12), torch.arange(12)), 2, accumulation)
+    with pytest.raises(popdist.BatchError, match="unpacked into 2 names"):
+        for _x, _y in loader:
+            pass
+    with pytest.raises(popdist.BatchError, match="unpacked into 2 names"):
+        for _, (_x, _y) in enumerate(loader):
+            pass
+    batch = next(iter(loader))
+    first, *others = batch
+    assert len(others) == accumulation - 1
+    assert [len(it) for it in batch] == [2] * accumulation
+    assert torch.equal(first[0], torch.arange(2))
+    if accumulation == 2:
+        one, other = (content for content in batch)
+        assert (len(one), len(other)) == (2, 2)
 
 
 def test_what_is_written_for_torch_has_an_answer() -> None:
@@ -155,6 +180,10 @@ def test_what_is_written_for_torch_has_an_answer() -> None:
         popdist.DatasetError, match=r"batch_size=4: say micro_batch_size, the batch of one replica"
     ):
         data_loader(range(8), batch_size=4)
+    with pytest.raises(
+        popdist.DatasetError, match=r"data_loader\(5, \.\.\.\): .* data_loader\(dataset, micro_batch_size, acc"
+    ):
+        data_loader(5, 8)
     with pytest.raises(popdist.DatasetError, match="say how many samples a micro batch has"):
         data_loader(range(8))
     first, second = (data_loader(range(40), 40, shuffle=True) for _ in range(2))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import popdist
 from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
 from popdist.training.micro_batches import count_samples, slice_batch, split_batch, to_device
@@ -117,6 +118,15 @@ def test_a_batch_that_does_not_split_names_the_place(batch: object, message: str
     """The place is written as Python reaches it."""
     with pytest.raises(BatchError, match=message):
         count_samples(batch)
+
+
+def test_the_accumulation_of_a_loader_is_meant() -> None:
+    """Where a batch of its brings other micro batches than the loop asks for."""
+    batch = next(iter(popdist.data_loader(range(8), 4, accumulation=2)))
+    with pytest.raises(
+        BatchError, match=r"has 2 micro batches, and this step needs 8: .*micro_batch_size, accumulation=8\)"
+    ):
+        split_batch(batch, 1, 8)
 
 
 def test_accumulation_is_at_least_one() -> None:

@@ -1,6 +1,7 @@
 """The public names of popdist are a list, each of them is there, and asking for them is cheap."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -51,6 +52,18 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     """A name that is not public fails as in any module."""
     with pytest.raises(AttributeError, match="module 'popdist' has no attribute 'allReduce'"):
         _ = popdist.allReduce
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("rank", "instance_index()"), ("local_rank", "local_instance_index()"), ("world_size", "num_instances()")],
+)
+def test_names_of_other_libraries_have_an_answer(name: str, meant: str) -> None:
+    """What to write, and that replicas are counted by another call."""
+    with pytest.raises(
+        AttributeError, match=re.escape(f"no attribute {name!r}: write popdist.{meant}, the number")
+    ):
+        getattr(popdist, name)
 
 
 def test_queries_load_nothing_heavy() -> None:

@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dis import opmap
+from inspect import currentframe
 from typing import Any, Final, NamedTuple, NoReturn
 
 from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
+
+_UNPACK: Final = opmap["UNPACK_SEQUENCE"]
+"""The instruction of Python that assigns the items of what can be iterated over to names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,8 @@ class Batch:
     no gradients are wanted: ``for x, y in batch``. An instance may have none. To number them for
     ``ReplicatedModel.micro_batch``, count ``micro_batches``. It is no sample of its own: to take it for one, in
     ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to write, and ``batch.to(device)`` an
-    AttributeError. ``for x, y in loader`` unpacks a batch into its micro batches: a ValueError of Python's unless
-    there are as many micro batches as names.
+    AttributeError. So is ``for x, y in loader``, which unpacks a batch into two names: ``list(batch)`` has the
+    micro batches.
 
     Attributes:
         micro_batches: Of each local replica in turn, ``accumulation`` of them.
@@ -98,6 +103,14 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
+        here = currentframe()
+        if here is not None and here.f_back is not None:
+            code, place = here.f_back.f_code.co_code, here.f_back.f_lasti
+            if code[place] == _UNPACK and code[place + 1] > 1:
+                raise BatchError(_taken_apart(f"unpacked into {code[place + 1]} names"))
+        return self._contents()
+
+    def _contents(self) -> Iterator[Any]:
         for micro in self.micro_batches:
             if micro.num_samples:
                 if running_loops and not any(self is it for batches in running_loops.values() for it in batches):
@@ -118,6 +131,12 @@ class Batch:
     def keys(self) -> NoReturn:
         """Raise an error: ``model(**batch)`` would take the batch for a dict of tensors."""
         raise BatchError(_taken_apart("taken for a dict"))
+
+    def _calculate(self, *_: object) -> NoReturn:
+        """Raise an error: ``batch / 255`` would take the batch for a tensor."""
+        raise BatchError(_taken_apart("calculated with"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _calculate
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:  # noqa: ANN401 - whatever torch calls

@@ -120,6 +120,11 @@ def _check_arguments(
     dataset: object, plan: LoaderPlan, sampler: object, collate_fn: object, packing: object
 ) -> None:
     """Refuse what is no such argument, and those that do not go together, such as a sampler and shuffling."""
+    if isinstance(dataset, int | float):
+        raise DatasetError(
+            f"data_loader({dataset!r}, ...): the dataset comes first, and then the sizes: write "
+            "data_loader(dataset, micro_batch_size, accumulation)"
+        )
     check_callable(DatasetError, collate_fn=collate_fn)
     check_flags(DatasetError, shuffle=plan.shuffle, drop_last=plan.drop_last)
     is_stream = isinstance(dataset, ShardedIterable)

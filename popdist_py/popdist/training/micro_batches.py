@@ -24,6 +24,8 @@ Nest = Any
 _ALIGNMENT_BYTES: Final = 64
 """Where torch's allocator for the CPU has tensors begin; those for GPUs take multiples of it."""
 
+_LOADER: Final = "data_loader(dataset, micro_batch_size, accumulation={})"
+
 _CPU: Final = torch.device("cpu")
 """Comparing a device with this one is faster than comparing its type as text."""
 
@@ -197,7 +199,8 @@ def split_batch(
         sizes = [micro.num_samples for micro in dealt[0].micro_batches]
         contents = [micro.content for micro in batch.micro_batches] if dealt[0] is batch else _paired(dealt)
         accumulation = accumulation_of(batch, num_replicas, accumulation)
-        _expect(len(contents), "the batch has {} micro batches", num_replicas, accumulation)
+        advice = f". A loader's batch brings its own: leave accumulation out here, and write {_LOADER}"
+        _expect(len(contents), "the batch has {} micro batches", num_replicas, accumulation, advice)
     else:
         contents, sizes = _cut(batch, num_replicas, accumulation)
     if not all(sizes):
@@ -281,9 +284,9 @@ def _size(content: Nest, *, is_weighed: bool) -> int:
     return 1 if is_weighed else count_samples(content)
 
 
-def _expect(number: int, what: str, num_replicas: int, accumulation: int) -> None:
+def _expect(number: int, what: str, num_replicas: int, accumulation: int, advice: str = "") -> None:
     if number != num_replicas * accumulation:
         raise BatchError(
             f"{what.format(number)}, and this step needs {num_replicas * accumulation}: "
-            f"{num_replicas} local replicas x accumulation {accumulation}"
+            f"{num_replicas} local replicas x accumulation {accumulation}{advice.format(accumulation)}"
         )
