@@ -207,7 +207,12 @@ def unscaler_of(operator: object) -> Callable[..., None] | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether the method ``compile()`` of ``module`` was called. Without the name: no."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 _set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor")  # noqa: SLF001 - as above

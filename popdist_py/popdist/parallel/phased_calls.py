@@ -24,6 +24,11 @@ from popdist.parallel.recompute import LayerState, SameOutputs, digest_of, witho
 from popdist.torch_private import are_parametrizations_cached, num_writes, skip_tracing
 from popdist.training.micro_batches import leaves_of, map_nest
 
+_GRADIENTS_INSIDE: Final = (
+    "{} computes gradients in its forward pass (torch.autograd.grad, torch.func.grad), which a layer of a phased "
+    "model cannot: train the model in memory, or name layers=[...] such that what computes gradients is in none"
+)
+
 _OTHER_LAYERS: Final = "or name a larger module that holds the layer and what it shares, layers=[...]"
 
 
@@ -50,8 +55,9 @@ def install(layers: PhasedLayers, runner: LayerRunner) -> None:
     for unit in layers.units:
         module: Any = unit.module
         module.forward = PhasedForward(unit, runner)
-        # hooks of the program's own may read the weights, as those of torch.nn.utils.weight_norm do
-        module.register_forward_pre_hook(partial(_bring_weights, unit, runner), prepend=True)
+        if not isinstance(module, torch.jit.ScriptModule):
+            # hooks of the program's own may read the weights, as those of torch.nn.utils.weight_norm do
+            module.register_forward_pre_hook(partial(_bring_weights, unit, runner), prepend=True)
     for piece in layers.pieces:
         for name, parameter in piece.named if piece.units else ():
             runner.calls.watch(piece, name, parameter)
@@ -88,9 +94,23 @@ class PhasedForward:
             inputs = []
             structure = _take_out(without_caches(args, kwargs), inputs)
         call = _Call(self, structure)
-        call.first(inputs)
-        returned = self._function.apply(call, self._anchor, *inputs) if call.returned else ()
+        try:
+            call.first(inputs)
+            returned = self._function.apply(call, self._anchor, *inputs) if call.returned else ()
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         return call.result_of(inputs, returned)
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise a WeightsError in place of an error of torch that shows what the layer did."""
+        if "saved tensor hooks" in str(error):
+            raise WeightsError(_GRADIENTS_INSIDE.format(self.unit.name)) from error
+        if "is a view of another Tensor" in str(error):
+            raise WeightsError(
+                f"{self.unit.name} has changed an input in place that is a view of another tensor: give a clone() "
+                "to the layer"
+            ) from error
 
     def _check_weights(self) -> None:
         """Check that the module computes with the parameters that lie in the store."""
@@ -170,19 +190,17 @@ class _Call:
 
     def __init__(self, owner: PhasedForward, structure: Any) -> None:  # noqa: ANN401 - as for _take_out
         self.unit, self.runner = owner.unit, owner.runner
-        self.copies: dict[
-            int, Tensor
-        ] = {}  # of inputs that the layer writes, or gives back to its caller, by place
-        self.owned: frozenset[int] = frozenset()  # their places
-        self.written: list[
-            int
-        ] = []  # the places of the inputs that the layer has written and that have a gradient
+        # of inputs that the layer writes, or gives back to its caller, by place
+        self.copies: dict[int, Tensor] = {}
+        self.owned: frozenset[int] = frozenset()  # the places of copies
+        self.written: list[int] = []  # the places of inputs with a gradient that the layer has written
         self.returned: list[Tensor] = []  # by the function: those inputs, and the results that have a gradient
         self._owner, self._structure = owner, structure
         self._results: list[Tensor | Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]] = []
         self._differentiable: list[int] = []  # the places of inputs that get a gradient
         self._own: list[int] = []  # the places, among the results, of those that the function returns
         self._nest: Any = None
+        self._has_run = False
         self._digest: str | None = None
         self._state = LayerState(owner.unit.module)
         device = owner.runner.device
@@ -212,6 +230,7 @@ class _Call:
             stack.enter_context(self._casting(is_first=True))
             stack.enter_context(saved_tensors_hooks(lambda _: None, self._refuse))
             result = self._compute(entered)
+            self._has_run = True
             self._note(result, inputs, entered)
 
     def _entered(
@@ -240,6 +259,8 @@ class _Call:
         return result
 
     def _refuse(self, _: object) -> NoReturn:
+        if not self._has_run:
+            raise WeightsError(_GRADIENTS_INSIDE.format(self.unit.name))
         raise WeightsError(
             f"backward() came to a tensor that {self.unit.name} has computed and not returned. The layers of a "
             "phased model give tensors by their results only: in tuples, lists, dicts, dataclasses and classes "

@@ -19,7 +19,7 @@ from popdist.errors import BatchError, MicroBatchError, WeightsError
 from popdist.local_tensors import part_itself
 from popdist.parallel.describe import runs_of_layers
 from popdist.parallel.recompute import chosen_layers
-from popdist.torch_private import num_gradient_hooks, num_writes
+from popdist.torch_private import is_compiled_in_place, num_gradient_hooks, num_writes
 
 _LOOP: Final = """
     model = popdist.parallel.phased(module, memory="2 GB", store=folder)
@@ -87,6 +87,11 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> P
         raise WeightsError(
             f"{type(model).__name__} has no layers with weights that could be in memory one after another: it "
             "holds all of its weights itself"
+        )
+    if compiled := [name for name, module in modules.items() if is_compiled_in_place(module)]:
+        raise WeightsError(
+            f"{compiled[0]} was compiled by its method compile(), which phased() cannot keep: put "
+            "torch.compile(layer) in the place of the layer"
         )
     names = {module: name for name, module in model.named_modules()}
     for outer in chosen:
