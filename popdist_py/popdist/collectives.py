@@ -141,8 +141,9 @@ def _refuse(text: str, fault: str | None) -> None:
     """Raise the fault that this instance finds in its collective ``text``, if any; the others hear of it."""
     if fault is None:
         return
+    group = current_group()
     try:
-        current_group().agree(f"{text}, refused")
+        group.agree(f"{text}, refused")
     except CollectiveError as error:
         raise CollectiveError(f"{text}: {fault}") from error
     raise CollectiveError(f"{text}: {fault}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, Names, NotInitializedError, as_float
-from popdist.groups import HEADER_BYTES, Group, PreemptionNotice
+from popdist.groups import HEADER_BYTES, Group, PreemptionNotice, refuse_in_turn
 from popdist.host_memory.forks import call_at_exit, find_marked_ancestor, mark_process, never_destroy_in_children
 from popdist.process_group.registration import register
 from popdist.progress import progress_page
@@ -90,8 +90,9 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """The instances that take part in collectives now; raises as :func:`current_job`."""
-    return current_job().group
+    """The instances that take part in collectives now; raises as :func:`current_job`, and within micro batches."""
+    group = current_job().group
+    return group if group.is_limited else refuse_in_turn(group)
 
 
 def data_parallel_group() -> Group:
@@ -99,8 +100,7 @@ def data_parallel_group() -> Group:
 
     Where replicas are shared, those with this instance's part of theirs, numbered by replica; else all.
     """
-    job = current_job()
-    return job.group if job.data_parallel is None else job.data_parallel
+    return current_job().data_parallel or current_job().group
 
 
 def notice() -> PreemptionNotice:

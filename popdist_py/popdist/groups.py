@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from weakref import WeakSet
 
 from popdist.errors import BackendError, CollectiveError, Names, PopdistError
 from popdist.progress import progress_page
@@ -191,6 +192,22 @@ def host_group_of(backend: Backend) -> "HostGroup | None":
     )
 
 
+replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
+"""What computes one of several replicas of this instance at the moment."""
+
+
+def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
+    """Return ``group``; a CollectiveError while one of several replicas computes: not all would take part."""
+    if replicas_in_turn:
+        raise CollectiveError(
+            f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "
+            "micro batches, or start as many instances as replicas. It would join one replica of each instance, "
+            "so the gradients would depend on the number of instances. docs/from-ddp.md has the loop for losses "
+            "over all samples"
+        )
+    return group
+
+
 FIRST_ERROR_SECONDS: Final = 1.0
 
 
@@ -269,6 +286,7 @@ class Group:
         self.backend = backend
         self.instances = backend.instances
         self.job_numbers = job_numbers
+        self.is_limited = whole is not None  # by the program, within ``execute_on_instances``
         self._notice = notice
         self._place = backend.names.place if whole is None or not job_numbers else f" among {self.name(None)}"
         self._unfinished: list[Exchange] = []

@@ -8,7 +8,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch import distributed as dist
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -250,6 +251,17 @@ def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     if hasattr(options, "_timeout"):
         options._timeout = timeout  # noqa: SLF001 - as above
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_world: Final = _find(distributed_c10d, "_world")
+
+
+def num_collectives() -> int:
+    """How many collectives of torch this process has called in all groups. Without the name: 0, none is seen."""
+    groups: Any = _find(_world, "pg_map") or ()
+    with suppress(RuntimeError):  # of a backend that does not count them
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)  # noqa: SLF001 - as above
+    return 0
 
 
 _worker: Final = _find(_find(data, "_utils"), "worker")

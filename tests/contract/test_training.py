@@ -19,7 +19,7 @@ import torch
 
 import popdist
 from popdist import context
-from tests.contract import check_laws, loop_laws, training_laws, training_recipes
+from tests.contract import check_laws, joined_replica_laws, loop_laws, training_laws, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT
 from tests.running import DEADLINE_SECONDS
@@ -155,3 +155,26 @@ def test_instances_must_compute_alike() -> None:
     assert first == second
     assert re.search(r"instance 0: init.* popdist 0\S*, 1 threads", first)
     assert re.search(r"instance 1: init.* popdist 9\.9, 7 threads", first)
+
+
+@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 4), (2, 4), (2, 2)])
+def test_replicas_are_not_joined_one_of_each_instance(
+    forked_world: ForkedWorlds, num_instances: int, num_replicas: int
+) -> None:
+    """Every law of joined_replica_laws.py."""
+    forked_world.keep_laws(joined_replica_laws, num_instances=num_instances, num_replicas=num_replicas)
+
+
+def test_a_loss_over_all_samples_has_the_same_bits_in_every_split(forked_world: ForkedWorlds) -> None:
+    """The documented loop gives the gradients of one process, and the same for 1, 2 and 4 instances."""
+    ((alone,), two, four) = (
+        forked_world(
+            joined_replica_laws.gradients_over_all_samples,
+            num_instances=number,
+            num_replicas=4,
+            timeout_seconds=DEADLINE_SECONDS,
+        )
+        for number in (1, 2, 4)
+    )
+    assert two + four == [alone] * 6
+    assert len(alone) == 2

@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = ("plain", "DDP", "accelerate", "Fabric", "Horovod", "PopDist")
 """In their order on the page; the others' names are those of its last table."""
 
-PORTED = ("by hand", "helpers")
+PORTED = ("by hand", "over all samples", "helpers")
 """The scripts after those: what real programs are when they have been ported."""
 
 ON_THE_CPU = (('"cuda"', '"cpu"'), ("Accelerator()", "Accelerator(cpu=True)"))

@@ -197,6 +197,8 @@ class ModelSteps:
             device = self.gradients.device
             bodies = [None if it is None else partial(call_body, body, to_device(it, device)) for it in contents]
             results = turns.run_all(self._norm_groups, bodies, counts)
+            self.automatic.refuse_collectives()
+            self.automatic.end_computing()
         except BaseException:
             self.abandon()
             raise
@@ -389,11 +391,13 @@ class MicroBatchScope:
         self._randomness.__exit__()
         if error is not None and self._steps.step is not self._step:
             return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
-        self._steps.automatic.end_computing()
         if error is not None:
+            self._steps.automatic.end_computing()
             self._steps.abandon(index=self._index)
             return
         try:
+            self._steps.automatic.refuse_collectives()
+            self._steps.automatic.end_computing()
             self._step.add(self._weight)
         except BaseException:
             self._steps.abandon()

@@ -20,6 +20,7 @@ from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.optimizer_steps import mark_reduced, mark_used
 from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
+from popdist.groups import refuse_in_turn, replicas_in_turn
 from popdist.layout import ReplicaLayout
 from popdist.training.step import LoneStep, Step, raise_not_finite_of_parts, reduced_modules
 
@@ -55,6 +56,7 @@ class AutomaticReduction:
         self._checks_finite = checks_finite
         # whether there is anything to notice
         self.is_watchful = layout.num_replicas > 1 or checks_finite or gradients.narrow is not None
+        self._num_collectives = 0  # of torch, when the micro batch began
         self._num_suspensions = 0
         self._is_window_clean = False
         self._watched: dict[int, weakref.ref[Parameter]] = {}
@@ -74,6 +76,9 @@ class AutomaticReduction:
     def begin_computing(self) -> None:
         """Note that a micro batch of this model begins."""
         self.is_computing = True
+        if self._layout.num_local_replicas > 1:
+            replicas_in_turn.add(self)
+            self._num_collectives = torch_private.num_collectives()
         for other in _suspended and _suspended - {self}:
             other._open_window()  # noqa: SLF001 - of this class
 
@@ -81,8 +86,14 @@ class AutomaticReduction:
         """Note that a micro batch of this model has ended, if there was one."""
         if self.is_computing:
             self.is_computing = False
+            replicas_in_turn.discard(self)
             for other in _suspended and _suspended - {self}:
                 other._close_window()  # noqa: SLF001 - as above
+
+    def refuse_collectives(self) -> None:
+        """Refuse collectives of torch in the micro batch that ends, where this instance has several replicas."""
+        if self in replicas_in_turn and torch_private.num_collectives() > self._num_collectives:
+            refuse_in_turn(None, "a collective of torch.distributed")
 
     def _open_window(self) -> None:
         """Note that another model computes now, and that this one's gradients play no part."""
