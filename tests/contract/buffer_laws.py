@@ -1,6 +1,7 @@
 """The laws of buffers that are written where no model has its step; every instance runs all of them."""
 
 import copy
+import gc
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -344,3 +345,19 @@ def law_a_parameter_beside_a_wrapped_model_is_refused() -> None:
             return
         with refused(popdist.GradientError, "not equal on all instances: log_variance of"):
             train(weight.log_variance)
+
+
+def law_nan_in_a_buffer_of_a_dropped_model_stops_no_other() -> None:
+    """One instance has collected the model already, and another has not: nothing has changed in it."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    dropped = [popdist.ReplicatedModel(nn.BatchNorm1d(4))]
+    for buffer in dropped[0].buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+    step(model)
+    if is_last():
+        dropped.clear()
+        gc.collect()
+    for one_step in (step, step):
+        one_step(model)
+    assert all(bool(it.isfinite().all()) for it in model.buffers())

@@ -100,8 +100,8 @@ def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = Fals
         if now is None or (not all_of_them and now is buffer.tensor and buffer.is_unwritten):
             continue
         if not now.is_cpu:
-            others[name] = now, (now != buffer.start).any()
-        elif not torch.equal(now, buffer.start):
+            others[name] = now, _has_other_bits(now, buffer.start)
+        elif not torch.equal(now, buffer.start) and _has_other_bits(now, buffer.start):
             found[name] = now
     if others:
         device = next(iter(others.values()))[1].device
@@ -442,7 +442,12 @@ def _has_same_bits(left: Tensor | None, right: Tensor) -> bool:
     """Whether they are equal, on one device, where NaN equals NaN."""
     if left is None or left.shape != right.shape or left.device != right.device:
         return False
-    return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124 - NaN
+    return not _has_other_bits(left, right)
+
+
+def _has_other_bits(left: Tensor, right: Tensor) -> Tensor:
+    """Whether two tensors of one shape differ, where NaN equals NaN."""
+    return ((left != right) & ((left == left) | (right == right))).any()  # noqa: PLR0124 - NaN
 
 
 def _outside_fault(names: list[str], module: nn.Module) -> str:
