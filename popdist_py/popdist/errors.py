@@ -5,10 +5,11 @@
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import SupportsFloat, SupportsIndex
+from typing import Final, SupportsFloat, SupportsIndex
 
 
 class PopdistError(Exception):
@@ -185,3 +186,24 @@ def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs
     words = [word for run in runs for word in ([f"{run[0]} to {run[-1]}"] if run[2:] else map(str, run))]
     listed = " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
     return f"{noun} {listed}" if listed.isdecimal() else f"{noun}s {listed}"
+
+
+_OF_ALL: Final = re.compile(
+    r"(?:^|, in )(checkpoint\.\w+|Mean\.compute|weighted_mean|all_reduce|all_gather|gather|broadcast\w*|barrier)\("
+)
+"""The calls of all instances that programs make within ``if is_main():``, as headers or errors name them."""
+
+
+def remedy_of_lone_call(calls: Iterable[str]) -> str:
+    """Return what to write where instances are in ``calls``, of which one is such a call; else an empty text."""
+    found = [match[1] for call in calls if (match := _OF_ALL.search(call))]
+    if len(found) != 1:
+        return ""
+    (name,) = found
+    if name.startswith("checkpoint."):
+        writes = "; only the first replica writes" if name == "checkpoint.save" else ""
+        return f"call {name}() on all instances, outside of `if popdist.is_main():`{writes}"
+    return (
+        f"call {name}() on all instances, and print or save the result within `if popdist.is_main():`; what only "
+        "some compute goes into popdist.execute_on_instances({0}, function)"
+    )

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from weakref import WeakSet
 
-from popdist.errors import BackendError, CollectiveError, Names, PopdistError
+from popdist.errors import BackendError, CollectiveError, Names, PopdistError, remedy_of_lone_call
 from popdist.progress import progress_page
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
     if len(owners) == 1:
         return None
     lines = [f"  {names.of(instances)}: {text}" for text, instances in owners.items()]
-    return "the instances are not in the same collective:\n" + "\n".join(lines)
+    remedy = remedy_of_lone_call(owners)
+    return "\n".join(["the instances are not in the same collective:", *lines, *([remedy] if remedy else [])])
 
 
 class HeaderExchange(Protocol):

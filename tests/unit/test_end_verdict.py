@@ -188,6 +188,25 @@ def test_the_table(
     assert verdict.torn_down == tuple(it.index for it in statuses if it.was_stopped)
 
 
+def test_a_call_of_one_instance_alone_is_told_with_its_remedy() -> None:
+    """After the others have ended, and where they do something else; other ends keep their advice."""
+    save = "checkpoint.save('out', keep=3, step=None, model)"
+    brought = BROUGHT.format(" 0", 1).replace("all_reduce (sum) of 4 float32", save)
+    ends: list[tuple[int, str]] = [
+        (0, LOST.replace("barrier()", save)),
+        (0, LOST.replace("barrier()", "step")),
+        (1, brought),
+    ]
+    late, uneven, different = (
+        find_verdict_of_end([ended(0, 1, 2.0), ended(1, code, 1.0)], {0: traceback(words)}, {}, {}).advice
+        for code, words in ends
+    )
+
+    assert late == different
+    assert late.startswith("call checkpoint.save() on all instances, outside of `if popdist.is_main():`; only the")
+    assert "join.Join" in uneven
+
+
 def called(*sizes: int) -> InstanceEvidence:
     """One whose all_reduces were of these sizes."""
     calls = tuple(

@@ -1,10 +1,12 @@
 """A header says in a fixed number of bytes what an instance is about to do."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.errors import Names, name_instances
+from popdist.errors import Names, name_instances, remedy_of_lone_call
 from popdist.groups import (
     HEADER_BYTES,
     MAX_NUMBERS,
@@ -57,6 +59,28 @@ def test_a_disagreement_names_who_brought_what() -> None:
     assert disagreement({0: "a", 1: "b", 2: "a", 3: "a"}, NAMES) == (
         "the instances are not in the same collective:\n  instances 0, 2 and 3: a\n  instance 1: b"
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (
+            "checkpoint.save('out', keep=3, step=None, model)",
+            r"call checkpoint.save\(\) on all .* first replica writes",
+        ),
+        ("checkpoint.load_latest('out', model)", r"call checkpoint.load_latest\(\) on all instances, outside of"),
+        ("Mean.compute()", r"call Mean.compute\(\) on all instances, and print .*execute_on_instances"),
+        ("all_reduce(float32[2] on cpu, op='sum')", r"call all_reduce\(\) on all instances"),
+        ("gather()", r"call gather\(\) on all instances"),
+    ],
+)
+def test_a_call_that_one_instance_makes_alone_comes_with_its_remedy(call: str, remedy: str) -> None:
+    """Where the others train, or were lost; not where two such calls differ, or none is one."""
+    told = disagreement({0: call, 1: "micro_batches(accumulation=1)"}, NAMES)
+    assert told is not None
+    assert re.search(remedy, told.splitlines()[-1])
+    assert re.search(remedy, remedy_of_lone_call([f"BackendError: instance 0, in {call}: the connection"]))
+    assert remedy_of_lone_call([call, "barrier()"]) == remedy_of_lone_call(["micro_batches(accumulation=1)"]) == ""
 
 
 @pytest.mark.parametrize(

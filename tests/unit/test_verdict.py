@@ -183,6 +183,8 @@ def test_one_that_has_ended_is_named() -> None:
         find_verdict_of_hang(left, running(2), {}, read_line),
     ):
         assert (found.cause, found.culprits, found.victims) == (Cause.EARLY_END, (1,), (0,))
+    assert "join.Join" in find_verdict_of_hang(hang, running(2, 1), {}, read_line).advice
+    assert "call barrier() on all instances" in find_verdict_of_hang(left, running(2), {}, read_line).advice
 
 
 def test_a_verdict_is_told_with_calls_places_and_lines() -> None:

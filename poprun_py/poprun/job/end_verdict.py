@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from popdist.errors import name_instances
+from popdist.errors import name_instances, remedy_of_lone_call
 from poprun.job.evidence import InstanceEvidence
 from poprun.job.record import order_of_failure
 from poprun.job.report.last_words import LastWords, without_numbers
@@ -78,7 +78,7 @@ def find_verdict_of_end(
     own = own or [it for it in statuses if it.was_stopped and _has_own_words(words.get(it.index))]
     if own:
         return _blame(verdict, own[0], own, words, reasons, evidence)
-    return _without_culprit(verdict, statuses, failed, evidence)
+    return _without_culprit(verdict, statuses, failed, words, evidence)
 
 
 def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
@@ -187,7 +187,7 @@ def _different_ends(
         culprits=culprits,
         victims=victims if culprits else (),
         details=tuple(details),
-        advice=SAME_CALLS,
+        advice=remedy_of_lone_call(brought) or SAME_CALLS,
     )
 
 
@@ -227,6 +227,7 @@ def _without_culprit(
     verdict: Verdict,
     statuses: Sequence[InstanceStatus],
     failed: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
     """All failures are those of victims: somebody ended early, does not come, or it is not known."""
@@ -238,7 +239,9 @@ def _without_culprit(
     ]
     if early and failed:
         ends = f"{name_instances(early)} ended with 0 while {name_instances([it.index for it in failed])} went on"
-        return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(early), details=(ends,), advice=UNEVEN)
+        said = {without_numbers(words[it.index].summary) for it in failed if it.index in words}
+        advice = remedy_of_lone_call(said) or UNEVEN
+        return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(early), details=(ends,), advice=advice)
     counts = {index: group.num_called for index, it in evidence.items() if (group := it.group(EVERYBODY))}
     most = max(counts.values(), default=0)
     free = [index for index, count in counts.items() if count < most and statuses[index].was_stopped]

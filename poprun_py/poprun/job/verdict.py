@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-from popdist.errors import name_instances
+from popdist.errors import name_instances, remedy_of_lone_call
 from popdist.layout import Parallelism
 from popdist.progress import FINALIZE
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame
@@ -90,13 +90,13 @@ def find_verdict_of_hang(
             return (
                 _blame_absent(verdict, running, queue, evidence, read_line)
                 if running
-                else _blame_early(verdict, free, queue)
+                else _blame_early(verdict, free, queue, hang)
             )
     known = {index for queue in queues for index in queue.members}
     if absent := [it for it in hang.absent if it not in known and not _waits_unsaid(evidence.get(it))]:
         return _blame_absent(verdict, absent, None, evidence, read_line)
     if early := hang.ended or (hang.waiting.get(FINALIZE, ()) if len(hang.waiting) > 1 else ()):
-        return _blame_early(verdict, early, None)
+        return _blame_early(verdict, early, None, hang)
     return _blame_order(verdict, queues)
 
 
@@ -265,11 +265,11 @@ def _blame_absent(
     )
 
 
-def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None) -> Verdict:
+def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None, hang: Hang) -> Verdict:
     details = () if queue is None else (queue.describe(),)
     victims = tuple(index for index in verdict.victims if index not in ended)
     early = replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=victims, details=details)
-    return replace(early, advice=UNEVEN)
+    return replace(early, advice=remedy_of_lone_call(hang.waiting) or UNEVEN)
 
 
 def _in_line(frame: StackFrame, read_line: ReadLine) -> str:
