@@ -488,6 +488,23 @@ def law_the_same_samples_on_several_instances_are_warned_of() -> None:
         assert all(wanted in text for text in found)
 
 
+def law_the_same_samples_are_warned_of_outside_the_loop_too() -> None:
+    """In DDP's loop, where each instance passes the same samples to the model; not where they differ."""
+    if popdist.num_local_replicas() > 1:
+        return
+    x, y = samples(16)
+    for is_moved in (False, True):
+        model, own = popdist.ReplicatedModel(Net()), x + is_moved * popdist.instance_index()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.zero_grad()
+                cross_entropy(model(own), y).backward()
+        found = [str(it.message) for it in caught if "train on the same samples" in str(it.message)]
+        wanted = not is_moved and popdist.num_instances() > 1 and popdist.is_main()
+        assert len(found) == 2 * wanted, found
+
+
 def law_a_loader_that_one_instance_reads_alone_is_warned_of() -> None:
     """By that instance, in the next checked step."""
     dataset = torch.utils.data.TensorDataset(*samples(16))

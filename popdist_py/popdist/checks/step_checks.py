@@ -113,6 +113,7 @@ class ReplicaChecks(ModelChecks):
         self._steps = CheckedSteps()
         self._python_state = PythonState(module)
         self._passes_before = training_loop.num_loader_passes
+        self._inputs = 0
 
     def begin_step(self, batch: Nest = None) -> StepChecks:
         """The checks of the step that begins; in one that is not checked only what others found is passed on."""
@@ -124,13 +125,20 @@ class ReplicaChecks(ModelChecks):
         if self._layout.num_replicas == 1:
             return CheckedStep(None, None, batch, num_passes, is_first=is_first)
         others = OtherParameters(self._module, self._buffers.other_modules())
-        return CheckedStep(sum_parameters(self._module), others, batch, num_passes, is_first=is_first)
+        step = CheckedStep(sum_parameters(self._module), others, batch, num_passes, is_first=is_first)
+        step.inputs, self._inputs = self._inputs, 0
+        return step
 
     def end_step(self) -> None:
         """Count a step that has ended with a gradient on all instances."""
         if self._steps.is_next_checked():  # a pass that was found is not found again
             self._passes_before = training_loop.num_loader_passes
         self._steps.end_step()
+
+    def note_inputs(self, inputs: Nest) -> None:
+        """Note what is passed to the model outside of micro batches, if the next step is checked."""
+        if self._layout.num_instances > 1 and self._steps.is_next_checked():
+            self._inputs = digest_of(inputs)
 
     def watch(self, forward: Callable[[], R]) -> R:
         """Call the module's forward pass; in a checked step find out what it keeps in Python."""
@@ -165,6 +173,7 @@ class CheckedStep(UncheckedStep):
         self._others = others
         self._buffers: UntrackedBuffers | None = None
         self._is_first = is_first
+        self.inputs = 0  # a digest of what was passed to the model outside of micro batches
         self.checksum = 0 if sums is None else sums.word
         if context.environment().contract.layout.num_instances > 1 and batch is not None:
             self.num_loader_passes = num_passes
@@ -179,13 +188,7 @@ class CheckedStep(UncheckedStep):
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
         """Warn of instances that bring the same samples, or that read a loader alone."""
         own = headers[group.instances.index(group.backend.instance_index)]
-        equal = [it for it, header in zip(group.instances, headers, strict=True) if header.digest == own.digest]
-        if own.digest and len(equal) > 1 and equal[0] == group.backend.instance_index:
-            _warn(
-                f"{group.name(equal)} train on the same samples in this step: what draws the batches, such as "
-                "a torch DataLoader with shuffle=True, gives all of the data to each instance. Have it dealt: "
-                "popdist.data_loader(dataset, micro_batch_size, shuffle=True)"
-            )
+        _warn_of_equal(group, [header.digest for header in headers])
         passes = [header.num_loader_passes for header in headers if header.epoch != NOT_DEALT]
         most = max(passes, default=0)
         if own.num_loader_passes == most > min(passes, default=0) and own.epoch != NOT_DEALT:
@@ -195,6 +198,11 @@ class CheckedStep(UncheckedStep):
                 "`if is_main():`, gives them their share of the samples. Evaluate on all instances and join what "
                 "they find by popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's there"
             )
+
+    def compare_inputs(self, group: Group) -> None:
+        """Warn of instances that pass the same samples to the model in a loop without micro batches."""
+        if len(group.instances) > 1:
+            _warn_of_equal(group, [it for (it,) in group.start("compare the samples", [self.inputs]).wait()])
 
     def fault(self) -> str | None:
         """The first parameter that was written in this step, or what was found in a forward pass."""
@@ -221,14 +229,26 @@ class CheckedStep(UncheckedStep):
             self._buffers.close(warns=is_complete)
 
 
+def _warn_of_equal(group: Group, digests: Sequence[int]) -> None:
+    """Warn on the first of the instances that have this one's samples; a digest of 0 is one of none."""
+    place = group.instances.index(group.backend.instance_index)
+    equal = [it for it, digest in zip(group.instances, digests, strict=True) if digest == digests[place]]
+    if digests[place] and len(equal) > 1 and equal[0] == group.backend.instance_index:
+        _warn(
+            f"{group.name(equal)} train on the same samples in this step: what draws the batches, such as "
+            "a torch DataLoader with shuffle=True, gives all of the data to each instance. Have it dealt: "
+            "popdist.data_loader(dataset, micro_batch_size, shuffle=True)"
+        )
+
+
 def _warn(text: str) -> None:
     warnings.warn(text, PopdistWarning, stacklevel=3)
 
 
 def digest_of(batch: Nest) -> int:
-    """A number that tells this batch from others by the first numbers of its first CPU tensors; 0 if all equal."""
+    """A number that tells this batch from others by the first numbers of its first tensors; 0 if all equal."""
     digest, has_content = hashlib.blake2b(digest_size=7), False
-    for tensor in islice(_cpu_tensors(batch), _MOST_TENSORS):
+    for tensor in islice(_dense_tensors(batch), _MOST_TENSORS):
         head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
         has_content |= bool((head != head[0]).any())
         digest.update(f"{tuple(tensor.shape)}".encode())
@@ -236,13 +256,13 @@ def digest_of(batch: Nest) -> int:
     return int.from_bytes(digest.digest(), "little") if has_content else 0
 
 
-def _cpu_tensors(nest: Nest) -> Iterator[Tensor]:
+def _dense_tensors(nest: Nest) -> Iterator[Tensor]:
     if isinstance(nest, torch.Tensor):
-        if nest.is_cpu and nest.layout == torch.strided and nest.numel():
+        if (nest.is_cpu or nest.is_cuda) and nest.layout == torch.strided and nest.numel():
             yield nest
     elif not is_list_of_strings(nest):
         for _, child in children_of(nest):
-            yield from _cpu_tensors(child)
+            yield from _dense_tensors(child)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

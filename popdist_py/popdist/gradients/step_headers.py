@@ -109,6 +109,9 @@ class StepChecks:
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
         """Compare what the instances say of their batches and loaders."""
 
+    def compare_inputs(self, group: Group) -> None:
+        """Compare what the instances have passed to the model, in a step of one backward pass outside the loop."""
+
     def fault(self) -> str | None:
         """What was found wrong on this instance by the end of the step, in words."""
         return None
@@ -133,6 +136,9 @@ class ModelChecks:
 
     def end_step(self) -> None:
         """Count a step that has ended with a gradient on all instances."""
+
+    def note_inputs(self, inputs: object) -> None:
+        """Note what is passed to the model outside of micro batches, in a pass with a gradient."""
 
     def watch(self, forward: Callable[[], R]) -> R:
         """Call the module's forward pass, and find out what it changes."""

@@ -153,9 +153,11 @@ class ModelSteps:
         self._label = label_of_copy(self._label)
         self._prepare()
 
-    def forward(self, forward: Callable[[], R]) -> R:
+    def forward(self, forward: "partial[R]") -> R:
         """Call ``forward``, the module's own, and find out what it changes beside its result."""
         is_outside = not RandomScope.is_entered()
+        if is_outside and torch.is_grad_enabled():
+            self._checks.note_inputs((*forward.args, *forward.keywords.values()))
         if is_outside and not self.module.training:
             return forward()
         watched = partial(self._checks.watch, forward)

@@ -172,7 +172,9 @@ class AutomaticReduction:
             raise_not_finite_of_parts(found, gradients)
         if self._layout.num_replicas > 1:
             memory = self._gradients.memory(group, self._layout)
-            _reduce_all(memory, "mean", self._buffers, self._checks.begin_step(), found)
+            checks = self._checks.begin_step()
+            checks.compare_inputs(group)
+            _reduce_all(memory, "mean", self._buffers, checks, found)
             self._checks.end_step()
             self._buffers.begin_pass()
         elif found is not None:
