@@ -5,6 +5,7 @@ as ``popdist.num_replicas()`` are cheap.
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -139,6 +140,9 @@ _MEANT = {
 }
 """What was meant by names that other libraries have."""
 
+_OF_TRAINING = tuple(f"popdist.{it}" for it in ("collectives", "data.", "parallel.", "training."))
+"""How the names of modules begin that programs use which train with torch."""
+
 _PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "parallel", "popdist_core", "poptorch")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
@@ -164,7 +168,8 @@ def __getattr__(name: str) -> object:
         meant = f": write popdist.{_MEANT[name]}" if name in _MEANT else ""
         raise AttributeError(f"module 'popdist' has no attribute {name!r}{meant}")
     module = import_module(_MODULE_OF[name])
-    if module.__name__.startswith("popdist.training."):
+    is_training = module.__name__.startswith(_OF_TRAINING)
+    if is_training or (name == "init" and "torch" in sys.modules):  # init() alone does without torch
         import_module("popdist.checks")  # which training does not know
     value = globals()[name] = getattr(module, name)
     return value

@@ -287,6 +287,7 @@ class Group:
         self.backend = backend
         self.instances = backend.instances
         self.job_numbers = job_numbers
+        self.num_bytes = 0  # of tensors, that its collectives have sent
         self.is_limited = whole is not None  # by the program, within ``execute_on_instances``
         self._notice = notice
         self._place = backend.names.place if whole is None or not job_numbers else f" among {self.name(None)}"
@@ -338,6 +339,7 @@ class Group:
         numbers: Sequence[int] = (),
     ) -> T:
         """Do a collective: when all members are in it, ``send`` exchanges the data, and gets all their numbers."""
+        self.num_bytes += getattr(data, "nbytes", 0)
         exchange = self.start(text, numbers)
         try:
             received = exchange.wait()

@@ -7,7 +7,7 @@ place; only where nothing can, is it an error.
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -256,12 +256,17 @@ def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 _world: Final = _find(distributed_c10d, "_world")
 
 
-def num_collectives() -> int:
-    """How many collectives of torch this process has called in all groups. Without the name: 0, none is seen."""
-    groups: Any = _find(_world, "pg_map") or ()
-    with suppress(RuntimeError):  # of a backend that does not count them
-        return sum(int(group._get_sequence_number_for_group()) for group in groups)  # noqa: SLF001 - as above
-    return 0
+def num_collectives(apart_from: Collection[int] = ()) -> int:
+    """How many collectives of torch this process has called. Without the name: 0, none is seen.
+
+    Those of groups whose ranks are all among ``apart_from`` are left out.
+    """
+    number, groups = 0, _find(_world, "pg_map") or ()
+    for group in groups:
+        with suppress(RuntimeError):  # of a backend that does not count them
+            if not apart_from or set(dist.get_process_group_ranks(group)) - set(apart_from):
+                number += int(group._get_sequence_number_for_group())  # noqa: SLF001 - as above
+    return number
 
 
 _worker: Final = _find(_find(data, "_utils"), "worker")

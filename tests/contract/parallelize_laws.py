@@ -337,7 +337,7 @@ def peak(mapping: Mapping, ids: Tensor, number: int) -> int:
             else:
                 for rows in ids.split(mapping.micro_batch):
                     loss_of(model(rows), rows).backward()
-            optimizer.step()
+            popdist.execute_on_instances({popdist.replica_index()}, optimizer.step)  # the same in each replica
             optimizer.zero_grad(set_to_none=False)
     return live.peak
 

@@ -107,6 +107,14 @@ def test_a_program_that_trained_nothing_is_left_alone(
     assert not is_alone(modules)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_where_popdist_watched_the_steps_it_knows(modules: dict[str, Any], number: int) -> None:
+    """It has counted those on gradients of this instance alone."""
+    watched = SimpleNamespace(lone_steps=SimpleNamespace(number=number))
+
+    assert is_alone({**modules, "popdist.checks.step_checks": watched}) == (number > 0)
+
+
 def test_torchrun_in_each_instance(modules: dict[str, Any]) -> None:
     """Each is a job of its own unless it is told of the others."""
     modules = {**modules, "torch.distributed.run": None}
@@ -151,6 +159,7 @@ def tensorflow(server: object) -> dict[str, Any]:
         ({"tensorflow": None, "torch": None}, {}, False),
         (jax(1), {}, True),
         (jax(2), {}, False),
+        ({"tensorflow": None, "popdist.context": None}, {}, False),
         ({"paddle": None}, {}, True),
         ({"numpy": None}, {}, False),
     ],

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from popdist import context
+from popdist import context, torch_private
 from popdist.checks.python_state import PythonState, next_fault
 from popdist.checks.tensor_changes import (
     OtherParameters,
@@ -44,8 +44,10 @@ from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters
 from popdist.gradients.step_headers import NOT_DEALT, BeginHeader, ModelChecks, StepChecks
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+from popdist.local_tensors import is_distributed
 from popdist.training.micro_batches import Nest, batches_of_loaders, children_of, is_list_of_strings
 from popdist.training.model_steps import ModelSteps
+from popdist.training.outside_step import LOOP
 from popdist.training.step import (
     joint_modules,
     lost_steps,
@@ -301,8 +303,58 @@ def _check_optimizer_step(
         if reduced_modules:
             _check_all_are_wrapped(optimizer)
         if not makes_gradients:
-            _compare_gradients(optimizer)
-    return with_closure(optimizer, args, kwargs, lambda: _compare_gradients(optimizer))
+            _check_gradients(optimizer)
+    return with_closure(optimizer, args, kwargs, lambda: _check_gradients(optimizer))
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """Check the gradients of a step, which are there now."""
+    _compare_gradients(optimizer)
+    _refuse_lone_gradients(optimizer)
+
+
+@dataclass(slots=True)
+class LoneSteps:
+    """The steps of optimizers on gradients of this instance alone, which nothing has shown to be a mistake."""
+
+    number: int = 0
+
+
+lone_steps: Final = LoneSteps()
+"""Those of this process, of which poprun tells at its end: see `popdist.startup.lone_training`."""
+
+_sent: Final[weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]] = weakref.WeakKeyDictionary()
+"""What this process had sent to other replicas at an optimizer's last step: bytes of popdist, calls of torch."""
+
+
+def _sent_now() -> tuple[int, int]:
+    num_bytes = context.current_job().group.num_bytes if context.is_initialized() else 0
+    is_shared = context.environment().contract.parallelism.is_shared
+    return num_bytes, torch_private.num_collectives(context.instances_of_replica() if is_shared else ())
+
+
+def _refuse_lone_gradients(optimizer: Optimizer) -> None:
+    """Refuse a step on this instance's gradients, where the program has its share of the samples or weights."""
+    if context.num_replicas() == 1:
+        return
+    (bytes_before, calls_before), (num_bytes, num_calls) = _sent.get(optimizer, (0, 0)), _sent_now()
+    _sent[optimizer] = num_bytes, num_calls
+    alone = [it.grad for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
+    is_said = context.is_initialized() and context.current_job().group.is_limited
+    if reduced_modules or is_said or not alone or num_calls > calls_before:
+        return
+    if num_bytes - bytes_before >= sum(it.nbytes for it in alone):
+        return  # the program adds them over the instances by itself
+    if not training_loop.num_loader_passes and not any(map(is_distributed, alone)):
+        lone_steps.number += 1  # perhaps all instances train the same, or each something of its own
+        return
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.step() would move the weights by the gradients of this instance alone: the "
+        f"job has {context.num_replicas()} replicas, and nothing has added up their gradients. Wrap the model, "
+        f"and write\n{LOOP}\n\nor call popdist.all_reduce_gradients(model) before the step. Where an instance "
+        "trains a model for itself, or adds up gradients in a way that popdist does not see, say so: "
+        "popdist.execute_on_instances({popdist.instance_index()}, optimizer.step)"
+    )
 
 
 def _refuse_shared(optimizer: Optimizer) -> None:

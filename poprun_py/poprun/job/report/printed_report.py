@@ -119,17 +119,18 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
 
 def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
     """A warning when the instances of a job that ended well did not do what they were started for; else ""."""
-    if not end.has_started or end.has_joined:
+    if not end.has_started:
         return ""
     num, num_lone = plan.num_instances, len(end.lone_instances)
     if num_lone > 1:
         return (
             f"warning: {num_lone} processes trained alone, each a model of its own, if they trained: neither "
-            "popdist nor torch.distributed nor MPI connected them; call popdist.init() or init_process_group(), "
+            "popdist nor torch.distributed nor MPI added up their gradients; wrap the model in "
+            "popdist.ReplicatedModel, call init_process_group() with DistributedDataParallel, "
             "jax.distributed.initialize() with JAX, use MultiWorkerMirroredStrategy with TensorFlow, or tell the "
             f"library of {plan.num_instances_per_host} devices"
         )
-    if plan.num_replicas <= num:
+    if plan.num_replicas <= num or end.has_joined:
         return ""
     return (
         f"warning: no instance used popdist, so this was a job of {num}, not of {plan.num_replicas} replicas: "
