@@ -217,7 +217,7 @@ class _Call:
         self._cache = _cast_node(_probe(device)) if caches else None
 
     def first(self, inputs: Sequence[Tensor]) -> None:
-        """Compute the forward pass, and note what it returns."""
+        """Compute the forward pass, and record what it returns."""
         self._micro_batch = self.runner.calls.begin(self.unit, self._cache)
         self._differentiable = [place for place, it in enumerate(inputs) if it.requires_grad]
         known = self._owner.written.get(len(inputs))  # None in the first call, which shows what the layer writes
@@ -231,7 +231,7 @@ class _Call:
             stack.enter_context(saved_tensors_hooks(lambda _: None, self._refuse))
             result = self._compute(entered)
             self._has_run = True
-            self._note(result, inputs, entered)
+            self._record(result, inputs, entered)
 
     def _entered(
         self, tensors: Sequence[Tensor], hook_of: Callable[[int], Callable[[Tensor], object]]
@@ -268,9 +268,9 @@ class _Call:
             f"class or comes to a hook inside the layer, {_OTHER_LAYERS}"
         )
 
-    def _note(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:  # noqa: ANN401 - as for _take_out
-        """Note what the layer has returned, and which inputs it has written."""
-        self._note_written(inputs, entered)
+    def _record(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:  # noqa: ANN401 - as for _take_out
+        """Record what the layer has returned, and which inputs it has written."""
+        self._record_written(inputs, entered)
         found: list[Tensor] = []
         self._nest = _take_out(result, found)
         if self._owner.same.is_checked():
@@ -294,8 +294,8 @@ class _Call:
             self._own.append(number)
             self.returned.append(it_or_copy.data if is_alone else it_or_copy.detach())
 
-    def _note_written(self, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
-        """Note which inputs the layer has written; only these keep their copies."""
+    def _record_written(self, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
+        """Record which inputs the layer has written; only these keep their copies."""
         written = {place for place, it in enumerate(entered) if num_writes(it)}
         known = self._owner.written.setdefault(len(inputs), written)
         if strange := written - known:

@@ -162,7 +162,7 @@ def make_absent(parameter: Parameter) -> None:
 
 
 @contextmanager
-def noted_writes(parameter: Tensor) -> Iterator[None]:
+def writing(parameter: Tensor) -> Iterator[None]:
     """Return a context in which an optimizer writes ``parameter``."""
     part: Any = part_itself(parameter)
     try:
@@ -171,17 +171,21 @@ def noted_writes(parameter: Tensor) -> Iterator[None]:
         part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
 
 
-def check_unwritten(name: str, parameter: Parameter) -> None:
-    """Check that nobody but the optimizer has written ``parameter``, in memory or while it was away."""
+def is_written(parameter: Parameter) -> bool:
+    """Whether anybody but an optimizer has written ``parameter`` since the last call, in memory or while away."""
     part: Any = part_itself(parameter)
     before, absent = getattr(part, "_popdist_writes", None), getattr(part, "_popdist_absent", None)
     part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
     is_lost = absent is not None and absent.is_cpu and absent.is_floating_point() and not absent.isnan()
-    if before in (None, num_writes(part)) and not is_lost:
-        return
-    if absent is not None:
+    found = is_lost or before not in (None, num_writes(part))
+    if found and absent is not None:
         absent.fill_(nan if absent.is_floating_point() or absent.is_complex() else 0)
-    raise WeightsError(
+    return found
+
+
+def written_error(name: str) -> WeightsError:
+    """Return the error of a weight that was written in place."""
+    return WeightsError(
         f"{name} was written in place, as by torch.nn.init, copy_() or .data, and the write is lost: the weights "
         "of a phased model lie in its store. Change them before phased(), by load_state_dict() or by the optimizer"
     )

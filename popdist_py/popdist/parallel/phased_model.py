@@ -27,8 +27,8 @@ from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
 from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
 from popdist.parallel.phased_calls import install
 from popdist.parallel.phased_layers import find_layers, make_absent
-from popdist.parallel.phased_run import PhasedRun, RunningStep
-from popdist.parallel.phased_sums import GradientBarrier
+from popdist.parallel.phased_run import PhasedRun
+from popdist.parallel.phased_sums import GradientBarrier, RunningStep
 from popdist.parallel.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split

@@ -5,9 +5,8 @@ layer adds to it any more; all instances do so in one order.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -23,10 +22,8 @@ from popdist.errors import (
     GradientError,
     MicroBatchError,
     OptimizerError,
-    WeightsError,
 )
 from popdist.gradients.optimizer_steps import is_used, mark_reduced
-from popdist.gradients.step_headers import MeanOrSum
 from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
 from popdist.groups import Group, as_words
 from popdist.layout import ReplicaLayout
@@ -41,14 +38,15 @@ from popdist.parallel.phased_layers import (
     PhasedLayers,
     PhasePiece,
     Unit,
-    check_unwritten,
-    noted_writes,
+    is_written,
     set_data,
+    writing,
+    written_error,
 )
 from popdist.parallel.phased_sums import (
-    GradientBarrier,
     InstanceSums,
     PieceGradient,
+    RunningStep,
     StepSums,
     merges_of,
     node_weights,
@@ -60,22 +58,6 @@ if TYPE_CHECKING:
 
 Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
 """Updates a parameter by its gradient, with the memory of the optimizer's state for it."""
-
-
-@dataclass(kw_only=True)
-class RunningStep:
-    """A step while its loop runs: what is asked of it, and how far it is."""
-
-    accumulation: int
-    reduction: MeanOrSum
-    weights: Sequence[float]  # of each micro batch of this instance
-    last: int  # the last micro batch of this instance that has samples; -1 for none
-    scale: Callable[[float | None], float]  # the divisor of weights; waits for all instances
-    total_weight: Callable[[list[list[int]]], float]
-    barrier: GradientBarrier
-    sums: StepSums = field(init=False)
-    number: int = -1  # of the micro batch that runs, or ran last
-    over: float = 1.0
 
 
 class PhasedRun:
@@ -172,13 +154,10 @@ class PhasedRun:
 
     def check_unwritten(self) -> None:
         """Check that nobody but the optimizer has written weights."""
-        try:
-            for piece in self.layers.pieces:
-                for name, parameter in piece.named:
-                    check_unwritten(name, parameter)
-        except WeightsError:
+        written = [name for piece in self.layers.pieces for name, it in piece.named if is_written(it)]
+        if written:
             self.memory.forget(Content("weights", piece.index) for piece in self.layers.pieces)
-            raise
+            raise written_error(written[0])
 
     def check_forward(self) -> None:
         """Check that all weights are those of one step."""
@@ -397,7 +376,7 @@ class PhasedRun:
         for parameter in mine:
             name = self.names[id(parameter)]
             forms = optimizer.forms_of(parameter)
-            with self.budget.updating(piece.units), noted_writes(parameter):
+            with self.budget.updating(piece.units), writing(parameter):
                 update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
         self._weights.write_behind(piece.index, [self.names[id(it)] for it in mine])
         state.write_behind(piece.index)

@@ -7,6 +7,7 @@ stack, of which each micro batch takes some from the top.
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -24,6 +25,7 @@ from popdist.gradients.flat_buffers import (
     scale_flat,
 )
 from popdist.gradients.reduction import ABANDON_SECONDS
+from popdist.gradients.step_headers import MeanOrSum
 from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
 from popdist.parallel.phase_memory import Ranges, StoredSums
@@ -299,3 +301,19 @@ def node_weights(layout: ReplicaLayout, instance: int, accumulation: int, weight
             of_replica.push(weight)
         of_job.push(of_replica.total)
     return of_job.values
+
+
+@dataclass(kw_only=True)
+class RunningStep:
+    """A step while its loop runs: what is asked of it, and how far it is."""
+
+    accumulation: int
+    reduction: MeanOrSum
+    weights: Sequence[float]  # of each micro batch of this instance
+    last: int  # the last micro batch of this instance that has samples; -1 for none
+    scale: Callable[[float | None], float]  # the divisor of weights; waits for all instances
+    total_weight: Callable[[list[list[int]]], float]
+    barrier: GradientBarrier
+    sums: StepSums = field(init=False)
+    number: int = -1  # of the micro batch that runs, or ran last
+    over: float = 1.0
