@@ -24,10 +24,18 @@ from popdist.parallel.recompute import LayerState, SameOutputs, digest_of, witho
 from popdist.torch_private import are_parametrizations_cached, num_writes, skip_tracing
 from popdist.training.micro_batches import leaves_of, map_nest
 
-_GRADIENTS_INSIDE: Final = (
+_INSIDE: Final = (
     "{} computes gradients in its forward pass (torch.autograd.grad, torch.func.grad), which a layer of a phased "
     "model cannot: train the model in memory, or name layers=[...] such that what computes gradients is in none"
 )
+_WORDS_OF_TORCH: Final = {
+    "saved tensor hooks": _INSIDE,
+    "is a view of another Tensor": "{} has changed an input in place that is a view of another tensor: give a "
+    "clone() to the layer",
+    "backward through the graph a second time": "{} reads a tensor with a graph of its own that is none of its "
+    "arguments, and that another call reads, too: give it to the layer as an argument",
+}
+"""Texts in torch's errors of what a layer of a phased model cannot do, and what to say of the layer instead."""
 
 _OTHER_LAYERS: Final = "or name a larger module that holds the layer and what it shares, layers=[...]"
 
@@ -94,23 +102,10 @@ class PhasedForward:
             inputs = []
             structure = _take_out(without_caches(args, kwargs), inputs)
         call = _Call(self, structure)
-        try:
+        with _explained(self.unit):
             call.first(inputs)
             returned = self._function.apply(call, self._anchor, *inputs) if call.returned else ()
-        except RuntimeError as error:
-            self._explain(error)
-            raise
         return call.result_of(inputs, returned)
-
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise a WeightsError in place of an error of torch that shows what the layer did."""
-        if "saved tensor hooks" in str(error):
-            raise WeightsError(_GRADIENTS_INSIDE.format(self.unit.name)) from error
-        if "is a view of another Tensor" in str(error):
-            raise WeightsError(
-                f"{self.unit.name} has changed an input in place that is a view of another tensor: give a clone() "
-                "to the layer"
-            ) from error
 
     def _check_weights(self) -> None:
         """Check that the module computes with the parameters that lie in the store."""
@@ -127,6 +122,18 @@ class PhasedForward:
                 f"{self.unit.name} is called within torch.nn.utils.parametrize.cached(), whose cached weights the "
                 "backward pass cannot use, as it computes the layer again: leave out cached()"
             )
+
+
+@contextmanager
+def _explained(unit: Unit) -> Iterator[None]:
+    """Return a context in which torch's errors of what a layer cannot do here name the layer."""
+    try:
+        yield
+    except RuntimeError as error:
+        for text, words in _WORDS_OF_TORCH.items():
+            if text in str(error):
+                raise WeightsError(words.format(unit.name)) from error
+        raise
 
 
 class _Taken(int):
@@ -260,7 +267,7 @@ class _Call:
 
     def _refuse(self, _: object) -> NoReturn:
         if not self._has_run:
-            raise WeightsError(_GRADIENTS_INSIDE.format(self.unit.name))
+            raise WeightsError(_INSIDE.format(self.unit.name))
         raise WeightsError(
             f"backward() came to a tensor that {self.unit.name} has computed and not returned. The layers of a "
             "phased model give tensors by their results only: in tuples, lists, dicts, dataclasses and classes "
@@ -333,29 +340,16 @@ class _Call:
                     self._add_casts()
             outputs = [entered[place] for place in self.written] + [results[place] for place in self._own]
             pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, gradients, strict=True)
-                if gradient is not None and output.requires_grad
+                it for it in zip(outputs, gradients, strict=True) if it[1] is not None and it[0].requires_grad
             ]
             del entered, results, outputs
             if pairs:
-                self._pass_back(pairs)
+                roots, given = zip(*pairs, strict=True)
+                pairs.clear()
+                with _explained(self.unit):
+                    torch.autograd.backward(roots, given)
             self.runner.end_call(self.unit, self._cache)
         return [found.get(place) for place in range(len(tensors))]
-
-    def _pass_back(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Pass the gradients of outputs back through the second computation."""
-        outputs, gradients = zip(*pairs, strict=True)
-        pairs.clear()
-        try:
-            torch.autograd.backward(outputs, gradients)
-        except RuntimeError as error:
-            if "second time" not in str(error):
-                raise
-            raise WeightsError(
-                f"{self.unit.name} reads a tensor with a graph of its own that is none of its arguments, and that "
-                "another call reads, too: give it to the layer as an argument"
-            ) from error
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Check that the second computation has done what the first one did."""
