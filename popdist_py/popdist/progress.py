@@ -44,6 +44,9 @@ MAX_NAME_BYTES: Final = 96
 MAX_MEMBER_RUNS: Final = 12
 """Runs of consecutive instances that the page has room for; a group of more runs is named as all instances."""
 
+AFTER_LEAVING: Final = "the next step after one that an exception has ended"
+"""What an instance waits in that shares a replica, and whose program has caught an exception."""
+
 FINALIZE: Final = "MPI_Finalize"
 """What a program of an MPI job waits in at its end, until every other one is there."""
 

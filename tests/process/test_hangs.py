@@ -314,3 +314,44 @@ def test_programs_that_sleep_by_themselves_do_not_hang(poprun: Poprun) -> None:
     finished = poprun(*options, sys.executable, "-c", nap).succeeded()
 
     assert finished.err == ""
+
+
+SHARD = """
+import sys
+import popdist, torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+mesh = popdist.device_mesh()
+net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+model = popdist.ReplicatedModel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step, batch in enumerate(popdist.data_loader(torch.randn(40, 4), 4)):
+    try:
+        for x in model.micro_batches(batch):
+            if step in (2, 5) and (sys.argv[1] == "all" or mesh["tensor"].get_local_rank() == 1):
+                raise ValueError("a sample that cannot be read")
+            model(x).square().mean().backward()
+        optimizer.step()
+    except ValueError:
+        continue
+print("trained", net[0].weight.full_tensor().sum().item())
+"""
+"""Catches an exception, on one shard of a replica or on all, in a step that is checked and in another one."""
+
+
+def test_a_shard_that_leaves_its_step_alone_is_named(poprun: Poprun, tmp_path: Path) -> None:
+    """The others wait for it in a layer; the job ends as any that hangs. Where all leave theirs, they go on."""
+    program = tmp_path / "train.py"
+    program.write_text(SHARD)
+    options = ("-n", "2", "--parallelism", "tensor=2", "--hang-report", "2", "--hang-timeout", "3")
+    one, every = (
+        poprun("--launcher", "local", *options, "--no-tag-output", sys.executable, str(program), how)
+        for how in ("one", "all")
+    )
+
+    assert one.code == 75
+    assert "instance 1 (replica 0, stage 0, shard 1) differs from the others" in one.told
+    assert "it caught an exception that ended its step, and goes on" in one.told
+    assert len(set(every.succeeded().lines)) == 1

@@ -29,7 +29,7 @@ from popdist.gradients.step_headers import (
 )
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import is_distributed, is_fully_sharded, local_gradient
-from popdist.progress import progress_page
+from popdist.progress import AFTER_LEAVING, progress_page
 from popdist.torch_private import compile_scripts_at_once
 from popdist.training.micro_batches import (
     Nest,
@@ -124,6 +124,7 @@ class ModelSteps:
         self._state = StepState(self, self.module)
         self.step: Step | LoneStep | None = None
         self._left_at: int | None = None
+        self._has_left = False
         self._is_joint = False
         self._is_distributed = any(map(is_distributed, self.module.parameters()))
         self.gradients = ModelGradients(self.module, self._gradient_dtype)
@@ -276,6 +277,9 @@ class ModelSteps:
 
     def _begin(self, accumulation: int, batch: Nest) -> Step | LoneStep:
         """Start a step, from no gradients; a batch of None stands for micro batches that come one by one."""
+        if self._has_left:  # the other parts of the replica must have left the step, too
+            self._has_left = False
+            context.current_group().limited_to(tuple(context.instances_of_replica())).agree(AFTER_LEAVING)
         training_loop.begin_step(self._state)
         if self._is_distributed:
             self._reshard()
@@ -331,6 +335,7 @@ class ModelSteps:
         if index is not None:  # left in a loop of the program's own
             self._left_at = index
         if self.step is not None:
+            self._has_left = context.environment().contract.parallelism.is_shared
             if self._norm_groups is not None:
                 self._norm_groups.abandon()
             self.step.abandon()

@@ -11,7 +11,7 @@ from typing import Final
 
 from popdist.errors import name_instances, remedy_of_lone_call
 from popdist.layout import Parallelism
-from popdist.progress import FINALIZE
+from popdist.progress import AFTER_LEAVING, FINALIZE
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame
 from poprun.job.hangs import Hang
 from poprun.job.stacks import ReadLine, collective_of, own_frame
@@ -67,6 +67,9 @@ class Verdict:
 
 SAME_CALLS: Final = "all must make the same calls, with the same sizes, in the same order"
 OWN_CODE: Final = "look at this line: the others wait until it goes on"
+LEFT: Final = (
+    "it caught an exception that ended its step, and goes on: let all instances of a replica do so, or none"
+)
 UNEVEN: Final = "give all the same number of batches, or use torch.distributed.algorithms.join.Join"
 
 
@@ -80,6 +83,10 @@ def find_verdict_of_hang(
     places = {index: place_text(frame) for index, known in evidence.items() if (frame := latest_own_frame(known))}
     waiting = {index: text for text, indices in hang.waiting.items() for index in indices}
     verdict = Verdict(victims=tuple(sorted(waiting)), places=places)
+    left = tuple(sorted(index for index, text in waiting.items() if text.startswith(AFTER_LEAVING)))
+    if left and len(left) < len(statuses):
+        others = tuple(index for index in verdict.victims if index not in left)
+        return replace(verdict, cause=Cause.MISMATCH, culprits=left, victims=others, advice=LEFT)
     queues = _queues(waiting, statuses, evidence)
     for queue in queues:
         if queue.has_different_calls:
