@@ -5,7 +5,6 @@ place; only where nothing can, is it an error.
 """
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -177,11 +176,6 @@ def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return None
     children, form = _pytree.tree_flatten(nest, is_leaf=lambda it: it is not nest)
     return children, lambda changed: _pytree.tree_unflatten(changed, form)
-
-
-def are_parametrizations_cached() -> bool:
-    """Whether ``torch.nn.utils.parametrize.cached()`` is in force. Without the name: no."""
-    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", 0))
 
 
 _make_wrapper_subclass: Final = _find(Tensor, "_make_wrapper_subclass")

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
@@ -157,13 +156,6 @@ def test_hooks_of_gradients_are_counted() -> None:
     leaf.register_hook(lambda it: it)
     leaf.register_post_accumulate_grad_hook(lambda _: None)
     assert torch_private.num_gradient_hooks(leaf) == 2
-
-
-def test_cached_parametrizations_are_known() -> None:
-    """Within torch's context only."""
-    assert not torch_private.are_parametrizations_cached()
-    with nn.utils.parametrize.cached():
-        assert torch_private.are_parametrizations_cached()
 
 
 def test_compiled_modules_are_known() -> None:

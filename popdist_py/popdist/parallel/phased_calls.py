@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from popdist.errors import WeightsError, name_first
 from popdist.local_tensors import TensorForm, part_itself
 from popdist.parallel.phased_layers import LayerRunner, PhasedLayers, Unit
 from popdist.parallel.recompute import LayerState, SameOutputs, digest_of, without_caches
-from popdist.torch_private import are_parametrizations_cached, num_writes, skip_tracing
+from popdist.torch_private import num_writes, skip_tracing
 from popdist.training.micro_batches import leaves_of, map_nest
 
 _INSIDE: Final = (
@@ -85,6 +86,7 @@ class PhasedForward:
         self.runner = runner
         self.written: dict[int, set[int]] = {}  # the inputs that the layer writes, by the number of its inputs
         self.same = SameOutputs(unit.module, unit.name, "phased() computes a layer again in the backward pass")
+        self._is_parametrized = any(map(is_parametrized, unit.module.modules()))
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
         self._function: Any = type(f"PhasedLayer[{unit.name}]", (_PhasedFunction,), {})
 
@@ -117,11 +119,18 @@ class PhasedForward:
                     "store, as torch.func.functional_call() or an assignment puts there: train with the "
                     "parameters of the model, or compute with other tensors under torch.no_grad()"
                 )
-        if are_parametrizations_cached():
+        if self._is_parametrized and _cached_probe().weight is _cached_probe().weight:
             raise WeightsError(
                 f"{self.unit.name} is called within torch.nn.utils.parametrize.cached(), whose cached weights the "
                 "backward pass cannot use, as it computes the layer again: leave out cached()"
             )
+
+
+@lru_cache(maxsize=1)
+def _cached_probe() -> Any:  # noqa: ANN401 - mypy does not know the weight of a parametrized module
+    """Return a module whose weight is computed at each access, unless ``parametrize.cached()`` is in force."""
+    module = nn.Linear(1, 1, bias=False, device="meta", dtype=torch.float32)  # which draws no random numbers
+    return register_parametrization(module, "weight", nn.ReLU())
 
 
 @contextmanager
