@@ -195,7 +195,7 @@ _OF_ALL: Final = re.compile(
 
 
 def remedy_of_lone_call(calls: Iterable[str]) -> str:
-    """Return what to write where instances are in ``calls``, of which one is such a call; else an empty text."""
+    """Return what to write if programs make one of ``calls`` on one instance only; an empty text if not."""
     found = [match[1] for call in calls if (match := _OF_ALL.search(call))]
     if len(found) != 1:
         return ""

@@ -232,7 +232,7 @@ class CheckedStep(UncheckedStep):
 
 
 def _warn_of_equal(group: Group, digests: Sequence[int]) -> None:
-    """Warn on the first of the instances that have this one's samples; a digest of 0 is one of none."""
+    """Warn on the first instance whose digest equals this instance's; the digest 0 stands for no samples."""
     place = group.instances.index(group.backend.instance_index)
     equal = [it for it, digest in zip(group.instances, digests, strict=True) if digest == digests[place]]
     if digests[place] and len(equal) > 1 and equal[0] == group.backend.instance_index:
@@ -308,7 +308,7 @@ def _check_optimizer_step(
 
 
 def _check_gradients(optimizer: Optimizer) -> None:
-    """Check the gradients of a step, which are there now."""
+    """Check the gradients that a step of ``optimizer`` will use."""
     _compare_gradients(optimizer)
     _refuse_lone_gradients(optimizer)
 
