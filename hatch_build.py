@@ -61,7 +61,7 @@ def _compiled_with_digest(folder: Path, made: Path) -> str:
     trouble = compiled([path for path in sources if path.suffix == ".c"], made)
     if not trouble:
         with made.open("ab") as file:
-            file.write(extension["digest_of"](sources))
+            file.write(extension["digest_of_sources"](sources))
     return trouble
 
 

@@ -1,6 +1,6 @@
 """A program in which nothing adds up the gradients of the replicas is refused, and every other one is left alone.
 
-Holds popdist.checks.step_checks.
+Holds popdist.checks.optimizer_checks.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,18 @@ from tests.contract import unwrapped_programs as programs
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
-SPLITS = [(1, 2), (2, 2), (2, 4), (4, 4)]
+SPLITS = [(1, 2), (2, 2), (2, 4), (4, 4)]  # instances, replicas
 
 
 @pytest.mark.parametrize(
-    "program", [programs.forgotten, programs.forgotten_after_init, programs.forgotten_with_a_closure]
+    "program",
+    [
+        programs.forgotten,
+        programs.forgotten_after_init,
+        programs.forgotten_with_a_closure,
+        programs.forgotten_beside_torch,
+        programs.forgotten_in_a_program_of_torch,
+    ],
 )
 def test_a_forgotten_wrapper_is_refused(forked_world: ForkedWorlds, program: Callable[[], None]) -> None:
     """In the first step, on every instance, in every split."""
@@ -39,6 +46,7 @@ def test_a_wrapper_within_a_replica_is_none_over_the_replicas(forked_world: Fork
         programs.with_ddp,
         programs.with_fully_shard,
         programs.by_hand,
+        programs.by_hand_without_init,
         programs.by_all_reduce_gradients,
         programs.beside_a_wrapped_one,
         programs.alone_on_purpose,

@@ -1,17 +1,17 @@
 """Programs that train without a ReplicatedModel, as people write them; each is one process of a job of its own."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.checks.step_checks import lone_steps
+from popdist.checks.optimizer_checks import lone_steps
 from popdist.stubs import horovod_torch
 from tests.contract.collective_laws import refused
 from tests.contract.laws import TIMEOUT_SECONDS
@@ -86,6 +86,37 @@ def forgotten_with_a_closure() -> None:
         return
 
 
+def _tell_by_torch() -> None:
+    """Train, and tell of the loss by a collective of torch between backward() and step()."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    found = (
+        "the gradients of the instances still differ" if popdist.num_instances() > 1 else "nothing has added up"
+    )
+    with refused(popdist.OptimizerError, f"{found}.*micro_batches"):
+        for x in parts():
+            loss = model(x).square().mean()
+            loss.backward()
+            for _ in model.parameters():  # as many calls as there are gradients show nothing
+                dist.all_reduce(loss.detach().clone())
+            optimizer.step()
+    assert all(bool((value == before[name]).all()) for name, value in model.state_dict().items())
+
+
+def forgotten_beside_torch() -> None:
+    """Nothing is wrapped, and torch's default group is popdist's."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS, torch_distributed=True)
+    _tell_by_torch()
+
+
+def forgotten_in_a_program_of_torch() -> None:
+    """The wrapper of a program for torch alone was left out; popdist only deals the samples."""
+    dist.init_process_group("gloo")
+    _tell_by_torch()
+    dist.destroy_process_group()
+
+
 def sharded_within_a_replica() -> None:
     """Only the instances of a replica have exchanged anything."""
     cut, sharded, mesh = net(), net(), popdist.device_mesh()
@@ -116,7 +147,10 @@ def with_ddp() -> None:
 
 
 def with_fully_shard() -> None:
-    """FSDP over all replicas."""
+    """FSDP over all replicas: as a function, and as a wrapper of a program that is torch's alone."""
+    dist.init_process_group("gloo")
+    train(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
+    dist.destroy_process_group()
     model = net()
     fully_shard(model, mesh=popdist.device_mesh()["replica"])
     train(model)
@@ -124,17 +158,18 @@ def with_fully_shard() -> None:
 
 
 def by_hand() -> None:
-    """By popdist, tensor by tensor or as one, by torch, and by what stands for Horovod; with two optimizers."""
+    """By popdist and by torch, tensor by tensor or as one, and by Horovod's stand-in; with two optimizers."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS, torch_distributed=True)
 
-    def flat(gradients: list[Tensor]) -> None:
+    def flat(gradients: list[Tensor], reduce: Callable[[Tensor], object] = popdist.all_reduce) -> None:
         values = torch.cat([it.flatten() for it in gradients])
-        popdist.all_reduce(values, "mean")
+        reduce(values)
         for gradient, value in zip(gradients, values.split([it.numel() for it in gradients]), strict=True):
             gradient.copy_(value.view_as(gradient))
 
     for add in (
         flat,
+        lambda gradients: flat(gradients, dist.all_reduce),
         lambda gradients: [popdist.all_reduce(it) for it in gradients],
         lambda gradients: [dist.all_reduce(it) for it in gradients],
         lambda gradients: [horovod_torch.allreduce_(it) for it in gradients],
@@ -148,6 +183,24 @@ def by_hand() -> None:
             for optimizer in optimizers:
                 optimizer.step()
         checked_after(model)
+
+
+def by_hand_without_init() -> None:
+    """By torch's gloo alone, in one call for all gradients."""
+    dist.init_process_group("gloo")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in parts():
+        model.zero_grad()
+        model(x).square().mean().backward()
+        gradients = [it.grad for it in model.parameters() if it.grad is not None]
+        values = torch.cat([it.flatten() for it in gradients])
+        dist.all_reduce(values)
+        for gradient, value in zip(gradients, values.split([it.numel() for it in gradients]), strict=True):
+            gradient.copy_(value.view_as(gradient))
+        optimizer.step()
+    assert not lone_steps.number
+    dist.destroy_process_group()
 
 
 def by_all_reduce_gradients() -> None:

@@ -112,7 +112,7 @@ def test_where_popdist_watched_the_steps_it_knows(modules: dict[str, Any], numbe
     """It has counted those on gradients of this instance alone."""
     watched = SimpleNamespace(lone_steps=SimpleNamespace(number=number))
 
-    assert is_alone({**modules, "popdist.checks.step_checks": watched}) == (number > 0)
+    assert is_alone({**modules, "popdist.checks.optimizer_checks": watched}) == (number > 0)
 
 
 def test_torchrun_in_each_instance(modules: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Importing this has the steps of models and of torch's optimizers checked. With `
 checks of a model's steps are not made.
 """
 
-from popdist.checks import step_checks
+from popdist.checks import optimizer_checks, step_checks
 
 step_checks.install()
+optimizer_checks.install()

@@ -38,7 +38,7 @@ def sources_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
 
 
-def digest_of(sources: Iterable[Path]) -> bytes:
+def digest_of_sources(sources: Iterable[Path]) -> bytes:
     """What a build writes at the end of the extension."""
     digest = hashlib.blake2b(digest_size=_NUM_BYTES)
     for path in sources:
@@ -50,7 +50,7 @@ def digest_of(sources: Iterable[Path]) -> bytes:
 def _is_made_of(sources: list[Path], extension: Path) -> bool:
     with extension.open("rb") as file:
         file.seek(-_NUM_BYTES, 2)
-        return file.read() == digest_of(sources)
+        return file.read() == digest_of_sources(sources)
 
 
 def _warn_of(extension: Path) -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from popdist.errors import WeightsError, name_first
 from popdist.local_tensors import TensorForm, part_itself
 from popdist.parallel.phased_layers import LayerRunner, PhasedLayers, Unit
-from popdist.parallel.recompute import LayerState, SameOutputs, digest_of, without_caches
+from popdist.parallel.recompute import LayerState, SameOutputs, digest_of_tensors, without_caches
 from popdist.torch_private import num_writes, skip_tracing
 from popdist.training.micro_batches import leaves_of, map_nest
 
@@ -290,7 +290,7 @@ class _Call:
         found: list[Tensor] = []
         self._nest = _take_out(result, found)
         if self._owner.same.is_checked():
-            self._digest = digest_of(found)
+            self._digest = digest_of_tensors(found)
         own = Counter(map(_memory_of, found))
         sources = {_memory_of(it): place for place, it in reversed([*enumerate(entered)])} | {0: None}
         weights = {_memory_of(it) for piece in self.unit.pieces for it in piece.parameters}

@@ -24,7 +24,7 @@ from popdist.local_tensors import TensorForm, is_distributed, local_part, placed
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.one_by_one import OF_SCALERS, OneByOne, State, settings_of
 from popdist.optim.pieces import PieceOptimizer, load_uncast, refuse_distributed
-from popdist.sharded.sharded_optimizer import digest_of
+from popdist.sharded.sharded_optimizer import digest_of_groups
 
 RECORD: Final = "record"
 """The name of the tensor that holds a parameter's small values, as JSON."""
@@ -273,7 +273,7 @@ class PhasedOptimizer(Optimizer):
     @property
     def settings_number(self) -> int:
         """A number that two instances have alike if their groups have the same settings."""
-        return digest_of(self.param_groups, self.defaults)
+        return digest_of_groups(self.param_groups, self.defaults)
 
     def begin_update(self) -> None:
         """Begin the updates of one step, with the settings that the groups have now."""

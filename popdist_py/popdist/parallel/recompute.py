@@ -139,7 +139,7 @@ class _Recomputed:
             if first:
                 self._same.check(first[0], found)
             else:
-                first.append(digest_of(found))
+                first.append(digest_of_tensors(found))
             return result
 
         return forward
@@ -194,7 +194,7 @@ class SameOutputs:
 
         Raises WeightsError if the digests differ. The digest of a call that is not compared is None.
         """
-        if again is None or (first is not None and digest_of(again) != first):
+        if again is None or (first is not None and digest_of_tensors(again) != first):
             raise WeightsError(
                 f"{self._name} has computed something else the second time ({self._reason}): it reads what has "
                 "changed meanwhile, such as an attribute or a ContextVar that is set before each call, a "
@@ -203,7 +203,7 @@ class SameOutputs:
             )
 
 
-def digest_of(results: Iterable[Tensor]) -> str:
+def digest_of_tensors(results: Iterable[Tensor]) -> str:
     """Return a digest of the bits of ``results``, their shapes, and which of them have a gradient."""
     tensors = [it for it in results if it.layout is torch.strided]
     return checksum({f"{number} {it.requires_grad}": it.detach() for number, it in enumerate(tensors)})

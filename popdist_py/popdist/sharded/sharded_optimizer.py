@@ -72,7 +72,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
         )
 
 
-def digest_of(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
+def digest_of_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
     """A digest of the settings ``names`` of an optimizer's groups, as far as they are of types in ``PLAIN``."""
     known = sorted(names)
     texts = [repr([group.get(name) for name in known if isinstance(group.get(name), PLAIN)]) for group in groups]
@@ -209,7 +209,7 @@ class ShardedOptimizer(Optimizer):
                 parameter.check()
         except OptimizerError as error:
             trouble = error
-        report(group, text, trouble, digest_of(self.param_groups, self.defaults))
+        report(group, text, trouble, digest_of_groups(self.param_groups, self.defaults))
 
     def _update(self) -> Exception | None:
         """Update this instance's shards, and return the error, if there was one."""

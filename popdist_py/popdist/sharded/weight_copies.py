@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from popdist.checks.step_checks import reserve
+from popdist.checks.optimizer_checks import reserve
 from popdist.errors import BackendError
 from popdist.gradients.shards import ShardExchange, flat_view, group_by_kind
 from popdist.groups import Backend, Group, host_group_of

@@ -35,7 +35,7 @@ def has_trained_alone(
     """Whether a process trained, as far as one can see, and none of its ``modules`` connected it to others."""
     if _was_connected(modules, excepthook) or _CLUSTER in variables or '"ps"' in variables.get("TF_CONFIG", ""):
         return False
-    checks = modules.get("popdist.checks.step_checks")
+    checks = modules.get("popdist.checks.optimizer_checks")
     if checks is not None:
         return bool(checks.lone_steps.number)
     if "torch" in modules:  # which tools for logs import beside TensorFlow
