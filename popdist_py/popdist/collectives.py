@@ -166,9 +166,11 @@ def _fault(tensor: object) -> str | None:
         return f"{tensor.dtype} cannot be sent: the dtypes are {', '.join(map(str, DTYPES))}"
     if tensor.requires_grad and not tensor.is_leaf:
         return "autograd would not follow the values: detach() the tensor first"
-    accepted = current_group().backend.device_types
-    if tensor.device.type not in accepted:
-        return f"popdist.init() was told to connect tensors on {' and '.join(sorted(accepted))} only"
+    if tensor.is_meta:
+        return "a tensor on the meta device has no numbers"
+    accepted, kind = current_group().backend.device_kinds, "cpu" if tensor.device.type == "cpu" else "accelerator"
+    if kind not in accepted:
+        return f"popdist.init() was told to send tensors on the {' and the '.join(sorted(accepted))} only"
     return None
 
 
@@ -281,10 +283,10 @@ def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterato
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
     """A tensor with room for ``num_bytes``, which begins with ``data``, on a device whose tensors can be sent."""
-    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if data:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return message if "cpu" in group.backend.device_types else message.to(device())
+    return message if "cpu" in group.backend.device_kinds else message.to(device())
 
 
 def _encode(value: object) -> tuple[bytes, str | None]:
@@ -348,7 +350,7 @@ def _gather(group: Group, mine: Tensor | None, received: list[list[int]], places
     """The rows of the instances at ``places`` of the group, as their descriptions say."""
     brought = [kind for kind in received if kind]
     if not brought:
-        return torch.empty(0, dtype=torch.float32)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     _, dtype, *shape = brought[0]
     most = max(kind[0] for kind in brought)
     place = device() if mine is None else mine.device

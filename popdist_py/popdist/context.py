@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from popdist.accelerators import BACKENDS
 from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, Names, NotInitializedError, as_float
@@ -21,8 +22,6 @@ from popdist.process_group.registration import register
 from popdist.progress import progress_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
@@ -30,8 +29,13 @@ if TYPE_CHECKING:
     from popdist.groups import Backend
     from popdist.process_group.default_group import DefaultGroup
 
-DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
-"""For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
+_ON_ACCELERATORS: Final = frozenset({"accelerator"})
+DEVICE_KINDS: Final[dict[str | None, frozenset[str]]] = {
+    None: frozenset({"cpu"}) | _ON_ACCELERATORS,
+    "gloo": frozenset({"cpu"}),
+    **dict.fromkeys(BACKENDS, _ON_ACCELERATORS),
+}
+"""For each choice of ``init(backend=...)``: the kinds of the devices whose tensors may be sent."""
 
 Checks: TypeAlias = Literal["full", "off"]
 """Whether the checks are made that cost time: see ``popdist.checks``."""
@@ -142,8 +146,8 @@ def init(
 
     Args:
         backend: ``None`` sends each tensor by its device: CPU tensors through memory that the instances share
-            where they are all on one host, over gloo where they are not; CUDA tensors over NCCL. ``"gloo"``
-            refuses CUDA tensors, ``"nccl"`` CPU tensors.
+            where they are all on one host, over gloo where they are not; those of accelerators over NCCL or its
+            like. ``"gloo"`` refuses the latter, ``"nccl"`` and ``"xccl"`` refuse CPU tensors.
         timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
         checks: ``"full"`` looks for what would go wrong without a word, in the first steps of a model and then in
             every 100th; ``"off"`` leaves out those checks that cost time.
@@ -202,7 +206,7 @@ def _join_job(found: Environment, asked: Asked) -> Job:
     computes = _prepare_arithmetic(found.contract)
     progress_page.wait("init()")
     try:
-        connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
+        connected = _connect(found, backend, timeout_seconds)
     finally:
         progress_page.end_wait()
     if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
@@ -216,7 +220,7 @@ def _join_job(found: Environment, asked: Asked) -> Job:
             f"{parallelism.instances_per_replica} instances of a replica"
         )
         if parallelism.is_shared:
-            data_parallel = _data_parallel_group(found, DEVICE_TYPES[backend], timeout_seconds)
+            data_parallel = _data_parallel_group(found, backend, timeout_seconds)
         default_group = None
         if torch_distributed:
             default_group = _join_torch(group, found.contract, timeout_seconds, "init(torch_distributed=True)")
@@ -236,8 +240,9 @@ def _join_job(found: Environment, asked: Asked) -> Job:
 
 
 def _check_arguments(backend: object, timeout_seconds: object, checks: object, torch_distributed: object) -> None:
-    if backend not in tuple(DEVICE_TYPES):
-        raise BackendError(f"unknown backend {backend!r}: choose 'gloo', 'nccl', or None for the tensor's device")
+    if backend not in tuple(DEVICE_KINDS):
+        names = ", ".join(map(repr, filter(None, DEVICE_KINDS)))
+        raise BackendError(f"unknown backend {backend!r}: choose {names}, or None for any device")
     if not 0 < as_float(timeout_seconds) < math.inf:
         raise BackendError(f"timeout_seconds={timeout_seconds!r} must be a finite number greater than 0")
     if checks not in ("full", "off"):
@@ -292,39 +297,30 @@ def _prepare_arithmetic(contract: Contract) -> str:
     """Compute from now on as the launcher asked; gives what all instances must have alike, in words."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
-    import torch  # noqa: PLC0415 - only here
+    from popdist.accelerators import arithmetic  # noqa: PLC0415 - torch is loaded only here
 
-    if contract.num_replicas > 1:
-        from popdist import torch_private  # noqa: PLC0415 - as above
-
-        torch_private.compile_scripts_at_once()
-    if contract.num_threads is not None:
-        torch.set_num_threads(contract.num_threads)
-    if contract.is_deterministic:
-        torch.use_deterministic_algorithms(mode=True)
-    algorithms = "deterministic" if torch.are_deterministic_algorithms_enabled() else "any"
-    return f"{torch.get_num_threads()} threads for each replica, {algorithms} algorithms"
+    return arithmetic.prepare(contract)
 
 
-def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> "Backend":
+def _connect(found: Environment, backend: str | None, timeout_seconds: float) -> "Backend":
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        return _alone(Names(members=(0,), noun="instance"), device_types)
+        return _alone(Names(members=(0,), noun="instance"), backend)
     from popdist.transport import rendezvous  # noqa: PLC0415 - torch is loaded for the job that needs it
     from popdist.transport.connections import check_available  # noqa: PLC0415 - as above
 
-    check_available(device_types)
+    check_available(backend)
     if _state.store is None:
         _state.store = rendezvous.open_store(found, timeout_seconds)
         never_destroy_in_children(_state.store)
     _state.num_inits += 1
     names = Names(members=tuple(range(contract.num_instances)), noun="instance")
     store = _numbered_store(_state.store)
-    return _connect_members(store, contract, names, contract.instance_index, device_types, timeout_seconds)
+    return _connect_members(store, contract, names, contract.instance_index, backend, timeout_seconds)
 
 
-def _data_parallel_group(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> Group:
+def _data_parallel_group(found: Environment, backend: str | None, timeout_seconds: float) -> Group:
     """Those that hold the same part of other replicas, numbered by replica, with connections of their own."""
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - the job is connected
 
@@ -334,21 +330,21 @@ def _data_parallel_group(found: Environment, device_types: frozenset[str], timeo
     words = ", ".join(f"{name} {number}" for name, number in place.items() if name != "replica")
     names = Names(members=replicas, noun="replica", place=f" ({words})")
     if contract.num_replicas == 1 or _state.store is None:
-        made = _alone(names, device_types)
+        made = _alone(names, backend)
     else:
         store = PrefixStore(f"part/{part.index}", _numbered_store(_state.store))
-        made = _connect_members(store, contract, names, part.replica, device_types, timeout_seconds)
+        made = _connect_members(store, contract, names, part.replica, backend, timeout_seconds)
     return Group(made, _state.notice, job_numbers=tuple(replica * size + part.index for replica in replicas))
 
 
-def _alone(names: Names, device_types: frozenset[str]) -> "Backend":
+def _alone(names: Names, backend: str | None) -> "Backend":
     from popdist.transport.serial_backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
 
-    if "cpu" not in device_types:
+    if "cpu" not in DEVICE_KINDS[backend]:
         from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
 
-        check_available(device_types)
-    return SerialBackend(0, names, device_types=device_types)
+        check_available(backend)
+    return SerialBackend(0, names, device_kinds=DEVICE_KINDS[backend])
 
 
 def _connect_members(
@@ -356,7 +352,7 @@ def _connect_members(
     contract: Contract,
     names: Names,
     index: int,
-    device_types: frozenset[str],
+    backend: str | None,
     timeout_seconds: float,
 ) -> "Backend":
     """The backend of the instances that ``names`` has, of which this one is number ``index``."""
@@ -373,7 +369,7 @@ def _connect_members(
         timeout_seconds=timeout_seconds,
         header_bytes=HEADER_BYTES,
     )
-    return torch_backend.TorchBackend(connected, names.members, device_types)
+    return torch_backend.TorchBackend(connected, names.members, DEVICE_KINDS[backend])
 
 
 def finalize() -> None:
@@ -452,7 +448,7 @@ def local_replicas() -> range:
 
 
 def ipus_per_replica() -> int:
-    """Virtual IPUs (a share of the CPU's cores, or one CUDA device each) that a replica uses; 1 outside a job."""
+    """Virtual IPUs (a share of the CPU's cores, or one accelerator each) that a replica uses; 1 outside a job."""
     return environment().contract.ipus_per_replica
 
 
@@ -473,10 +469,13 @@ def job_id() -> str:
 def device() -> "torch.device":
     """The device that this instance computes on: the first of ``devices()``.
 
-    Under poprun it is the first of the CUDA devices that the instance was given, or the CPU when it was given
-    none. Under another launcher, and outside a job, it is ``cuda:<local instance index>``, or the first of those
-    that it needs in that order, when torch sees that device, else the CPU. Imports torch and starts no CUDA
-    context.
+    Under poprun it is the first of the accelerators that the instance was given, or the CPU when it was given
+    none. Under another launcher, and outside a job, it is the accelerator with the number of the instance on its
+    host, or the first of those that it needs in that order, when torch sees that one, else the CPU. Imports
+    torch and begins to use no accelerator.
+
+    Raises:
+        BackendError: If poprun gave the instance an accelerator that this torch does not see.
     """
     return devices()[0]
 
@@ -484,17 +483,14 @@ def device() -> "torch.device":
 def devices() -> "tuple[torch.device, ...]":
     """All devices of this instance: those of ``ipus_per_replica()``, or its part of them in a shared replica.
 
-    Under poprun they are the CUDA devices that it was given, under another launcher and outside a job those after
-    the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and starts no
-    CUDA context.
+    Under poprun they are the accelerators that it was given, under another launcher and outside a job those after
+    the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and begins to
+    use no accelerator.
+
+    Raises:
+        BackendError: As :func:`device`.
     """
-    import torch  # noqa: PLC0415 - queries do without it
+    from popdist.accelerators import accelerator  # noqa: PLC0415 - torch, which queries do without
 
     found = environment()
-    contract = found.contract
-    ordinals: Sequence[int] = contract.devices
-    if found.launcher is not Launcher.POPRUN:
-        num_devices = max(1, contract.ipus_per_replica // contract.parallelism.instances_per_replica)
-        first = contract.local_instance_index * num_devices
-        ordinals = range(first, min(first + num_devices, torch.cuda.device_count()))
-    return tuple(torch.device("cuda", ordinal) for ordinal in ordinals) or (torch.device("cpu"),)
+    return accelerator.devices_of(found.contract, are_dealt=found.launcher is Launcher.POPRUN)

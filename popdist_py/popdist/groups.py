@@ -147,8 +147,8 @@ class Backend(Protocol):
         """What the instances are called in messages."""
 
     @property
-    def device_types(self) -> frozenset[str]:
-        """Types of the devices whose tensors can be sent: ``cpu``, ``cuda``."""
+    def device_kinds(self) -> frozenset[str]:
+        """Kinds of the devices whose tensors can be sent: ``cpu``, ``accelerator``."""
 
     @property
     def host_group(self) -> "HostGroup | None":

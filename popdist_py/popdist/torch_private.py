@@ -131,7 +131,7 @@ def _engine_starter() -> CodeType | None:
         found.append(cast("FrameType", currentframe()).f_back)
 
     with torch.inference_mode(mode=False), torch.enable_grad():
-        value = torch.ones(1, dtype=torch.float32, requires_grad=True)
+        value = torch.ones(1, dtype=torch.float32, requires_grad=True, device="cpu")
         value.register_hook(hook)
         value.clone().sum().backward()
     starter = found.pop() if found else None
@@ -239,12 +239,12 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address
     return gloo(store, rank, size, options)
 
 
-def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - no class without CUDA
-    """An NCCL group with this timeout; without the option's name, with NCCL's own."""
-    options = dist.ProcessGroupNCCL.Options()
+def connect_direct(kind: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - a class of torch's that not every build has
+    """A group of ``kind``, NCCL's or its like, with this timeout; without the option's name, with its own."""
+    options = kind.Options()
     if hasattr(options, "_timeout"):
         options._timeout = timeout  # noqa: SLF001 - as above
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return kind(store, rank, size, options)
 
 
 _world: Final = _find(distributed_c10d, "_world")

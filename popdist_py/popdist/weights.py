@@ -32,8 +32,8 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
             of a replica: each instance gets the part that it holds, of DTensors the shard.
 
     Raises:
-        WeightsError: If names, shapes or dtypes differ between instances (then no weight has changed), or the
-            checksums do afterwards; the message names the instances that differ from ``root``.
+        WeightsError: If names, shapes, dtypes or types of devices differ between instances (then no weight has
+            changed), or the checksums do afterwards; the message names the instances that differ from ``root``.
         CollectiveError: If the instances do other things, or there is no instance ``root``.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.
@@ -53,11 +53,11 @@ def broadcast_weights(weights: Weights, root: int = 0) -> None:
 
 
 def _broadcast(group: Group, root: int, text: str, tensors: Mapping[str, Tensor]) -> None:
-    if different := _different(group, root, f"{text}, names, shapes and dtypes", _digest(tensors, _describe)):
+    if different := _different(group, root, f"{text}, names, shapes and dtypes", _digest(tensors, _place)):
         raise WeightsError(
-            f"{text}: names, shapes or dtypes of {group.name(different)} differ from those of "
+            f"{text}: names, shapes, dtypes or devices of {group.name(different)} differ from those of "
             f"{group.name([root])}: {_first_difference(group, root, different[0], tensors)}; every instance must "
-            "make the same model"
+            "make the same model, on the same type of device"
         )
     if len(group.instances) > 1:
         broadcast_tensors(group, root, [tensor.detach() for tensor in tensors.values()])
@@ -134,6 +134,11 @@ def _describe(name: str, tensor: Tensor) -> bytes:
     return f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode()
 
 
+def _place(name: str, tensor: Tensor) -> bytes:
+    """Describe a tensor and where it is: those of a CPU and of an accelerator are sent by different ways."""
+    return _describe(name, tensor).replace(b"\n", f" on {tensor.device.type}\n".encode())
+
+
 def _bytes(_name: str, tensor: Tensor) -> bytes:
     return bytes_of(tensor)
 
@@ -175,7 +180,7 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
     """Where ``other`` departs from the root, in words; every instance asks for it."""
-    own = b"".join(_describe(name, tensors[name]) for name in sorted(tensors))
+    own = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
     everybody = zip(group.instances, gather_bytes(group, "describe the weights", own), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
     pairs = zip_longest(lines[other], lines[root], fillvalue="nothing more")

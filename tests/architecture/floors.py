@@ -13,8 +13,8 @@ _LOWEST_FIRST: Final = {
     "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < trace < devices page"
     " < job monitor emit doctor < cli vipu reports < start size < command < __main__",
     "popdist": "errors layout local_tensors tree stack_signal startup < contract torch_private extension"
-    " < environments progress < host_memory < transport < groups < process_group < context < collectives"
-    " < metrics weights < instances gradients < data < training packing < checks < optim < sharded"
+    " < environments progress accelerators < host_memory < transport < groups < process_group < context"
+    " < collectives < metrics weights < instances gradients < data < training packing < checks < optim < sharded"
     " < parallel < checkpoint compat stubs tensorflow onnx poptorch launching preemption < popdist_core popart",
     "poptorch": "errors enums environment _impl profiling < _logging custom_types < options losses testing"
     " < blocks poptorch_core optim data < executor ops",

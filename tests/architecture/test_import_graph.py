@@ -39,7 +39,7 @@ HEAVY = words("torch mpi4py rich numpy")
 """What neither package may load when it is imported."""
 
 TORCH_FACING = words(
-    "local_tensors torch_private transport host_memory process_group groups collectives gradients "
+    "local_tensors torch_private accelerators transport host_memory process_group groups collectives gradients "
     "training checks optim sharded data packing parallel weights instances launching checkpoint stubs "
     "preemption onnx"
 )

@@ -15,7 +15,7 @@ MOST = {"lines of a module": 500, "lines of a function": 60, "modules of a folde
 VAGUE_NAMES = words("utils util helpers common core manager misc")
 
 MAKERS_OF_TENSORS = frozenset(
-    f"torch.{name}" for name in words("tensor zeros ones empty full rand randn arange linspace empty_strided")
+    f"torch.{name}" for name in words("tensor zeros ones empty full rand randn arange linspace empty_strided eye")
 )
 
 READERS = {
@@ -133,14 +133,14 @@ def _writes(node: ast.AST) -> bool:
     return False
 
 
-def test_no_tensor_takes_the_default_dtype() -> None:
-    """A program may set another one with ``torch.set_default_dtype``, which is no choice of ours."""
+def test_no_tensor_takes_the_default_dtype_or_device() -> None:
+    """A program may set others with ``torch.set_default_dtype`` and its like, which is no choice of ours."""
     assert {
         f"{module.name}:{node.lineno}"
         for module in modules()
         for node in module.nodes
         if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS_OF_TENSORS
-        if not any(keyword.arg == "dtype" for keyword in node.keywords)
+        if not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}
     } == set()
 
 

@@ -199,7 +199,7 @@ def law_what_no_collective_takes_is_refused() -> None:
         (lambda: popdist.all_reduce(torch.ones(1, dtype=torch.bool)), "bools.*'max'"),
         (lambda: popdist.broadcast(torch.ones(1), root=popdist.num_instances()), "root=.* not one of instance"),
         (lambda: popdist.broadcast(torch.ones(1), root=-1), "root=-1 is not one of instance"),
-        (lambda: popdist.all_reduce(torch.ones(1, device="meta")), "on cpu and cuda only"),
+        (lambda: popdist.all_reduce(torch.ones(1, device="meta")), "on the meta device has no numbers"),
     ]
     for call, pattern in refusals:
         with refused(popdist.CollectiveError, pattern):
@@ -450,6 +450,31 @@ def law_headers_can_be_looked_at_without_waiting() -> None:
         assert other.peek() == []
         with refused(popdist.CollectiveError, "not in the same collective"):
             other.wait()
+
+
+def law_weights_on_other_devices_are_refused() -> None:
+    """Tensors of the host and of another device go by different ways, which would wait for each other."""
+    if popdist.num_instances() == 1:
+        return
+    last = popdist.num_instances() - 1
+    weights = {"w": torch.ones(2, device="meta" if popdist.instance_index() == last else "cpu")}
+    with refused(popdist.WeightsError, f"devices of instance {last} .*on meta.*on cpu.*same type of device"):
+        popdist.broadcast_weights(weights)
+
+
+def law_messages_stay_on_the_host() -> None:
+    """Whatever device a program computes on by default; the meta device has no numbers to send."""
+    with torch.device("meta"):
+        value = torch.ones(3, device="cpu", requires_grad=True)
+        value.grad = torch.ones(3, device="cpu")
+        assert popdist.clip_grad_norm_([value], 1.0).square().round() == len(value)
+        assert popdist.broadcast_object({"epoch": 3}) == {"epoch": 3}
+        assert popdist.weighted_mean(2.0, 1) == 2.0
+        mean = popdist.Mean()
+        mean.add(4.0, 1)
+        assert mean.compute() == 4.0
+        loader = popdist.data_loader([torch.ones(1, device="cpu")] * 4 * popdist.num_replicas(), 2, shuffle=True)
+        assert len([*loader]) == len(loader)
 
 
 def law_what_a_signal_interrupts_is_done_before_the_next() -> None:

@@ -4,6 +4,7 @@ Holds popdist.compat, popdist.instances and popdist.popdist_core.
 """
 
 import pytest
+import torch
 
 import popdist
 from popdist import popdist_core
@@ -36,6 +37,8 @@ def test_outside_a_job_there_is_one_of_everything() -> None:
 
 def test_under_poprun_the_contract_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query follows from the contract, and so does each of PopDist's names."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name, value in PLACED.to_env().items():
         monkeypatch.setenv(name, value)
     assert (popdist.num_instances(), popdist.getNumInstances()) == (4, 4)
@@ -73,7 +76,7 @@ def test_half_a_contract_is_an_error_in_every_query(monkeypatch: pytest.MonkeyPa
 
 def test_what_init_cannot_do_is_refused() -> None:
     """An unknown backend lists the choices; a timeout is finite and greater than 0, checks are full or off."""
-    with pytest.raises(popdist.BackendError, match=r"unknown backend 'mpi': choose 'gloo', 'nccl', or None"):
+    with pytest.raises(popdist.BackendError, match=r"'mpi': choose 'gloo', 'nccl', 'xccl', or None"):
         popdist.init("mpi")
     for timeout_seconds in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(popdist.BackendError, match="greater than 0"):

@@ -185,13 +185,12 @@ def test_gloo_groups_without_torchs_names(monkeypatch: pytest.MonkeyPatch, name:
 
 
 @pytest.mark.parametrize("name", ["_timeout", "other"])
-def test_nccl_groups_without_torchs_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_nccl_groups_without_torchs_name(name: str) -> None:
     """The options have the timeout that is asked for; without its name they stay as NCCL makes them."""
     timeout = timedelta(seconds=30)
     nccl = Mock(side_effect=lambda *arguments: arguments, Options=lambda: SimpleNamespace(**{name: None}))
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
 
-    made = torch_private.connect_nccl(HashStore(), 0, 1, timeout)[-1]
+    made = torch_private.connect_direct(nccl, HashStore(), 0, 1, timeout)[-1]
 
     assert vars(made) == {name: timeout if name == "_timeout" else None}
 

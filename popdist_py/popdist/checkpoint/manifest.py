@@ -14,6 +14,7 @@ from typing import Final, Self
 import torch
 
 from popdist import context, contract
+from popdist.accelerators import accelerator
 from popdist.checkpoint.encoding import Json
 from popdist.checkpoint.stored_tensors import StoredPiece
 from popdist.errors import CheckpointError
@@ -43,13 +44,14 @@ Conditions = dict[str, str | int]
 
 def current_conditions() -> Conditions:
     """The conditions of this instance now."""
-    device = context.device()
+    # to ask an accelerator that the job does not use would begin to use it
+    device = context.device() if accelerator.type_in_use() else torch.device("cpu")
     return {
         "popdist": contract.VERSION,
         "torch": torch.__version__,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "CPU": _cpu_kind(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device.type if device.type == "cpu" else accelerator.name_of(device),
         "threads per replica": torch.get_num_threads(),
         "algorithms": "deterministic" if torch.are_deterministic_algorithms_enabled() else "any",
         "replicas": context.num_replicas(),

@@ -39,7 +39,7 @@ class TensorPiece:
         """A tensor for the piece of one of this form, on the CPU, not yet filled."""
         if self.sizes == form.shape:
             return form.empty()
-        return torch.empty(self.sizes, dtype=form.dtype)
+        return torch.empty(self.sizes, dtype=form.dtype, device="cpu")
 
 
 def piece_of(tensor: Any) -> TensorPiece:  # noqa: ANN401 - torch's stubs do not know a DTensor's methods

@@ -239,7 +239,7 @@ def digest_of_batch(batch: Nest) -> int:
 
 def _dense_tensors(nest: Nest) -> Iterator[Tensor]:
     if isinstance(nest, torch.Tensor):
-        if (nest.is_cpu or nest.is_cuda) and nest.layout == torch.strided and nest.numel():
+        if not nest.is_meta and nest.layout == torch.strided and nest.numel():
             yield nest
     elif not is_list_of_strings(nest):
         for _, child in children_of(nest):

@@ -79,11 +79,11 @@ class StreamFetcher(IterableDataset[Any]):
         self._collation = collation
         self._step_size = samples_per_replica * sharded.num_replicas
         self.drop_last = drop_last
-        self._place = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._place = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
         """Set where the next iteration starts, in shared memory: persistent workers read it, too."""
-        self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64))
+        self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64, device="cpu"))
 
     def __iter__(self) -> Iterator[Fetched]:
         """Read the whole stream, and make the micro batches of every n-th step, for n workers."""

@@ -1,8 +1,9 @@
 """Random numbers belong to a replica or to a sample, and not to the process that draws them.
 
 Each replica owns a state of every generator that programs draw from: Python's, numpy's, and torch's for CPU and
-CUDA. It is put in place for the replica's micro batches only. Before a dataset reads a sample the generators are
-set to a state that follows from seed, epoch and index, so augmentation is the same for any split and any workers.
+accelerator. It is put in place for the replica's micro batches only. Before a dataset reads a sample the
+generators are set to a state that follows from seed, epoch and index, so augmentation is the same for any split
+and any workers.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from popdist.accelerators import accelerator
 from popdist.data.epoch import GOLDEN, round_keys, scramble
 from popdist.errors import BatchError, WeightsError, seed_number
 
@@ -95,7 +97,7 @@ class _States:
     python: _PythonState
     numpy: Any  # the bit generator itself, because reading its state takes longer than all the rest
     torch: Tensor
-    cuda: Tensor | None = None  # until a CUDA device is used
+    device: Tensor | None = None  # of the accelerator, until it is used
 
 
 class ReplicaRandomness:
@@ -111,14 +113,12 @@ class ReplicaRandomness:
         """The context for a micro batch of ``replica`` on a model whose parameters are on ``device``."""
         if self.seed is None:
             return _ProgramScope(self._states, replica, None)
-        if device == _CPU or device.type != "cuda":
+        if device.type in ("cpu", "meta"):
             return self._scopes[replica]
-        if self._states[replica].cuda is None:
-            state = (
-                torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda", self._stage)).get_state()
-            )
-            self._states[replica].cuda = state
-        return RandomScope(self._states, replica, device.index)
+        if self._states[replica].device is None:
+            number = _number(self.seed, replica, "device", self._stage)
+            self._states[replica].device = torch.Generator(device).manual_seed(number).get_state()
+        return RandomScope(self._states, replica, device)
 
     def state_dict(self) -> dict[str, dict[str, object]]:
         """The random states of this instance's replicas, each under its job-wide number as text.
@@ -149,12 +149,12 @@ class RandomScope:
     # not left in the order of a stack, where two loops run side by side; the last one draws
     _entered: ClassVar[list["RandomScope"]] = []
 
-    __slots__ = ("_ordinal", "_replica", "_states")
+    __slots__ = ("_device", "_replica", "_states")
 
-    def __init__(self, states: dict[int, _States], replica: int, ordinal: int | None) -> None:
+    def __init__(self, states: dict[int, _States], replica: int, device: torch.device | None) -> None:
         self._states = states
         self._replica = replica
-        self._ordinal = ordinal
+        self._device = device
 
     @classmethod
     def is_entered(cls) -> bool:
@@ -177,11 +177,11 @@ class RandomScope:
 
     def _put_in_place(self) -> None:
         """Save the program's states, and let the generators continue from the replica's."""
-        _exchange(_programs, self._states[self._replica], self._ordinal)
+        _exchange(_programs, self._states[self._replica], self._device)
 
     def _take_back(self) -> None:
         """Restore the program's states, and keep those of the replica."""
-        _exchange(self._states[self._replica], _programs, self._ordinal)
+        _exchange(self._states[self._replica], _programs, self._device)
 
 
 class _ProgramScope(RandomScope):
@@ -196,16 +196,16 @@ class _ProgramScope(RandomScope):
         """Do nothing."""
 
 
-def _exchange(out: _States, into: _States, ordinal: int | None) -> None:
+def _exchange(out: _States, into: _States, device: torch.device | None) -> None:
     """Save the generators' states in ``out``, and let them continue from those of ``into``."""
     out.python, out.numpy, out.torch = _python.take_out(), get_bit_generator(), torch.get_rng_state()
     _python.put_in(into.python)
     set_bit_generator(into.numpy)
     torch.set_rng_state(into.torch)
-    if ordinal is not None:
-        out.cuda = torch.cuda.default_generators[ordinal].get_state()
-        if into.cuda is not None:
-            torch.cuda.default_generators[ordinal].set_state(into.cuda)
+    if device is not None:
+        out.device = accelerator.random_state(device)
+        if into.device is not None:
+            accelerator.set_random_state(device, into.device)
 
 
 def _number(seed: int, replica: int, generator: str, stage: int) -> int:
@@ -230,11 +230,11 @@ _programs: Final = _seeded(0, 0)
 def _as_values(states: _States) -> dict[str, object]:
     version, numbers, gauss = states.python.values
     return {
-        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64, device="cpu"),
         "python_gauss": gauss,
         "numpy": _numbers_of(states.numpy),
         "torch": states.torch.clone(),
-        "cuda": None if states.cuda is None else states.cuda.clone(),
+        "device": None if states.device is None else states.device.clone(),
     }
 
 
@@ -243,7 +243,7 @@ def _numbers_of(bits: Any) -> Tensor | None:  # noqa: ANN401 - numpy's stubs do 
     if not isinstance(bits, np.random.MT19937):
         return None
     state: Any = bits.state["state"]
-    return torch.tensor([state["pos"], *state["key"].tolist()], dtype=torch.int64)
+    return torch.tensor([state["pos"], *state["key"].tolist()], dtype=torch.int64, device="cpu")
 
 
 def _from_values(values: Mapping[str, Any]) -> _States:
@@ -259,8 +259,8 @@ def _from_values(values: Mapping[str, Any]) -> _States:
         }
     generator = torch.Generator()
     generator.set_state(values["torch"])
-    cuda = None if values["cuda"] is None else values["cuda"].clone()
-    return _States(_state_of(python), bits, generator.get_state(), cuda)
+    device = None if values["device"] is None else values["device"].clone()
+    return _States(_state_of(python), bits, generator.get_state(), device)
 
 
 Reseed: TypeAlias = Callable[[int], None]
@@ -337,7 +337,7 @@ _GENERATORS: Final = (
     _Generator(
         "torch",
         torch.default_generator.manual_seed,
-        lambda: torch.empty((), dtype=torch.int64).random_().item(),
+        lambda: torch.empty((), dtype=torch.int64, device="cpu").random_().item(),
         torch.get_rng_state,
         torch.set_rng_state,
         _watch_torch,

@@ -104,7 +104,7 @@ class MapFetcher(Dataset[Any]):
 
     def _rows(self, indices: list[int]) -> list[Any]:
         """The rows at ``indices``, read at once, with the same result as collating them one by one."""
-        rows = torch.tensor(indices, dtype=torch.int64)
+        rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 
     def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from popdist import context, torch_private
+from popdist.accelerators import accelerator
 
 
 @contextmanager
@@ -38,11 +39,7 @@ def _numbers_of(place: int, source: torch.Generator) -> Iterator[None]:
     """Within it, torch draws the numbers of one place, which follow from a seed that ``source`` gives."""
     seed = int(torch.randint(1 << 62, (), generator=source, device=source.device))
     own = int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest(), "little") >> 1
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(own)
-        if devices:
-            torch.cuda.manual_seed_all(own)
+    with accelerator.forked_random_states(own):
         yield
 
 
@@ -71,6 +68,6 @@ def _numbers_of_tensor(
 
 
 def give_parts_numbers() -> None:
-    """From now on let parts of DTensors on CPUs draw numbers of their own; on CUDA devices torch sees to it."""
-    if not torch.cuda.is_available():
+    """From now on let parts of DTensors on CPUs draw numbers of their own; on accelerators torch sees to it."""
+    if not accelerator.num_devices():
         torch_private.set_numbers_of_dtensors(_numbers_of_tensor)

@@ -94,22 +94,33 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
     """The buffers that changed since the step began; ``all_of_them`` compares large unwritten ones, too."""
     found: dict[str, Tensor] = {}
-    others: dict[str, tuple[Tensor, Tensor]] = {}  # of devices that are asked once for all
+    others: dict[str, tuple[Tensor, Tensor]] = {}  # of accelerators, which are asked once for all
     for name, buffer in buffers.items():
         now = buffer.now()
         if now is None or (not all_of_them and now is buffer.tensor and buffer.is_unwritten):
             continue
         if not now.is_cpu:
-            others[name] = now, _has_other_bits(now, buffer.start)
+            others[name] = now, buffer.start
         elif not torch.equal(now, buffer.start) and _has_other_bits(now, buffer.start):
             found[name] = now
-    if others:
-        device = next(iter(others.values()))[1].device
-        are_changed = torch.stack([flag.to(device) for _, flag in others.values()]).tolist()
-        pairs = zip(others.items(), are_changed, strict=True)
-        found |= {name: now for (name, (now, _)), is_changed in pairs if is_changed}
+    found |= {name: others[name][0] for name in _changed_on_accelerators(others)}
     for name, now in found.items():
         buffers[name].is_uncounted |= now is buffers[name].tensor and buffers[name].is_unwritten
+    return found
+
+
+def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """The names of the pairs of tensors that differ; few kernels and one wait for each kind of tensors."""
+    kinds: dict[Kind, list[str]] = {}
+    for name, (now, _) in pairs.items():
+        if now.numel():
+            kinds.setdefault((now.device, now.dtype), []).append(name)
+    found = []
+    for names in kinds.values():
+        now, start = (torch.cat([pairs[name][side].reshape(-1) for name in names]) for side in (0, 1))
+        ends = torch.tensor([pairs[name][0].numel() for name in names], dtype=torch.int64, device="cpu").cumsum(0)
+        counts = _other_bits(now, start).cumsum(0)[ends.to(now.device) - 1].tolist()
+        found += [name for name, last, count in zip(names, [0, *counts], counts, strict=False) if count > last]
     return found
 
 
@@ -447,7 +458,12 @@ def _has_same_bits(left: Tensor | None, right: Tensor) -> bool:
 
 def _has_other_bits(left: Tensor, right: Tensor) -> Tensor:
     """Whether two tensors of one shape differ, where NaN equals NaN."""
-    return ((left != right) & ((left == left) | (right == right))).any()  # noqa: PLR0124 - NaN
+    return _other_bits(left, right).any()
+
+
+def _other_bits(left: Tensor, right: Tensor) -> Tensor:
+    """Which elements of two tensors of one shape differ, where NaN equals NaN."""
+    return (left != right) & ((left == left) | (right == right))  # noqa: PLR0124 - NaN
 
 
 def _outside_fault(names: list[str], module: nn.Module) -> str:

@@ -70,7 +70,7 @@ def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norms = _norms(group, f"{text} of {len(gradients)} gradients", gradients, norm_type)
         if not norms:
-            return torch.tensor(0.0, dtype=torch.float32)
+            return torch.tensor(0.0, dtype=torch.float32, device="cpu")
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if must_be_finite and not total.isfinite():
         raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this
@@ -103,16 +103,24 @@ def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float)
         gradient.holder if isinstance(gradient, PartialGradient) else _owner([share[i] for share in shares])
         for i, gradient in enumerate(gradients)
     ]
-    found = torch.zeros(len(gradients), dtype=torch.float64)
-    for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True)):
-        if owner == own:
-            whole = gradient.content if isinstance(gradient, PartialGradient) else gradient
-            found[index] = torch.linalg.vector_norm(whole, norm_type)
-    everybody = group.backend.all_gather(found)
-    return [
-        everybody[owner, index].to(device, gradient.dtype.to_real())
-        for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True))
-    ]
+    own_places = [index for index, owner in enumerate(owner_of) if owner == own]
+    wholes = [it.content if isinstance(it, PartialGradient) else it for it in (gradients[i] for i in own_places)]
+    found = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")
+    found[own_places] = _norms_on_host(wholes, norm_type)
+    everybody = group.backend.all_gather(found)[owner_of, range(len(gradients))]
+    if len({gradient.dtype for gradient in gradients}) == 1:
+        return [*everybody.to(device, gradients[0].dtype.to_real())]
+    moved = everybody.to(device)
+    return [norm.to(gradient.dtype.to_real()) for norm, gradient in zip(moved, gradients, strict=True)]
+
+
+def _norms_on_host(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of each tensor, on the host; an accelerator is waited for once."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+    device = norms[0].device
+    return torch.stack([norm.to(device, torch.float64) for norm in norms]).cpu()
 
 
 def _owner(ranges: list[range]) -> int:
@@ -136,7 +144,7 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
             else:
                 norms_across.append(float(torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))))
     norms = _norms(context.data_parallel_group(), f"{text} of {len(within)} gradients", within, norm_type)
-    own = [_joined(map(float, norms), norm_type), _joined(norms_across, norm_type)]
+    own = [_joined(torch.stack(norms).tolist() if norms else [], norm_type), _joined(norms_across, norm_type)]
     group = context.current_group()
     words = group.start(f"{text} of all instances", as_words(own)).wait()
     everybody = dict(zip(group.instances, map(as_floats, words), strict=True))
@@ -180,5 +188,5 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def _joined(norms: Iterable[float], norm_type: float) -> float:
     """The norm of several things together, from the ``norms`` of each."""
-    found = torch.tensor([0.0, *norms], dtype=torch.float64)
+    found = torch.tensor([0.0, *norms], dtype=torch.float64, device="cpu")
     return float(torch.linalg.vector_norm(found, norm_type))

@@ -195,10 +195,10 @@ class GradientLayout:
     def not_finite(self) -> int | None:
         """The first parameter whose gradient holds NaN or infinity; None when there is none."""
         gradients = [local_gradient(parameter) for parameter in self._parameters]  # of all: the others wait
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and not gradient.isfinite().all():
-                return i
-        return None
+        found = [(i, gradient.isfinite().all()) for i, gradient in enumerate(gradients) if gradient is not None]
+        # one wait for all gradients of an accelerator
+        are_finite = torch.stack([it.to(found[0][1].device) for _, it in found]).tolist() if found else []
+        return next((i for (i, _), is_finite in zip(found, are_finite, strict=True) if not is_finite), None)
 
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
@@ -293,7 +293,7 @@ def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | 
 def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) -> TwoLevelReduction:
     """The sum over all replicas of tensors on ``device``: in the memory of each host first, where that can be."""
     backend = group.backend
-    local_collectives = None if device.type == "cuda" else backend.local_collectives
+    local_collectives = None if device.type != "cpu" else backend.local_collectives
     nodes = None if local_collectives is None else nodes_of_hosts(layout, local_collectives.size)
     if local_collectives is None or nodes is None:  # then each instance counts as a host of its own
         nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from popdist.accelerators import accelerator
 from popdist.gradients.flat_buffers import (
     ALIGNMENT,
     FlatBuffer,
@@ -95,7 +96,7 @@ BucketPiece: TypeAlias = tuple[slice, BucketAllReduce]
 def keep_freed_memory() -> None:
     """Have the C library keep what the backward pass of a step frees for the next one."""
     # once a block of this size was freed, glibc keeps twice as much (mallopt(3)); else the kernel clears it anew
-    torch.empty(KEPT_BYTES, dtype=torch.uint8)
+    torch.empty(KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class Overlap:
@@ -153,7 +154,7 @@ class Overlap:
 
     def _early_sum(self, into: Tensor) -> BucketAllReduce:
         channel, num_replicas = self.channel, self._num_replicas
-        if into.is_cuda:
+        if not into.is_cpu:
             return QueuedSum(channel, self.nodes, num_replicas, into)
         local, of_channel, nodes = self._local_collectives, channel.local_collectives, self._nodes_of_hosts
         if local is not None and of_channel is not None and nodes is not None:
@@ -241,11 +242,11 @@ class LastMicroBatch:
         self._replicas = replicas
         self._weight = weight
         self._is_blocked = False
-        devices = {it.device for it in overlap.gradients.flat_buffers if it.device.type == "cuda"}
-        self._streams = {device: torch.cuda.current_stream(device) for device in devices}
+        devices = {it.device for it in overlap.gradients.flat_buffers if it.device.type != "cpu"}
+        self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
 
     def check_stream(self, parameter: Tensor) -> None:
-        """Find out whether a new gradient may be read in this CUDA stream; if not, nothing more is sent early."""
+        """Find out whether this thread may read a new gradient in its stream; else send nothing more early."""
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
@@ -281,8 +282,8 @@ class LastMicroBatch:
         """Whether this thread computes on ``device`` in the stream in which the micro batch began, for itself."""
         if device not in self._streams:
             return True
-        is_same = torch.cuda.current_stream(device) == self._streams[device]
-        return is_same and not torch.cuda.is_current_stream_capturing()
+        is_same = torch.accelerator.current_stream(device) == self._streams[device]
+        return is_same and not accelerator.is_capturing(device)
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Combiner:
 
     def memory(self, shape: Sequence[int]) -> list[Tensor]:
         """The memory that :meth:`__call__` needs for rows of ``shape``."""
-        return [torch.empty(shape, dtype=self._dtype) for _ in range(self._num_held)]
+        return [torch.empty(shape, dtype=self._dtype, device="cpu") for _ in range(self._num_held)]
 
     def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:
         """Combine ``rows`` of one shape into ``out``, which may be one of them."""
@@ -237,7 +237,7 @@ class _BlockByBlock:
         self._order = order
         self._combine = combiner(op, dtype)
         longest = max((piece.stop - piece.start for piece in pieces), default=0)
-        self._wide = [torch.empty(longest, dtype=torch.float32) for _ in rows] if is_half else None
+        self._wide = [torch.empty(longest, dtype=torch.float32, device="cpu") for _ in rows] if is_half else None
 
     def __call__(self, divisor: float) -> None:
         """Combine all blocks; divide each result."""

@@ -1,7 +1,7 @@
 """Becomes the command in its arguments, which the kernel ends with SIGTERM when the process dies that started it.
 
-A file of its own, for a bare interpreter: to fork in Python what a notebook has loaded, its threads and its CUDA,
-could hang.
+A file of its own, for a bare interpreter: to fork in Python what a notebook has loaded, its threads and its
+accelerator, could hang.
 """
 
 import ctypes

@@ -112,7 +112,7 @@ def report(*, step: int | None = None, loss: float | None = None, **numbers: flo
 
     Args:
         step: The step that has been done, 0 or greater; a number of the program's own. None leaves the last one.
-        loss: Its loss: a number, or a tensor with one element. To read a CUDA tensor waits for the GPU; so report
+        loss: Its loss: a number, or a tensor with one element. Reading an accelerator's waits for it; so report
             it as often as the loss is printed, not at every step. None leaves the last one.
         **numbers: Any others by name, such as ``accuracy=0.9`` or ``**{"loss/train": 0.3}``, of the same kinds.
             None is left out. At most 64 names in all, of at most 100 bytes.

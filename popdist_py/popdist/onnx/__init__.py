@@ -271,7 +271,7 @@ def _constant(node: NodeProto) -> Tensor:
     if node.attribute[0].name not in _NUMBERS:
         raise OnnxError(f"{_describe(node)} is a Constant with a {node.attribute[0].name}: {_DENSE}")
     is_float = "float" in node.attribute[0].name
-    return torch.tensor(value, dtype=torch.float32 if is_float else torch.int64)
+    return torch.tensor(value, dtype=torch.float32 if is_float else torch.int64, device="cpu")
 
 
 def _check_inputs(wanted: list[ValueInfoProto], given: tuple[Tensor, ...]) -> None:

@@ -153,7 +153,7 @@ def _gather(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _constant_of_shape(shape: Tensor, *, value: Tensor | None = None) -> Tensor:
-    content = torch.zeros(1, dtype=torch.float32) if value is None else value
+    content = torch.zeros(1, dtype=torch.float32, device="cpu") if value is None else value
     return content.reshape(()).expand(_numbers(shape))
 
 
@@ -237,14 +237,14 @@ OPERATORS: Final[dict[str, Operator]] = {
     "Or": torch.logical_or,
     "Pad": _pad,
     "Pow": lambda x, exponent: torch.pow(x, exponent).to(x.dtype),
-    "Range": lambda start, limit, delta: torch.arange(start, limit, delta, dtype=start.dtype),
+    "Range": lambda start, limit, delta: torch.arange(start, limit, delta, dtype=start.dtype, device="cpu"),
     "Reciprocal": torch.reciprocal,
     "ReduceMax": partial(_reduce, torch.amax),
     "ReduceMean": partial(_reduce, torch.mean),
     "ReduceSum": partial(_reduce, torch.sum),
     "Relu": torch.relu,
     "Reshape": _reshape,
-    "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
+    "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64, device="cpu"),
     "Sigmoid": torch.sigmoid,
     "Sin": torch.sin,
     "Slice": _slice,

@@ -122,7 +122,9 @@ def _prove(
     make = functools.partial(_make, optimizer_class, defaults, settings)
     values, names_of_elements = torch.Generator().manual_seed(0), frozenset[str]()
     for shape, num_steps in _SHAPES.items():
-        start, *gradients = torch.randn(1 + num_steps, *shape, dtype=torch.float32, generator=values).to(device)
+        start, *gradients = torch.randn(
+            1 + num_steps, *shape, dtype=torch.float32, generator=values, device="cpu"
+        ).to(device)
         gradients = [gradient * _SIZES[step % len(_SIZES)] for step, gradient in enumerate(gradients)]
         whole = start.clone()
         state = _train(make, whole, gradients)
@@ -229,7 +231,9 @@ def signless_names(
 ) -> list[str]:
     """The names of second moments: of state with one number for each element that is never negative."""
     values = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values)
+    start, *gradients = torch.randn(
+        1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values, device="cpu"
+    )
     state = _train(functools.partial(_make, optimizer_class, defaults, settings), start, gradients)
     rows = {name: it for name, it in state.items() if isinstance(it, Tensor) and it.shape == start.shape}
     return [name for name, it in rows.items() if bool((it >= 0).all()) and bool(it.any())]
@@ -241,7 +245,7 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     values = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(1 + len(_SIZES), 3001, dtype=torch.float32, generator=values)
+    start, *gradients = torch.randn(1 + len(_SIZES), 3001, dtype=torch.float32, generator=values, device="cpu")
     make = functools.partial(_make, optimizer_class, {"fused": True, "weight_decay": 0.1}, {})
     whole, parts = start.clone(), start.clone()
     _train(make, whole, gradients)

@@ -45,6 +45,9 @@ _WEIGHTS: Final = "weights"
 _ELEMENTS_AT_ONCE: Final = 1 << 19
 """So many elements in float32 fit a usual last-level cache; a multiple of 128, the block of random bits."""
 
+_ELEMENTS_OF_ACCELERATORS: Final = 1 << 24
+"""So many elements keep an accelerator busy for longer than the host needs to launch the kernels of a step."""
+
 
 class LowPrecision(PieceOptimizer):
     """Steps with ``optimizer_class`` in float32, and holds weights and state in half precision.
@@ -99,7 +102,7 @@ class LowPrecision(PieceOptimizer):
         self._optimizer_class = optimizer_class
         self._given = kwargs
         self._inside: dict[int, Optimizer] = {}
-        inner = optimizer_class([Parameter(torch.zeros(1, dtype=torch.float32))], **kwargs).defaults
+        inner = optimizer_class([Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], **kwargs).defaults
         own = {"moments": moments, "weights": weights, "rounding": rounding, "seed": seed, "num_steps": 0}
         super().__init__(params, inner | _checked(own))
 
@@ -248,8 +251,9 @@ class LowPrecision(PieceOptimizer):
         }
         weights, gradient = flat(parameter.detach()), flat_in_order_of(gradient_of(parameter), parameter)
         after: Mapping[str, Any] = before
-        for start in range(0, parameter.numel(), _ELEMENTS_AT_ONCE):
-            part = slice(start, start + _ELEMENTS_AT_ONCE)
+        length = _ELEMENTS_AT_ONCE if parameter.is_cpu else _ELEMENTS_OF_ACCELERATORS
+        for start in range(0, parameter.numel(), length):
+            part = slice(start, start + length)
             state = {
                 name: flat(held[name])[part].to(torch.float32) if name in held else _copy_of(value)
                 for name, value in before.items()

@@ -160,7 +160,7 @@ class OneByOne:
         settings, states = settings_of(joint.param_groups[0]), [State() for _ in apart]
         for factor in _FACTORS:
             for one, other in zip(together, apart, strict=True):
-                drawn = torch.randn(one.shape, dtype=torch.float32, generator=numbers) * factor
+                drawn = torch.randn(one.shape, dtype=torch.float32, generator=numbers, device="cpu") * factor
                 one.grad, other.grad = drawn.to(one, copy=True), drawn.to(one, copy=True)
             quiet_step(joint)
             self.begin(settings)
@@ -175,7 +175,9 @@ def _samples(kinds: Iterable[Kind]) -> list[Tensor]:
     )
     chosen = [*small] or [((_MOST_SIDE,), torch.float32, torch.device("cpu"))]
     return [
-        torch.linspace(-1.0, 1.5, math.prod(shape), dtype=torch.float32).view(shape).to(device, dtype)
+        torch.linspace(-1.0, 1.5, math.prod(shape), dtype=torch.float32, device="cpu")
+        .view(shape)
+        .to(device, dtype)
         for shape, dtype, device in (chosen * 2 if len(chosen) == 1 else chosen)
     ]
 

@@ -153,19 +153,22 @@ class Collator:
         tokens = {
             name: self._place(name, [sample[name] for sample in samples], places, shape) for name in token_names
         }
-        position_ids, segment_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        position_ids, segment_ids = (
+            torch.zeros(shape, dtype=torch.int64, device="cpu"),
+            torch.zeros(shape, dtype=torch.int64, device="cpu"),
+        )
         for (row, start, number), length in zip(places, lengths, strict=True):
-            position_ids[row, start : start + length] = torch.arange(length, dtype=torch.int64)
+            position_ids[row, start : start + length] = torch.arange(length, dtype=torch.int64, device="cpu")
             segment_ids[row, start : start + length] = number
-        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        ends = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
         return Packed(
             tokens=tokens,
             position_ids=position_ids,
             segment_ids=segment_ids,
             sequences={name: default_collate([sample[name] for sample in samples]) for name in sequence_names},
-            rows=torch.tensor([row for row, _, _ in places], dtype=torch.int64),
-            starts=torch.tensor([start for _, start, _ in places], dtype=torch.int64),
-            lengths=torch.tensor(lengths, dtype=torch.int64),
+            rows=torch.tensor([row for row, _, _ in places], dtype=torch.int64, device="cpu"),
+            starts=torch.tensor([start for _, start, _ in places], dtype=torch.int64, device="cpu"),
+            lengths=torch.tensor(lengths, dtype=torch.int64, device="cpu"),
             cu_seqlens=ends.to(torch.int32),
             max_seqlen=max(lengths),
         )
@@ -203,12 +206,12 @@ class Collator:
         self, name: str, values: Sequence[Any], places: Sequence[tuple[int, int, int]], shape: tuple[int, int]
     ) -> Tensor:
         """Make the tensor of one field, a row for each packed row."""
-        tensors = [torch.as_tensor(value) for value in values]
+        tensors = [torch.as_tensor(value, device="cpu") for value in values]
         padding = self.padding.get(name, _IGNORED_LABEL if name == "labels" else 0)
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         if not dtype.is_floating_point and not float(padding).is_integer():
             raise BatchError(f"padding={padding} of {name!r}, whose values are of {dtype}: choose a whole number")
-        laid = torch.full(shape, padding, dtype=dtype)
+        laid = torch.full(shape, padding, dtype=dtype, device="cpu")
         for tensor, (row, start, _) in zip(tensors, places, strict=True):
             if tensor.dim() != 1 or start + len(tensor) > shape[1]:
                 raise BatchError(

@@ -183,7 +183,7 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
     try:
         lengths = _count(Subset(counted, own), num_workers)
     except BaseException:
-        gather(torch.tensor([_FAILED], dtype=torch.int64))
+        gather(torch.tensor([_FAILED], dtype=torch.int64, device="cpu"))
         raise
     told: NDArray[np.int64] = gather(torch.from_numpy(lengths)).numpy()
     if _FAILED in told:

@@ -6,12 +6,13 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from popdist.accelerators import accelerator
 from popdist.errors import DescriptionError
 from popdist.parallel.measures.operation_meter import OperationMeter, Stretch, Weight, tensors_in
 from popdist.torch_private import fake_tensors, seen_operations
@@ -41,7 +42,7 @@ def describe(
     module: nn.Module,
     sample: Any,  # noqa: ANN401 - a batch is a tree of anything
     *,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: str = "cpu",
 ) -> Description:
     """Measure the forward pass of ``module`` without its weights: no memory is used for tensors.
 
@@ -56,7 +57,8 @@ def describe(
         sample: A batch: a tensor, or a tuple or dict of arguments. The first dimension is that of samples; amounts
             are those of one sample. The second one of the first integers, or of the first floats with three
             dimensions, is the sequence.
-        device: For which device. ``cuda`` needs a torch that is built for CUDA; a GPU need not be there.
+        device: For which type of device: ``cpu``, or what torch is built for, such as ``cuda``; the device itself
+            need not be there.
 
     Returns:
         The description.
@@ -70,12 +72,10 @@ def describe(
     given = list(tensors_in(sample))
     if not given or any(not it.dim() or not it.numel() for it in given):
         raise DescriptionError("sample needs a tensor or more, each with samples in its first dimension")
-    if device not in {"cpu", "cuda"}:
-        raise DescriptionError(f"device={device!r} must be 'cpu' or 'cuda'")
-    if device == "cuda" and not torch.backends.cuda.is_built():
+    if device not in {"cpu", accelerator.found_type()}:
         raise DescriptionError(
-            f"device='cuda' needs a torch that is built for CUDA, though no GPU; this one is {torch.__version__}: "
-            "measure with device='cpu'"
+            f"device={device!r}, and torch {torch.__version__} is for {accelerator.found_type() or 'the CPU'}: "
+            "measure with device='cpu', or with a torch that is built for the device, which need not be there"
         )
     blocks = repeated_layers(module)
     meter = _measure(module, sample, device, blocks)

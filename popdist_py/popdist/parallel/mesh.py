@@ -49,8 +49,10 @@ def device_mesh() -> DeviceMesh:
     if job.mesh is None:
         context.ensure_default_group("device_mesh()")
         device = context.device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # else torch takes the one of LOCAL_RANK, which may not be visible here
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(
+                device
+            )  # else torch takes the one of LOCAL_RANK, which may not be visible here
         shape = contract.layout.num_instances, contract.parallelism.pipeline, contract.parallelism.tensor
         give_parts_numbers()
         job.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)

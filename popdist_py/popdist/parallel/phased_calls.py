@@ -87,7 +87,7 @@ class PhasedForward:
         self.written: dict[int, set[int]] = {}  # the inputs that the layer writes, by the number of its inputs
         self.same = SameOutputs(unit.module, unit.name, "phased() computes a layer again in the backward pass")
         self._is_parametrized = any(map(is_parametrized, unit.module.modules()))
-        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
+        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._function: Any = type(f"PhasedLayer[{unit.name}]", (_PhasedFunction,), {})
 
     @skip_tracing  # a compiled model runs its units as they are

@@ -358,7 +358,7 @@ class PhasedOptimizer(Optimizer):
     def _load(self, parameter: Tensor, known: _Place, settings: Mapping[str, Any], saved: State) -> None:
         """Write the saved state of one parameter to the store, as far as it is not there."""
         form = known.form
-        record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8)
+        record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8, device="cpu")
         written = {RECORD: record}
         if saved:
             weights = local_part(parameter)

@@ -117,7 +117,7 @@ class PieceGradient:
         """Move every ``.grad`` into ``memory``, times a number; zeros where there is none."""
         used = self.layout.fill(self.gradient(memory), times=times, clears=True)
         marks = [float(used >> index & 1) for index in range(len(self.layout.names))]
-        self.parts(memory)[0].copy_(torch.tensor(marks, dtype=torch.float32))
+        self.parts(memory)[0].copy_(torch.tensor(marks, dtype=torch.float32, device="cpu"))
 
     @torch.no_grad()
     def add(self, left: Tensor, right: Tensor | None) -> None:

@@ -271,7 +271,7 @@ def flat_values(tensor: Tensor) -> Tensor:
 
 def place_of(tensor: Tensor) -> Tensor:
     """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
-    return _run(tensor) if _is_run(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return _run(tensor) if _is_run(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
 
 def _is_run(tensor: Tensor) -> bool:

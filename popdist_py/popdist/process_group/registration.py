@@ -10,6 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
+from popdist.accelerators import TYPES
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -27,7 +29,7 @@ def register() -> None:
         from torch import distributed as dist  # noqa: PLC0415 - torch is being imported when it calls this
 
         if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", *TYPES])
         if _INSTANCES_PER_REPLICA in os.environ:
             remember_ddp()
 
@@ -50,19 +52,28 @@ def remember_ddp() -> "WeakSet[DistributedDataParallel]":
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
     # Only programs that make a group need these.
-    from torch import cuda  # noqa: PLC0415
+    import torch  # noqa: PLC0415
     from torch import distributed as dist  # noqa: PLC0415
 
+    from popdist.accelerators import accelerator  # noqa: PLC0415
     from popdist.contract import read_share_tensors  # noqa: PLC0415
+    from popdist.environments import Launcher, detect  # noqa: PLC0415
     from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415
 
-    if not cuda.is_available():  # to ask that at the start would take long where there is CUDA
-        dist.Backend.backend_capability[NAME] = ["cpu"]
+    device, found = None, accelerator.found_type()
+    if accelerator.num_devices():  # to ask that at the start would take long
+        environment = detect(os.environ)
+        dealt = accelerator.devices_of(environment.contract, are_dealt=environment.launcher is Launcher.POPRUN)[0]
+        device = (
+            dealt if dealt.type == found else torch.device(str(found), torch.accelerator.current_device_index())
+        )
+    dist.Backend.backend_capability[NAME] = ["cpu"] if device is None else ["cpu", device.type]
     return PopdistProcessGroup(
         options.store,
         options.group_rank,
         options.group_size,
         timeout=options.timeout,
         members=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        device=device,
         share_tensors=read_share_tensors(os.environ),
     )

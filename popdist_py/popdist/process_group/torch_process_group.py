@@ -1,8 +1,9 @@
-"""The process group of the backend ``popdist``: shared memory for what CPUs do often, gloo and NCCL for the rest.
+"""The process group of the backend ``popdist``: shared memory for what CPUs do often, other backends for the rest.
 
 Each of its methods calls torch's own, and that one an operator such as ``c10d::allreduce_``, so the profiler and
 modes of the dispatcher see what they see of gloo. For CPU tensors the operators have kernels here, which call the
-collectives of a group of popdist's, and the backends of any other. No compiler may trace a method.
+collectives of a group of popdist's, and the backends of any other. No compiler may trace a method. Tensors of an
+accelerator go over the memory of the host where no backend sends between the accelerators of the ranks.
 """
 
 import threading
@@ -34,6 +35,8 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
 )
 
 from popdist import torch_private
+from popdist.accelerators import accelerator
+from popdist.accelerators.sharing import are_distinct
 from popdist.errors import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
@@ -48,9 +51,7 @@ if TYPE_CHECKING:
     from popdist.host_memory.host_group import HostGroup
 
 _CPU: Final = torch.device("cpu")
-_CUDA: Final = torch.device("cuda")
 _GLOO: Final = dist.ProcessGroup.BackendType.GLOO
-_NCCL: Final = dist.ProcessGroup.BackendType.NCCL
 
 _ProcessGroupGloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its methods
 _ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
@@ -116,7 +117,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     calls: GroupCalls  # the group's collectives over plain CPU tensors
     message_calls: MessageCalls
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts of the group, by name
         self,
         store: Store,
         rank: int,
@@ -124,6 +125,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         *,
         timeout: timedelta,
         members: tuple[int, ...],  # the ranks of the group's ranks in the job, for errors
+        device: torch.device | None = None,  # the accelerator of this rank
         share_tensors: bool | None = None,  # see `popdist.contract.read_share_tensors`
     ) -> None:
         install_kernels()
@@ -138,10 +140,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
         self._register_backend(_CPU, _GLOO, self._gloo)
         self._set_default_backend(_GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl = torch_private.connect_nccl(PrefixStore("nccl", store), rank, size, timeout)
-            self._register_backend(_CUDA, _NCCL, nccl)
-            never_destroy_in_children(nccl)
+        self.direct_device = self._connect_accelerators(device, timeout)
         never_destroy_in_children(self, self._gloo, store)
         self._share_tensors = share_tensors
         if isinstance(self._host, HostCollectives) and share_tensors is not False:
@@ -150,6 +149,25 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         is_whole = not dist.is_initialized() or size == dist.get_world_size()
         self.calls = GroupCalls(self._host, self._gloo, self._queue, () if is_whole else members)
         self.message_calls = MessageCalls(self._host, self._gloo)
+
+    def _connect_accelerators(self, device: torch.device | None, timeout: timedelta) -> torch.device | None:
+        """Connect the accelerators of all ranks; None where their tensors go over the memory of the host."""
+        if accelerator.found_type() is None:
+            return None
+        rank, size = self.rank(), self.size()
+        is_distinct = are_distinct(self._host, size, rank, device, machine())
+        if device is None:
+            return None
+        name = accelerator.collectives_of(device.type)
+        if not name or not is_distinct:
+            install_kernels(accelerator.dispatch_key(device.type))
+            return None
+        made = accelerator.connect(device.type, PrefixStore(name, self._store), rank, size, timeout)
+        never_destroy_in_children(made)
+        self._register_backend(
+            torch.device(device.type), getattr(dist.ProcessGroup.BackendType, name.upper()), made
+        )
+        return torch.device(device.type)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
@@ -197,12 +215,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     all_to_all_single = _method("all_to_all_single")
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # noqa: ANN401 - as torch's
-        """Wait for all ranks; for what runs on their CUDA devices only where the options name one."""
+        """Wait for all ranks; for what runs on their accelerators only where the options name one."""
         if type(opts) is not BarrierOptions:
             opts, chosen = BarrierOptions(), timeout or opts
             opts.timeout = opts.timeout if chosen is None else chosen
-        if opts.device_ids if opts.device is None else opts.device.type != "cpu":
-            return self._get_backend(opts.device or _CUDA).barrier(opts)
+        if self.direct_device is not None and (
+            opts.device_ids if opts.device is None else opts.device.type != "cpu"
+        ):
+            return self._get_backend(opts.device or self.direct_device).barrier(opts)
         opts.device = _CPU
         with DispatchedCall([opts]) as call:
             work = super().barrier(opts)
@@ -341,15 +361,16 @@ class DispatchedCall:
 
 
 @cache
-def install_kernels() -> Any:  # noqa: ANN401 - torch's library, which must be kept
-    """Set the kernels, once in a process."""
+def install_kernels(device_key: str = "CPU") -> Any:  # noqa: ANN401 - torch's library, which must be kept
+    """Set the kernels for the devices of the CPU, or of an accelerator, once in a process."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the kernels that are replaced
         for name, operator in _OPERATORS.items():
             kernel = torch_private.skip_tracing(_kernel(name, operator))
-            keys = ["CPU", "Negative", "Conjugate"]  # torch's kernels for the last two would write into a copy
-            for key in [*keys, "SparseCPU"] if name == "allreduce_" else keys:
+            # torch's kernels for the last two keys would write into a copy
+            keys = ["CPU", "Negative", "Conjugate"] if device_key == "CPU" else [device_key]
+            for key in [*keys, f"Sparse{device_key}"] if name == "allreduce_" and device_key == "CPU" else keys:
                 library.impl(name, kernel, key)
     return library
 
@@ -374,7 +395,10 @@ def _kernel(name: str, operator: _Operator) -> Callable[..., object]:
             opts = (_options(operator.options, given),)
         first = given["device"] if operator.method == "barrier" else _first_tensor(data)
         calls = getattr(group, "message_calls" if operator.options is None else "calls", None)
-        if calls is not None and first.layout is torch.strided:
+        is_ours = calls is not None
+        if is_ours and first.device.type != "cpu" and getattr(group, "direct_device", None) is None:
+            boxed = _call_over_host(calls, operator.method, data, opts)
+        elif is_ours and first.device.type == "cpu" and first.layout is torch.strided:
             boxed = _call_group(calls, operator.method, data, opts, call)
         else:
             boxed = _call_backend(group._get_backend(first.device), operator.method, data, opts)  # noqa: SLF001 - torch's name for it
@@ -397,6 +421,25 @@ def _options(make: Any, given: dict[str, Any]) -> Any:  # noqa: ANN401 - of torc
             value = timedelta(milliseconds=value)
         setattr(made, field, value)
     return made
+
+
+def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as below
+    """Do a collective of popdist's on tensors of an accelerator, by copies on the host, and wait for it."""
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def staged(value: Any) -> Any:  # noqa: ANN401 - tensors, lists of tensors, lists of lists, and numbers
+        if isinstance(value, list | tuple):
+            return [staged(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        copies.append((value, value.cpu()))
+        return copies[-1][1]
+
+    boxed = _call_group(calls, method, staged(data), opts, None)
+    dist.Work.unbox(boxed).wait()
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    return boxed
 
 
 def _call_group(

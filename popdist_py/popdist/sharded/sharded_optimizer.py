@@ -423,8 +423,8 @@ class NormExchange:
             for instance in range(len(self._group.instances))
         )
         device = self._cut[0].whole.device
-        sent = torch.zeros(width, dtype=torch.float64)
-        sent[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        sent = torch.zeros(width, dtype=torch.float64, device="cpu")
+        sent[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         text = f"the norms of {len(self._cut)} parameters"
         with self._group.undivided(text), self._group.doing(text):
             rows: list[list[float]] = self._group.backend.all_gather(sent.to(device)).tolist()

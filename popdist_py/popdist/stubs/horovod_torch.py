@@ -283,9 +283,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     message = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if is_root
-        else torch.empty(told[0], dtype=torch.uint8)
+        else torch.empty(told[0], dtype=torch.uint8, device="cpu")
     )
-    if context.device().type != "cpu" and "cpu" not in context.current_group().backend.device_types:
+    if context.device().type != "cpu" and "cpu" not in context.current_group().backend.device_kinds:
         message = message.to(context.device())
     collectives.broadcast(message, root_rank)
     return obj if is_root else torch.load(io.BytesIO(message.cpu().numpy().tobytes()), weights_only=True)

@@ -149,14 +149,15 @@ class _Normalise(torch.autograd.Function):
         eps, dtype = norm.layer.eps, x.dtype
         x, slope = x.to(wide), _laid_out_as(slope.to(wide), x)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
+        nothing = x.new_empty(0, dtype=wide)  # as kernels of accelerators want it, and those of the CPU take it
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             slope,
             x,
             scale,
             running_mean=mean,
             running_var=variance,
-            save_mean=None,
-            save_invstd=None,
+            save_mean=nothing,
+            save_invstd=nothing,
             train=False,
             eps=eps,
             output_mask=[False, True, True],

@@ -74,7 +74,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
 def to_device(nest: Nest, device: torch.device) -> Nest:
     """``nest`` with its tensors, and whatever else has a method ``to``, on ``device``."""
     if isinstance(nest, torch.Tensor):
-        return _aligned(nest if nest.device == device else nest.to(device, non_blocking=True))
+        return _aligned(nest if nest.device == device else nest.to(device, non_blocking=device.type != "cpu"))
     if type(nest) in (tuple, list):
         if device == _CPU:
             for child in nest:

@@ -265,7 +265,7 @@ class NormGroups:
 
     def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
         """Exchange what each micro batch counts, 0 without samples, after all instances have begun."""
-        data = torch.tensor(weights, dtype=torch.float64).numpy().tobytes()
+        data = torch.tensor(weights, dtype=torch.float64, device="cpu").numpy().tobytes()
         gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
         by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()
         own = self._layout.replicas_of(group.backend.instance_index)

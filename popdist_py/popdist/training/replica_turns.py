@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from popdist.accelerators import accelerator
 from popdist.data.randomness import ReplicaRandomness
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
@@ -113,22 +114,26 @@ class ThreadModes:
         self._is_inference = torch.is_inference_mode_enabled()
         self._casts = [
             (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
+            for device in ("cpu", accelerator.found_type())
+            if device is not None and torch.is_autocast_enabled(device)
         ]
         self._has_cast_cache = torch.is_autocast_cache_enabled()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        found = accelerator.type_in_use()
+        self._stream = None if found is None else torch.accelerator.current_stream()
+        self._device = torch.get_default_device()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it this thread has these modes, and a backward pass runs in it alone, on CUDA too."""
+        """Within it this thread has these modes, and a backward pass runs in it alone, on accelerators too."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
             for device, dtype in self._casts:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self._has_cast_cache))
             if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))
+                stack.enter_context(self._stream)
+            if self._device.type != "cpu":
+                stack.enter_context(self._device)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 

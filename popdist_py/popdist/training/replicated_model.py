@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from popdist import context
+from popdist.accelerators import accelerator
 from popdist.data.randomness import ReplicaRandomness, checked_seed
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, whole_number
@@ -114,6 +115,7 @@ class ReplicatedModel(nn.Module):
         gradient_dtype = check_gradient_dtype(gradient_dtype)
         norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
         context.ensure_init()
+        accelerator.use_device_of(module)
         context.data_parallel_group().agree(
             f"ReplicatedModel(seed={seed}, num_local_replicas={num_local}, {check_finite=}, {strict_bits=}, "
             f"{gradient_dtype=}, batch_norm_group_size={norm_size})"

@@ -56,6 +56,7 @@ class Step:
         self._not_finite: NotFinite | None = None
         self._current: FlatGradient | None = None
         self._open: dict[int, _ReplicaSum] = {}
+        self._streams = set[torch.Stream]()  # in which gradients of the current micro batch were made
         memory.begin_step()
         if memory.layout.num_replicas > 1:
             buffers.begin_step(is_checked=checks.is_on)
@@ -82,6 +83,8 @@ class Step:
     def add_gradient(self, parameter: Tensor) -> None:
         """Move a gradient that was just accumulated in ``.grad`` to where it will be added."""
         if self._current is not None:
+            if not parameter.is_cpu:
+                self._streams.add(torch.accelerator.current_stream(parameter.device))
             self._current.move_in(parameter, even_small=self._sum.goes_early)
             if self._sum.goes_early:
                 self._sum.add_gradient(parameter)
@@ -89,6 +92,9 @@ class Step:
     def add(self, weight: float) -> None:
         """Add the gradients that the backward passes of the next micro batch left in ``.grad``."""
         scale, self._has_run = self._sum.weight_scale(), True
+        for stream in self._streams:  # a program may compute its backward pass in a stream of its own
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
         if self._checks_finite and weight and self._not_finite is None:
             parameter = self._gradients.not_finite()
             self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)

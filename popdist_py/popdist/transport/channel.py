@@ -2,7 +2,8 @@
 
 It has connections of its own, because nothing says in which order its collectives come between those of the
 program. On the CPU a collective is made of messages, which any thread may begin and for which this one waits: so
-the next one is on its way meanwhile. On CUDA it runs in a stream of the channel, and the host does not wait.
+the next one is on its way meanwhile. On an accelerator it runs in a stream of the channel, and no
+host waits.
 """
 
 import time
@@ -28,15 +29,19 @@ T = TypeVar("T")
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """Wait for other instances in the block: an error of torch's becomes a BackendError after ``what``."""
+    """Wait for other instances in the block: an error of torch's becomes a BackendError after ``what``.
+
+    NCCL says why only in the last line of its error. Without a visible device torch raises ValueError.
+    """
     progress_page.wait_again()
     try:
         yield
     except BackendError:
         raise
-    except RuntimeError as error:
-        reason = str(error).partition(". ")[0].splitlines()[0]
-        raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error
+    except (RuntimeError, ValueError) as error:
+        _, _, last = str(error).partition("Last error:")
+        reason = last.strip() or str(error).partition(". ")[0].rpartition(".cc:")[2]
+        raise BackendError(f"{what} ({reason.splitlines()[0]})") from error
     finally:
         progress_page.end_wait()
 
@@ -53,11 +58,11 @@ FollowUp = Callable[[], None]
 
 
 class ChannelWork(NamedTuple):
-    """Collectives for the thread, on tensors of one device; on CUDA these may be used after ``is_ready``."""
+    """Collectives for the thread, on tensors of one device; an accelerator's may be used after ``is_ready``."""
 
     do: Callable[[], FollowUp | None]
     tensors: Sequence[Tensor]
-    is_ready: torch.cuda.Event | None
+    is_ready: torch.Event | None
 
 
 class Channel:
@@ -86,7 +91,7 @@ class Channel:
         self._progress = Condition()
         self._num_done = 0
         self._failure: BaseException | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     @property
     def is_broken(self) -> bool:
@@ -94,9 +99,9 @@ class Channel:
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every instance's ``tensor`` of CUDA, stacked; called by what is issued."""
+        """Every instance's ``tensor`` of an accelerator, stacked; called by what is issued."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
-        self._process_group.allgather([as_bytes(row) for row in gathered], as_bytes(tensor)).wait()
+        self._process_group._allgather_base(as_bytes(gathered), as_bytes(tensor)).wait()  # noqa: SLF001 - torch's name
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ class Channel:
         if self._process_group is None:
             return
         device = tensors[0].device
-        is_ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        is_ready = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
         self.num_issued += 1
         self._works.put(ChannelWork(do, tensors, is_ready))
         if self._thread is None:
@@ -149,7 +154,7 @@ class Channel:
                     raise loss from self._failure
                 raise self._failure
         for device, stream in self._streams.items():  # what is computed later waits for it
-            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.accelerator.current_stream(device).wait_stream(stream)
 
     def wait_until_idle(self) -> None:
         """Wait until all that was issued is done, or has failed; never raises."""
@@ -173,7 +178,7 @@ class Channel:
             self.local_collectives.abort()
 
     def close(self) -> None:
-        """End the thread, and what still waits for an instance; on CUDA such a wait would outlast the program."""
+        """End the thread, and what still waits for an instance: an accelerator waits after the program's end."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.abort()
@@ -185,7 +190,7 @@ class Channel:
     def _is_idle(self) -> bool:
         try:
             return all(stream.query() for stream in self._streams.values())
-        except RuntimeError:  # after an error of CUDA's nothing waits any more
+        except RuntimeError:  # after an error of the accelerator nothing waits any more
             return True
 
     def _fail(self, error: BaseException) -> None:
@@ -230,9 +235,9 @@ class Channel:
             return work.do()
         device = work.tensors[0].device
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
-        with torch.cuda.stream(stream):
+        with stream:
             stream.wait_event(work.is_ready)
             work.do()
             for tensor in work.tensors:

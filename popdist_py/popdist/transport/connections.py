@@ -1,7 +1,8 @@
-"""The connections between the instances of a job: gloo, NCCL when it is needed, and the memory of a host.
+"""The connections between the instances of a job: gloo, NCCL or its like when needed, and the memory of a host.
 
 The process groups are made directly, never through ``init_process_group``, so a program may have a default group
-of its own, made before or after. All connections are made at the start: afterwards only NCCL needs the store,
+of its own, made before or after. The connections of accelerators alone are made later and need
+the store then,
 and an instance that has finished may leave while others go on.
 """
 
@@ -14,10 +15,11 @@ from threading import Thread
 from typing import Any, Final
 
 import torch
-from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist import torch_private
+from popdist.accelerators import BACKENDS, accelerator
+from popdist.accelerators.sharing import are_distinct
 from popdist.errors import BackendError, Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
@@ -39,10 +41,16 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19))
 
 
-def check_available(device_types: frozenset[str]) -> None:
-    """Raise BackendError if only CUDA tensors are to be sent and torch was built without NCCL."""
-    if device_types == {"cuda"} and not dist.is_nccl_available():
-        raise BackendError(f"backend 'nccl' was asked for, but torch {torch.__version__} was built without NCCL")
+def check_available(backend: str | None) -> None:
+    """Raise BackendError if only tensors of accelerators are to be sent, and torch cannot send these here."""
+    needed = BACKENDS.get(backend or "")
+    if needed is None:
+        return
+    asked = f"init(backend={backend!r}) sends tensors of {needed} devices alone"
+    if accelerator.found_type() != needed or not accelerator.collectives_of(needed):
+        raise BackendError(f"{asked}, and torch {torch.__version__} was built without {backend}")
+    if not accelerator.num_devices():
+        raise BackendError(f"{asked}, and torch sees none on this machine: leave backend= out")
 
 
 class Connections:
@@ -66,7 +74,8 @@ class Connections:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._address = address
-        self._nccl: Any = None
+        self._host_name = host
+        self._direct: dict[str, Any] = {}
         self._waiting: list[Thread] = []
         self._is_stopped = False
         self.control = self._connect(PrefixStore("control", store))
@@ -102,31 +111,41 @@ class Connections:
         messages = HostMessages(self.control, store, self.instance_index, self.names, self.timeout_seconds)
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
-    @property
-    def nccl(self) -> Any:  # noqa: ANN401 - as above
-        """The NCCL group, made at the first collective on CUDA tensors, in which all instances are together."""
-        if self._nccl is None:
-            self._nccl = self._start_nccl("nccl")
-        return self._nccl
+    def direct(self, device: torch.device) -> Any:  # noqa: ANN401 - as above
+        """Return what sends between the accelerators of all instances, which call this together the first time.
 
-    def _start_nccl(self, name: str) -> Any:  # noqa: ANN401 - as above
-        with as_backend_error(f"{self.names.of([self.instance_index])} could not start NCCL"):
-            store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout_seconds)
-            made = torch_private.connect_nccl(store, self.instance_index, self.num_instances, timeout)
+        None where no backend does, or where two instances share an accelerator.
+        """
+        if device.type not in self._direct:
+            with as_backend_error("the other instances did not tell of their accelerators"):
+                place = self.num_instances, self.instance_index
+                is_distinct = are_distinct(self.collectives, *place, device, self._host_name)
+            is_possible = is_distinct and accelerator.collectives_of(device.type)
+            self._direct[device.type] = self._connect_direct(device.type, "direct") if is_possible else None
+        return self._direct[device.type]
+
+    def _connect_direct(self, device_type: str, name: str) -> Any:  # noqa: ANN401 - as above
+        backend = accelerator.collectives_of(device_type)
+        with as_backend_error(f"{self.names.of([self.instance_index])} could not start {backend}"):
+            store, timeout = PrefixStore(f"{name}/{backend}", self._store), timedelta(seconds=self.timeout_seconds)
+            made = accelerator.connect(device_type, store, self.instance_index, self.num_instances, timeout)
             never_destroy_in_children(made)
             return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """The channel for tensors on ``devices``; None for several types, or CPU tensors within one host."""
+        """The channel for tensors on ``devices``; None for several types, and where a host's memory is used."""
         types = {device.type for device in devices}
-        if types == {"cuda"} and "cuda" not in self._channels:
-            # NCCL connects all instances now: later it might wait for what the program computes meanwhile.
-            made = self._channel_over(self._start_nccl("channel/nccl"), lambda nccl: nccl.abort())
-            with as_backend_error(f"{self.names.of([self.instance_index])} could not start NCCL"):
+        if len(types) > 1:
+            return None
+        (device_type,) = types
+        if device_type != "cpu" and device_type not in self._channels and self.direct(next(iter(devices))):
+            # all instances connect now: later one might wait for what the program computes meanwhile
+            made = self._channel_over(self._connect_direct(device_type, "channel"), lambda direct: direct.abort())
+            with as_backend_error(f"{self.names.of([self.instance_index])} could not connect its accelerators"):
                 for device in devices:
                     made.all_gather(torch.zeros(1, dtype=torch.float32, device=device))
-            self._channels["cuda"] = made
-        return self._channels.get(types.pop()) if len(types) == 1 else None
+            self._channels[device_type] = made
+        return self._channels.get(device_type)
 
     def _channel_over(
         self,
@@ -154,7 +173,7 @@ class Connections:
     def is_lost(self, peer: int) -> bool:
         """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""
         try:
-            self.control.recv([torch.empty(1, dtype=torch.float32)], peer, PROBE_TAG)
+            self.control.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG)
         except RuntimeError:
             return True
         return False
@@ -178,7 +197,7 @@ class Connections:
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
-        self._nccl = None
+        self._direct = {}
         waiting = [thread for thread in self._waiting if thread.is_alive()]
         if waiting:
             self._close_connections(self.control)
@@ -189,7 +208,9 @@ class Connections:
         """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):
-                gloo.recv([torch.empty(1, dtype=torch.float32)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+                gloo.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def close(self) -> None:
         """Drop the connections."""

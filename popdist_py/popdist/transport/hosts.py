@@ -330,7 +330,7 @@ class SeveralHosts:
         with self._call():
             if self._local is not None:
                 self._local.barrier(timeout_seconds)
-            self._peers.all_gather(torch.zeros(1, dtype=torch.uint8))()
+            self._peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))()
             if self._local is not None:
                 self._local.barrier(timeout_seconds)
 

@@ -35,11 +35,11 @@ class SerialBackend:
     host_group = local_collectives = None
     """There is nobody to share memory with."""
 
-    def __init__(self, instance_index: int, names: Names, *, device_types: frozenset[str]) -> None:
+    def __init__(self, instance_index: int, names: Names, *, device_kinds: frozenset[str]) -> None:
         self.instance_index = instance_index
         self.names = names
         self.instances = (instance_index,)
-        self.device_types = device_types
+        self.device_kinds = device_kinds
 
     def channel(self, devices: "Collection[torch.device]") -> None:
         """None: there is nobody to send anything to."""

@@ -1,4 +1,7 @@
-"""Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL for CUDA tensors.
+"""Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL and its like for accelerators.
+
+Tensors of an accelerator go over the memory of the host where no backend sends between the accelerators: for a
+part of the job, for a device without such a backend, and where two instances share a device, which NCCL refuses.
 
 Where the instances share a host, headers and CPU tensors go through its memory in place of gloo. Headers go from
 each instance to each other one directly: a lost or late instance is known by its number, and a subset of the
@@ -10,7 +13,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -41,7 +44,7 @@ class GlooHeaderExchange:
         self._instances = instances
         self._header = header
         peers = connections.peers_among(instances)
-        self._received = {peer: torch.empty(len(header), dtype=torch.uint8) for peer in peers}
+        self._received = {peer: torch.empty(len(header), dtype=torch.uint8, device="cpu") for peer in peers}
         self._sent = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._works: dict[int, list[dist.Work]] = {}
         self._failures: dict[int, RuntimeError] = {}
@@ -230,12 +233,12 @@ class TorchBackend:
         self,
         connections: Connections,
         instances: tuple[int, ...],
-        device_types: frozenset[str],  # those whose tensors are accepted
+        device_kinds: frozenset[str],  # of the devices whose tensors are accepted
         subsets: MemoryOfSubsets | None = None,  # of the whole job, for a part of it
     ) -> None:
         self.instances = instances
         self.instance_index = connections.instance_index
-        self.device_types = device_types
+        self.device_kinds = device_kinds
         self._connections = connections
         self._subsets = MemoryOfSubsets(connections) if subsets is None else subsets
         self._by_messages: SeveralHosts | None = None
@@ -252,13 +255,13 @@ class TorchBackend:
     @property
     def host_group(self) -> HostGroup | None:
         """The group that shares this host's memory, for the whole job."""
-        is_used = self._is_whole_job and "cpu" in self.device_types
+        is_used = self._is_whole_job and "cpu" in self.device_kinds
         return self._connections.host.group if is_used and self._connections.host is not None else None
 
     @property
     def local_collectives(self) -> HostCollectives | None:
         """Collectives in the memory of this host, for a whole job of several hosts."""
-        return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_types else None
+        return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
 
     def _collectives(self) -> HostCollectives | SeveralHosts:
         """Those of CPU tensors; a part of the job begins to share memory when it first asks."""
@@ -273,8 +276,13 @@ class TorchBackend:
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
         """The channel for tensors on ``devices``, for the whole job."""
-        is_possible = self._is_whole_job and self.device_types.issuperset(device.type for device in devices)
+        kinds = {"cpu" if device.type == "cpu" else "accelerator" for device in devices}
+        is_possible = self._is_whole_job and self.device_kinds >= kinds
         return self._connections.channel(devices) if is_possible else None
+
+    def _direct(self, tensor: Tensor) -> Any:  # noqa: ANN401 - a process group of torch's
+        """What sends ``tensor`` between accelerators; None where ``tensor`` goes over the memory of the host."""
+        return self._connections.direct(tensor.device) if self._is_whole_job else None
 
     def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
         """Send ``header`` to every other member."""
@@ -285,59 +293,65 @@ class TorchBackend:
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """Combine the flat tensors of all members, in place."""
-        if tensor.is_cuda:
-            nodes = [[Node(0, place)] for place in range(len(self.instances))]
-            TwoLevelReduction(WaitingPeers(self), nodes, len(nodes)).all_reduce([tensor], op)
-        else:
+        if tensor.is_cpu:
             with as_backend_error(_NO_DATA):
                 self._collectives().all_reduce(tensor, op)
+        elif self._direct(tensor) is None:
+            staged = tensor.cpu()
+            self.all_reduce(staged, op)
+            tensor.copy_(staged)
+        else:
+            nodes = [[Node(0, place)] for place in range(len(self.instances))]
+            TwoLevelReduction(WaitingPeers(self), nodes, len(nodes)).all_reduce([tensor], op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every member's ``tensor``, stacked."""
-        if tensor.is_cuda and not self._is_whole_job:
-            return self.all_gather(tensor.cpu()).to(tensor.device)
         gathered = tensor.new_empty((len(self.instances), *tensor.shape))
         if not tensor.numel():
             return gathered
-        mine, rows = as_bytes(tensor), [as_bytes(row) for row in gathered]
-        with as_backend_error(_NO_DATA):
-            if tensor.is_cuda:
-                self._connections.nccl.allgather(rows, mine).wait()
-            else:
-                self._collectives().all_gather(rows, mine)
+        if tensor.is_cpu:
+            with as_backend_error(_NO_DATA):
+                self._collectives().all_gather([as_bytes(row) for row in gathered], as_bytes(tensor))
+        elif (direct := self._direct(tensor)) is None:
+            gathered.copy_(self.all_gather(tensor.cpu()))
+        else:
+            with as_backend_error(_NO_DATA):
+                direct._allgather_base(as_bytes(gathered), as_bytes(tensor)).wait()  # noqa: SLF001 - torch's name
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Row *j* of ``tensor`` goes to the *j*-th member; row *i* of the result came from the *i*-th."""
-        if tensor.is_cuda and not self._is_whole_job:
-            return self.all_to_all(tensor.cpu()).to(tensor.device)
         received = torch.empty_like(tensor)
-        sent, rows = [as_bytes(row) for row in tensor], [as_bytes(row) for row in received]
-        with as_backend_error(_NO_DATA):
-            if tensor.is_cuda:
-                self._connections.nccl.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
-            else:
-                self._collectives().all_to_all(rows, sent)
+        if tensor.is_cpu:
+            with as_backend_error(_NO_DATA):
+                self._collectives().all_to_all([as_bytes(it) for it in received], [as_bytes(it) for it in tensor])
+        elif (direct := self._direct(tensor)) is None:
+            received.copy_(self.all_to_all(tensor.cpu()))
+        else:
+            with as_backend_error(_NO_DATA):
+                direct.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
         return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with the root's."""
-        if tensor.is_cuda and not self._is_whole_job:
+        if not tensor.numel():
+            return
+        if not tensor.is_cpu and (direct := self._direct(tensor)) is None:
             staged = tensor.cpu()
             self.broadcast(staged, root)
             tensor.copy_(staged)
-        elif tensor.numel():
-            with as_backend_error(f"the data of {self.names.of([root])} did not come"):
-                if tensor.is_cuda:
-                    self._connections.nccl.broadcast(as_bytes(tensor), root).wait()
-                else:
-                    self._collectives().broadcast(as_bytes(tensor), self.instances.index(root))
+            return
+        with as_backend_error(f"the data of {self.names.of([root])} did not come"):
+            if tensor.is_cpu:
+                self._collectives().broadcast(as_bytes(tensor), self.instances.index(root))
+            else:
+                direct.broadcast(as_bytes(tensor), root).wait()
 
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
         """The same connections, limited to ``instances``."""
         if len(instances) == 1:
-            return SerialBackend(self.instance_index, self.names, device_types=self.device_types)
-        return TorchBackend(self._connections, instances, self.device_types, self._subsets)
+            return SerialBackend(self.instance_index, self.names, device_kinds=self.device_kinds)
+        return TorchBackend(self._connections, instances, self.device_kinds, self._subsets)
 
     def stop_threads(self) -> None:
         """End the threads of this process; the headers' connections stay open, so it is not seen to leave yet."""

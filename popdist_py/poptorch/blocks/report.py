@@ -69,10 +69,10 @@ class ModelReport:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that a virtual IPU has on ``device``: those of a CUDA device, else of an IPU."""
-    if device.type != "cuda":
+    """Bytes that a virtual IPU has on ``device``: those of an accelerator, else of an IPU."""
+    if device.type == "cpu":
         return IPU_MEMORY_BYTES
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def report_of(

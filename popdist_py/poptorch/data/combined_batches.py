@@ -67,7 +67,7 @@ class Partition:
             return positions
         digest = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=_SEED_BYTES).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        order = torch.randperm(self.num_samples, generator=generator)
+        order = torch.randperm(self.num_samples, generator=generator, device="cpu")
         chosen: list[int] = order[positions.start : positions.stop].tolist()
         return chosen
 

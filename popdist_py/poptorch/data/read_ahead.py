@@ -164,8 +164,8 @@ class AsynchronousDataAccessor:
         _check_arguments(dataset, buffer_size, sharing_strategy, rebatched_size)
         self._dataset = dataset
         self._load_indefinitely = load_indefinitely
-        self._indices_mem = torch.zeros(buffer_size, dtype=torch.int32).share_memory_()
-        self._is_wanted = torch.zeros(1, dtype=torch.int32).share_memory_()
+        self._indices_mem = torch.zeros(buffer_size, dtype=torch.int32, device="cpu").share_memory_()
+        self._is_wanted = torch.zeros(1, dtype=torch.int32, device="cpu").share_memory_()
         weakref.finalize(self, self._is_wanted.fill_, 1)  # a worker that waits ends at once
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
         batches = _Batches(

@@ -132,7 +132,9 @@ class CallArguments:
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
         """The part of ``tensor`` that each part of the batch gets."""
-        tensor = (tensor.detach() if tensor.requires_grad else tensor).to(self._device, non_blocking=True)
+        tensor = (tensor.detach() if tensor.requires_grad else tensor).to(
+            self._device, non_blocking=self._device.type != "cpu"
+        )
         num_parts = self._batch.num_parts
         if not tensor.dim():
             return [tensor] * num_parts

@@ -161,7 +161,7 @@ class Runs(ABC):
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
         states = {} if self._model is None else self._model.randomness.state_dict()
-        parts = torch.tensor(state, dtype=torch.uint8).split(len(state) // (len(states) or 1))
+        parts = torch.tensor(state, dtype=torch.uint8, device="cpu").split(len(state) // (len(states) or 1))
         if self._model is None or not states:
             torch.set_rng_state(parts[0])
             return

@@ -118,7 +118,7 @@ class AnchoredTensors:
         """Keep the values of a step that has ended, while its gradients are still there."""
         for short, (long, *_) in self._anchored.items():
             if long == _LOSS_SCALE:
-                value = torch.tensor(loss_scaling, dtype=torch.float32)
+                value = torch.tensor(loss_scaling, dtype=torch.float32, device="cpu")
             else:
                 parameter = self._parameters[_parameter_name(long)]
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -248,7 +248,7 @@ class PoplarExecutor:
             weights={name: tensor.detach() for name, tensor in self._host_tensors()},
             replica_buffers=compiled.tensors.replica_buffers,
             optimizer_state=state.get("ipu_state") or {},
-            random_state=torch.tensor(runs.rng_state, dtype=torch.uint8) if save_rng_state else None,
+            random_state=torch.tensor(runs.rng_state, dtype=torch.uint8, device="cpu") if save_rng_state else None,
             example=self._example,
             objects=pickled(self._user_model, self._options, self._optimizer) if export_model else None,
         )
@@ -297,7 +297,7 @@ class PoplarExecutor:
         """The memory that each virtual IPU of a replica needs; it prints as a table.
 
         Args:
-            memory_bytes: What each has; None for the memory of its CUDA device, else of an IPU, 900 MB.
+            memory_bytes: What each has; None for the memory of its device, else of an IPU, 900 MB.
 
         Returns:
             Bytes of parameters, of activations that backward needs of a micro batch, and of the optimizer's state,

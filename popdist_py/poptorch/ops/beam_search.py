@@ -52,14 +52,14 @@ def ctc_beam_search_decoder(
     if any(not 0 <= end <= time for end in ends):
         raise Error(f"ctc_beam_search_decoder: lengths must be from 0 to {time}, and are {ends}")
     logs = probs.detach().to("cpu", torch.float64).numpy()
-    values = torch.full((num_samples, top_paths), -torch.inf, dtype=probs.dtype)
-    counts = torch.zeros(num_samples, top_paths, dtype=torch.int32)
-    labels = torch.full((num_samples, top_paths, time), blank, dtype=torch.int32)
+    values = torch.full((num_samples, top_paths), -torch.inf, dtype=probs.dtype, device="cpu")
+    counts = torch.zeros(num_samples, top_paths, dtype=torch.int32, device="cpu")
+    labels = torch.full((num_samples, top_paths, time), blank, dtype=torch.int32, device="cpu")
     for sample, end in enumerate(ends):
         found = _search(logs[:end, sample], blank, beam_width)
         for path, (sequence, value) in enumerate(found[:top_paths]):
             values[sample, path], counts[sample, path] = value, len(sequence)
-            labels[sample, path, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
+            labels[sample, path, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32, device="cpu")
     return [values.to(probs.device), counts.to(probs.device), labels.to(probs.device)]
 
 

@@ -129,7 +129,7 @@ class GroupStepper:
             if self._counts_steps:
                 state["step"] = named[f"Step___{name}"].clone().float().view(())
             elif self._kind != "SGD":
-                state["step"] = torch.tensor(_UNCORRECTED_STEPS, dtype=torch.float32)
+                state["step"] = torch.tensor(_UNCORRECTED_STEPS, dtype=torch.float32, device="cpu")
             elif not any(bool(value.any()) for value in state.values()):
                 continue  # torch's first step, which has no velocity yet
             states[index] = state
@@ -198,7 +198,7 @@ def _first_state(
 ) -> dict[str, Tensor]:
     """The state of a parameter before its first step, with torch's names and dtypes."""
     zeros = {name: torch.zeros_like(parameter) for name in _moments_of(kind, settings, {})}
-    return {"step": torch.tensor(num_steps, dtype=torch.float32), **zeros}
+    return {"step": torch.tensor(num_steps, dtype=torch.float32, device="cpu"), **zeros}
 
 
 def class_of_group(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -314,12 +314,14 @@ class WidenedLAMB(torch.optim.Optimizer):
         **settings: Any,  # noqa: ANN401 - whatever LAMB takes
     ) -> None:
         self.grad_scale: Tensor | None = None  # what the gradients are divided by, once they are in float32
-        self._inside = popdist.optim.LAMB([Parameter(torch.zeros(1, dtype=torch.float32))], **settings)
+        self._inside = popdist.optim.LAMB(
+            [Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], **settings
+        )
         super().__init__(params, self._inside.defaults)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in parameters:
             zeros = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in moments.items()}
-            self.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **zeros}
+            self.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zeros}
         self._twins: dict[Tensor, Parameter] = {}
         if rounding == "stochastic":
             held = [tensor for it in parameters for tensor in (it, *self.state[it].values())]

@@ -155,7 +155,7 @@ class ModelOptimizer:
         self.has_news = False
         state = {name: value for stepper in self._steppers for name, value in stepper.read().items()}
         if self._is_automatic:
-            state[_FACTOR] = torch.tensor(self._factor, dtype=torch.float32)
+            state[_FACTOR] = torch.tensor(self._factor, dtype=torch.float32, device="cpu")
         return {"ipu_state": state, "ipu_param": self._values_by_parameter()}
 
     def write_state(self, state: Mapping[str, Mapping[str, Tensor] | None]) -> None:
@@ -240,7 +240,7 @@ class ModelOptimizer:
         for group, names in zip(self._values.groups, self._group_names, strict=True):
             for name in names:
                 named |= _values_of_parameter(self._values.kind, group, name, named["lossScaling_FLOAT"])
-        return {name: torch.tensor(number, dtype=torch.float32) for name, number in named.items()}
+        return {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in named.items()}
 
 
 def _values_of_parameter(kind: str, group: Mapping[str, Any], name: str, scaling: float) -> dict[str, float]:

@@ -169,19 +169,19 @@ def _speeds(index: int, num_devices: int, barrier: Barrier, folder: str) -> dict
 
 
 def _product(dtype: torch.dtype) -> Callable[[], object]:
-    matrix = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+    matrix = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device="cpu")
     return lambda: matrix @ matrix
 
 
 def _copy() -> Callable[[], object]:
-    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def _tiny_operators() -> None:
     """A forward and a backward pass, in which each operator has two of its own."""
-    value = factor = torch.ones(8, dtype=torch.float32, requires_grad=True)
+    value = factor = torch.ones(8, dtype=torch.float32, requires_grad=True, device="cpu")
     for _ in range(_CHAIN):
         value = value * factor
     value.sum().backward()
@@ -201,7 +201,7 @@ def _runs_per_second(work: Callable[[], object]) -> float:
 def _link_rate(index: int, folder: str) -> float:
     """Bytes a second that each of two processes sends in an all-reduce by gloo."""
     group = connect_gloo(FileStore(f"{folder}/link", 2), index, 2, timedelta(seconds=_LIMIT_SECONDS), "127.0.0.1")
-    tensor = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32)
+    tensor = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device="cpu")
     group.allreduce([tensor]).wait()
     start = perf_counter()
     for _ in range(_NUM_SUMS):
