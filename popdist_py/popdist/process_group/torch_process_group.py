@@ -204,15 +204,12 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     allgather = _method("allgather")
     allgather_coalesced = _method("allgather_coalesced")
     all_gather_single = _allgather_base = _method("all_gather_single", "_allgather_base")
-    all_gather_single_coalesced = _method("all_gather_single_coalesced")
     reduce_scatter = _method("reduce_scatter")
     reduce_scatter_single = _reduce_scatter_base = _method("reduce_scatter_single", "_reduce_scatter_base")
-    reduce_scatter_single_coalesced = _method("reduce_scatter_single_coalesced")
     send = _method("send")
     recv = _method("recv")
     recv_anysource = _method("recv_anysource")
     alltoall = _method("alltoall")
-    all_to_all_single = _method("all_to_all_single")
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # noqa: ANN401 - as torch's
         """Wait for all ranks; for what runs on their accelerators only where the options name one."""
@@ -247,6 +244,17 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 
     abort = shutdown
 
+
+_RENAMED: Final = {
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Methods with the names that torch has had before 2.12."""
+
+for _newer, _older in _RENAMED.items():
+    _name = _newer if hasattr(_ProcessGroup, _newer) else _older
+    setattr(PopdistProcessGroup, _name, _method(_name))
 
 for _own in vars(PopdistProcessGroup).values():
     if callable(_own) and hasattr(_own, "__code__"):
