@@ -214,6 +214,7 @@ _A100: Final = _GPU | {
     "network_gb_per_second": 100,
 }
 _H100: Final = _GPU | {
+    "streaming_gb_per_second": 50,  # of PCIe 5; the A100 has PCIe 4
     "tflops": {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9},
     # DGX H100 and DGX H200: NVLink 900 GB/s both ways; eight network cards of 400 Gbit/s
     "link_gb_per_second": 450,
@@ -239,7 +240,22 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
             # NVIDIA's data sheets; memory as nvidia-smi says it
             "A100-40GB": _A100 | {"memory_gib": 39.4, "memory_gb_per_second": 1555},
             "A100-80GB": _A100 | {"memory_gib": 79.2, "memory_gb_per_second": 2039},
-            "H100-80GB": _H100 | {"memory_gib": 79.1, "memory_gb_per_second": 3350},
+            "H100-80GB": _H100 | {"memory_gib": 79.65, "memory_gb_per_second": 3350},
+            # cards: two in a pair have NVLink of 600 GB/s both ways
+            "H100-PCIe-80GB": _H100
+            | {
+                "tflops": {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0, "fp8": 1513.0},
+                "memory_gib": 79.65,
+                "memory_gb_per_second": 2000,
+                "link_gb_per_second": 300,
+            },
+            "H100-NVL-94GB": _H100
+            | {
+                "tflops": {"fp32": 60.0, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5},
+                "memory_gib": 93.58,
+                "memory_gb_per_second": 3900,
+                "link_gb_per_second": 300,
+            },
             # torchtitan's notes on its benchmarks
             "H100-96GB": _H100 | {"memory_gib": 95.0, "memory_gb_per_second": 2400},
             "H200-141GB": _H100 | {"memory_gib": 139.8, "memory_gb_per_second": 4800},
@@ -253,7 +269,15 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
 
 def is_called(name: str, model: str) -> bool:
     """Whether a driver calls a device of `DEVICES` ``model``, such as ``NVIDIA A100-SXM4-80GB``."""
-    return re.search(rf"\b{name.partition('-')[0]}\b", model) is not None
+    kind, model_form, form = name.partition("-")[0], _form_of(model), _form_of(name)
+    has_form = any(_form_of(other) == model_form for other in DEVICES if other.startswith(f"{kind}-"))
+    return form == (model_form if has_form else "") and re.search(rf"\b{kind}\b", model) is not None
+
+
+def _form_of(name: str) -> str:
+    """Return in which form a device is built that others of its kind are not; empty for the usual form."""
+    found = re.search(r"\b(PCIe|NVL)\b", name)
+    return found[0] if found else ""
 
 
 _ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB", "IPU": "GC200"}

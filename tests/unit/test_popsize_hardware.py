@@ -157,6 +157,9 @@ def test_a_device_computes_in_what_it_has_units_for(machine: str, asked: str | N
     [
         ("NVIDIA A100-SXM4-80GB", ["A100-40GB", "A100-80GB"]),
         ("NVIDIA H100 80GB HBM3", ["H100-80GB", "H100-96GB"]),
+        ("NVIDIA H100 PCIe", ["H100-PCIe-80GB"]),
+        ("NVIDIA H100 NVL", ["H100-NVL-94GB"]),
+        ("NVIDIA A100-PCIE-40GB", ["A100-40GB", "A100-80GB"]),
         ("NVIDIA RTX A1000", []),
         ("NVIDIA GH200 480GB", []),
         ("", []),
