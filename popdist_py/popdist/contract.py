@@ -46,6 +46,8 @@ MAPPING: Final = "POPDIST_MAPPING"
 EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
 JOB_ID: Final = "POPDIST_JOB_ID"
 DEVICES: Final = "POPDIST_DEVICES"
+DEVICE_TYPE: Final = "POPDIST_DEVICE_TYPE"
+SHARES_DEVICE: Final = "POPDIST_SHARES_DEVICE"
 STORE: Final = "POPDIST_STORE"
 STORE_DESCRIPTOR: Final = "POPDIST_STORE_DESCRIPTOR"
 PROGRESS_DESCRIPTOR: Final = "POPDIST_PROGRESS_DESCRIPTOR"
@@ -120,6 +122,15 @@ def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def _read_device_type(env: Mapping[str, str]) -> str:
+    text = env.get(DEVICE_TYPE, "")
+    if text and not text.isidentifier():
+        raise ContractError(
+            f"{DEVICE_TYPE}={text!r} must be a type of device that torch knows, such as cuda or xpu"
+        )
+    return text
+
+
 def read_node_counts(env: Mapping[str, str], name: str) -> tuple[int, ...]:
     """One number for each node from Slurm's form, such as ``2(x3),1``; none when ``name`` is absent or empty."""
     counts: list[int] = []
@@ -167,7 +178,10 @@ class Contract:
     mapping_path: str | None = None  # the file of `poprun-size` that the job was started with, or None
     ipus_per_replica: int = 1  # virtual IPUs that one replica uses. At least 1
     devices: tuple[int, ...] = ()
-    """Ordinals of this instance's CUDA devices among those visible to it; empty on the CPU."""
+    """Ordinals of this instance's devices among those visible to it; empty on the CPU."""
+    device_type: str = ""  # torch's type of these devices, such as ``cuda`` or ``xpu``; empty where nobody said
+    shares_device: bool = False
+    """Whether instances of the job compute on one device, or on slices of one, which NCCL refuses to connect."""
     job_id: str = ""  # the same on all instances of one job and all its restarts; empty when no launcher gave one
     restart_count: int = 0  # how often the job has been started again after a failure
     master: Endpoint | None = None  # where torch's ``env://`` store of the program will listen, or None
@@ -229,6 +243,8 @@ class Contract:
             NUM_THREADS: self.num_threads,
             DETERMINISTIC: 1 if self.is_deterministic else None,
             MAPPING: self.mapping_path,
+            DEVICE_TYPE: self.device_type or None,
+            SHARES_DEVICE: 1 if self.shares_device else None,
         }
         return env | {name: str(value) for name, value in optional.items() if value is not None}
 
@@ -311,6 +327,8 @@ class Contract:
             num_replicas=num_replicas,
             ipus_per_replica=read_count(env, IPUS_PER_REPLICA),
             devices=read_ordinals(env, DEVICES),
+            device_type=_read_device_type(env),
+            shares_device=read_count(env, SHARES_DEVICE, minimum=0, default=0) > 0,
             job_id=env.get(JOB_ID, ""),
             restart_count=read_count(env, RESTART_COUNT, minimum=0, default=0),
             master=read_master(env),

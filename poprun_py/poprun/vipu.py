@@ -43,7 +43,8 @@ from poprun.devices.server.server_client import (
 from poprun.errors import PartitionError, PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.plan.request import DEFAULT_PORT, VipuSettings
-from poprun.probe.machine import find_gpus, usable_cores
+from poprun.probe.gpus import find_gpus
+from poprun.probe.machine import usable_cores
 from poprun.text.screen import print_out, run_click, visible
 
 AnyPool = Pool | RemotePool

@@ -10,8 +10,8 @@ from tests.architecture.source_tree import words
 _LOWEST_FIRST: Final = {
     "popsize": "errors phases < hardware model < constants stages < catalogue < mapping < footprint < duration"
     " < search < cases tables < picture",
-    "poprun": "errors < text < process < messages < plan < probe < hosts < launch render < trace < devices page"
-    " < job monitor emit doctor < cli vipu reports < start size < command < __main__",
+    "poprun": "errors < text < process < messages < makers < plan < probe < hosts < launch render < trace"
+    " < devices page < job monitor emit doctor < cli vipu reports < start size < command < __main__",
     "popdist": "errors layout local_tensors tree stack_signal startup < contract torch_private extension"
     " < environments progress accelerators < host_memory < transport < groups < process_group < context"
     " < collectives < metrics weights < instances gradients < data < training packing < checks < optim < sharded"

@@ -14,6 +14,14 @@ FOREIGN = {"__init__", "__main__"}
 """Modules that have namesakes: Python names them."""
 
 _HOLDS = re.compile(r"\bHolds ([\w.,\s]+\w)\.(?:\s|$)")
+_OF_MAKERS = re.compile(
+    r"(?i:\bcuda|nvidia|\brocm|\brocr|\bhip_|\bhip\b|\bxpu|level zero|libcu|cublas|cudnn)|\bZE_[A-Z]"
+)
+_MAY_NAME_MAKERS = {
+    "popsize.hardware": "devices that people buy, by the names in their data sheets",
+}
+"""The modules beside `poprun.makers` in which makers are named, and why."""
+
 _NAME = re.compile(r"\b(?:poprun|popsize|popdist|poptorch)(?:\.\w+)*")
 
 
@@ -26,6 +34,17 @@ def test_no_name_occurs_twice() -> None:
         "errors": len(SOURCES)
     }
     assert {name for name, count in classes.items() if count > 1} == set()
+
+
+def test_makers_of_devices_are_named_in_one_folder() -> None:
+    """Everything else in the launcher speaks of devices, so that a further maker is a further value there."""
+    naming = {
+        module.name
+        for module in modules("poprun", "popsize")
+        if _OF_MAKERS.search(module.path.read_text(encoding="utf-8"))
+    }
+
+    assert {name for name in naming if not name.startswith("poprun.makers.")} == _MAY_NAME_MAKERS.keys()
 
 
 def _glossary(section: str) -> list[tuple[str, list[str]]]:

@@ -7,7 +7,7 @@ import pytest
 
 from poprun.plan.advice import advise, idle_options
 from poprun.plan.request import VipuSettings
-from poprun.plan.topology import MachineFacts
+from poprun.plan.topology import Gpu, MachineFacts
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import LAPTOP, planned, with_gpus
 
@@ -54,7 +54,12 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
         (
             with_gpus("ff"),
             {"num_instances": 4},
-            (("4 instances use 4 GPUs, and there are 2: computing on the CPU; --num-instances 2 fits the GPUs"),),
+            (
+                (
+                    "4 instances use 4 GPUs, and there are 2: computing on the CPU; --num-instances 2 fits the "
+                    "GPUs, and --share-devices lets instances share them"
+                ),
+            ),
         ),
         (
             with_gpus("f"),
@@ -62,6 +67,28 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
             ("1 instance uses 2 GPUs, and there is 1: computing on the CPU",),
         ),
         (with_gpus("ff"), {"num_instances": 4, "vipu": VipuSettings(is_offline=True)}, ()),
+        (
+            with_gpus("ff"),
+            {"num_instances": 3, "vipu": VipuSettings(shares_devices=True)},
+            (
+                (
+                    "3 instances share GPUs 0, 1: their tensors are exchanged over the memory of the host, which "
+                    "takes longer, and the bits are the same"
+                ),
+            ),
+        ),
+        (
+            replace(LAPTOP, gpus=(Gpu(name="0", model="H100"), Gpu(name="1", model="H200"))),
+            {"num_instances": 2},
+            (
+                (
+                    "the job's GPUs are of several kinds (H100, H200), which compute other bits: another split of "
+                    "the replicas may give other weights; choose GPUs of one kind with CUDA_VISIBLE_DEVICES"
+                ),
+            ),
+        ),
+        (replace(LAPTOP, gpu_problems=("the driver is asleep",)), {}, ("the driver is asleep",)),
+        (replace(LAPTOP, gpu_problems=("the driver is asleep",)), {"vipu": VipuSettings(is_offline=True)}, ()),
         (with_gpus("b"), {}, ()),
         (
             with_gpus("b"),

@@ -12,6 +12,7 @@ import pytest
 
 from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
 from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
+from poprun.plan.topology import Gpu, MachineFacts
 from poprun.probe.limits import MemoryLimits
 from poprun.text.screen import ReportFormat
 from tests.docs.markdown import ROOT
@@ -36,7 +37,9 @@ NO_TORCH = {"torch": "ModuleNotFoundError: No module named 'torch'"}
 BARE = replace(
     HEALTHY,
     libraries=Libraries(problems=NO_TORCH, versions={"popdist": "0.0.9"}),
-    machine=replace(with_gpus("fb"), unknown_mpi=("/usr/bin/mpirun",), memory_nodes=(0, 1)),
+    machine=replace(
+        with_gpus("fb"), gpu_source="nvidia-smi", unknown_mpi=("/usr/bin/mpirun",), memory_nodes=(0, 1)
+    ),
     cpu_quota=2.5,
     memory=MemoryLimits(
         machine_bytes=16 * GIB, group_bytes=4 * GIB, address_space_bytes=2 * GIB, shared_free_bytes=64 * 2**20
@@ -72,8 +75,8 @@ popdist    fails    0.0.9, but poprun is 0.1.0
                     → /env/bin/python -m pip install poprun==0.1.0
 MPI        absent   none, so jobs start without it, on this machine only; of neither family: /usr/bin/mpirun
                     → /env/bin/python -m pip install mpich
-GPUs       warning  2, free: 0; torch sees 0
-                    → install a torch that is built for the CUDA of this machine's driver
+GPUs       warning  2 (NVIDIA), found by nvidia-smi; GPU 0 is free; torch sees 0
+                    → install a torch that is built for devices of NVIDIA, and for this machine's driver
 cores      ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2.5
 memory     ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 GiB for each process
 /dev/shm   warning  64.0 MiB free, where data loaders leave their batches
@@ -135,6 +138,48 @@ def test_a_torch_that_is_newer_than_the_tested_ones(version: str, found: str) ->
 
     assert (finding.found, finding.remedy) == (found, "")
     assert (finding.state is State.WARNING) == ("tested" in found)
+
+
+ONE = Gpu(name="0", model="NVIDIA H200")
+ODD = "nvidia-smi finds no GPU, and says: Driver/library version mismatch: check the driver"
+
+
+@pytest.mark.parametrize(
+    ("machine", "seen", "state", "found"),
+    [
+        (
+            replace(LAPTOP, gpus=(ONE,), gpu_source="nvidia-smi"),
+            1,
+            "ok",
+            "1 (NVIDIA H200), found by nvidia-smi; GPU 0 is free",
+        ),
+        (replace(with_gpus("bb"), maker="AMD"), 2, "ok", "2 (AMD); none is free"),
+        (replace(with_gpus("ff"), maker="Intel"), 2, "ok", "2 (Intel); GPUs 0, 1 are free"),
+        (
+            replace(LAPTOP, gpus=(Gpu(name="MIG-a"), Gpu(name="MIG-b"))),
+            1,
+            "ok",
+            "2 (NVIDIA); GPUs MIG-a, MIG-b are free",
+        ),
+        (replace(LAPTOP, gpu_problems=(ODD,)), 0, "warning", ODD.removesuffix(": check the driver")),
+        (LAPTOP, 0, "absent", "none: virtual IPUs are shares of the cores"),
+    ],
+)
+def test_what_is_found_of_gpus(machine: MachineFacts, seen: int, state: str, found: str) -> None:
+    """How many, of which kind, by which tool, and which are free."""
+    facts = replace(HEALTHY, machine=machine, libraries=replace(HEALTHY.libraries, num_devices=seen))
+    (finding,) = (it for it in diagnose(facts) if it.subject == "GPUs")
+
+    assert (finding.state, finding.found) == (state, found)
+    assert finding.remedy == ("check the driver" if state == "warning" else "")
+
+
+def test_a_torch_says_for_what_it_was_built() -> None:
+    """For the runtime of the maker of the devices."""
+    libraries = replace(HEALTHY.libraries, builds={"cuda": "", "hip": "7.0.2", "xpu": ""})
+    (finding,) = (it for it in diagnose(replace(HEALTHY, libraries=libraries)) if it.subject == "torch")
+
+    assert finding.found == "2.13.0+cpu, for ROCm 7.0.2"
 
 
 def test_the_tested_versions_of_torch_stand_in_a_table() -> None:

@@ -149,11 +149,11 @@ def test_what_a_program_gets_is_its_own(num_instances: int, turns: int, ipus: in
 
     assert many.num_ipus_per_instance == turns * ipus
     for index in range(num_instances):
-        first = range(index * ipus, (index + 1) * ipus) if gpus else range(0)
+        first = tuple(range(index * ipus, (index + 1) * ipus)) if gpus else ()
         assert many.instance(index).ordinals == first
         assert many.instance(index).devices == tuple(str(number) for number in first)
         assert many.instance(index).cores == one.instance(index).cores
-        assert many.contract(index).devices == tuple(first)
+        assert many.contract(index).devices == first
         names = [program_environment(plan, index, {}).get("CUDA_VISIBLE_DEVICES") for plan in (one, many)]
         assert names[0] == names[1]
 
@@ -209,12 +209,14 @@ def test_counted_gpus_are_the_first_ones() -> None:
 
 
 def test_offline_takes_no_gpus_and_shows_none() -> None:
-    """The programs of a job without virtual IPUs see no CUDA device."""
+    """The programs of a job without virtual IPUs see no device of any maker."""
     plan = planned(with_gpus("ffff"), num_instances=2, vipu=VipuSettings(is_offline=True))
 
     assert plan.devices == ()
     assert not plan.takes_lease
-    assert program_environment(plan, 0, {})["CUDA_VISIBLE_DEVICES"] == ""
+    told = program_environment(plan, 0, {})
+    assert (told["CUDA_VISIBLE_DEVICES"], told["HIP_VISIBLE_DEVICES"]) == ("", "-1")
+    assert told["ONEAPI_DEVICE_SELECTOR"] == "*:cpu"
 
 
 @pytest.mark.parametrize(

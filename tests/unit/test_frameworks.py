@@ -15,6 +15,7 @@ import pytest
 from popdist import contract
 from popdist.contract import Endpoint
 from popdist.startup import jax_cluster, sitecustomize
+from poprun.errors import PlanError
 from poprun.plan.frameworks import (
     MOST_WORKERS,
     by_framework,
@@ -105,6 +106,10 @@ def test_a_mask_of_gpus_is_poprun_s() -> None:
     (said,) = contradictions(masked, {})
     assert said.startswith("CUDA_VISIBLE_DEVICES of -x is not used: all instances see the job's GPUs, 0,1, and")
     assert not [*contradictions(planned(CLUSTER_NODE, num_instances=2, mpi_local_args=words), {})]
+    amd = replace(with_gpus("ffff"), maker="AMD")
+    stacked = planned(amd, num_instances=2, mpi_local_args=("-x", "ROCR_VISIBLE_DEVICES=1"))
+    with pytest.raises(PlanError, match="-x ROCR_VISIBLE_DEVICES would number the devices anew after poprun has"):
+        [*contradictions(stacked, {})]
 
 
 def test_a_dry_run_shows_what_is_for_whom() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from poprun.job.performance.curves import JobCurves
 from poprun.job.performance.gpu_watch import GpuReading, GpuWatch
+from poprun.makers.maker import NVIDIA
 
 STAND_IN = """#!/bin/sh
 printf '0, GPU-aa, 37, 1024\\n1, GPU-bb, [N/A], 2048\\n2, GPU-cc, 100'
@@ -41,7 +42,7 @@ def test_devices_become_curves_of_their_instances(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").chmod(0o755)
     curves = JobCurves(3, 0.0)
     devices: dict[int, tuple[str, ...]] = {0: ("1",), 1: ("0", "GPU-c"), 2: ()}
-    watch = GpuWatch(devices, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, curves)
+    watch = GpuWatch(NVIDIA.watch, devices, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, curves)
     while "gpu_2_memory" not in curves.instances[1].by_name:
         watch.update(1.0)
         time.sleep(0.01)
@@ -60,7 +61,7 @@ def test_devices_become_curves_of_their_instances(tmp_path: Path) -> None:
 def test_a_host_without_the_program_has_no_such_curves() -> None:
     """It is no error."""
     curves = JobCurves(1, 0.0)
-    watch = GpuWatch({0: ("0",)}, {"PATH": "/nowhere"}, curves)
+    watch = GpuWatch(NVIDIA.watch, {0: ("0",)}, {"PATH": "/nowhere"}, curves)
     watch.update(1.0)
     watch.close()
 

@@ -13,7 +13,6 @@ from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.agents import start_order
 from poprun.job.state import JobIdentity
-from poprun.plan.frameworks import VISIBLE_DEVICES
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod
@@ -61,7 +60,7 @@ def test_each_host_has_the_devices_that_it_gave() -> None:
     here = start_order(replace(plan, hosts=("a",)), 0, {}, replace(identity, network=None), MEETING)
 
     seen = [order["environment"] for order in orders]
-    assert [env[VISIBLE_DEVICES] for env in seen if isinstance(env, dict)] == ["0,1", "0,1", "2,3", "2,3"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in seen if isinstance(env, dict)] == ["0,1", "0,1", "2,3", "2,3"]
     assert [order["lease_address"] for order in orders] == ["lease-a", "lease-a", "lease-b", "lease-b"]
     assert here["lease_address"] == ""
 
@@ -75,7 +74,7 @@ def test_what_leases_gave_stands_beside_the_plan() -> None:
     environment = start_order(plan, 1, {}, identity, MEETING)["environment"]
 
     assert isinstance(environment, dict)
-    assert environment[VISIBLE_DEVICES] == "7,5"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "7,5"
     assert (plan.instance(1, given).devices, plan.instance(1).devices) == (("5",), ("1",))
     assert LeasedPlan(plan=plan, given=given).shown_plan == replace(plan, devices=("7", "5"))
 

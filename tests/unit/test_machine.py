@@ -1,4 +1,4 @@
-"""What the probes make of what a machine shows: control groups, driver, MPI runtimes, programs.
+"""What the probes make of what a machine shows: control groups, MPI runtimes, programs.
 
 Holds poprun.probe.mpi_runtimes.
 """
@@ -17,15 +17,12 @@ from poprun.probe.machine import (
     machine_facts,
     names_of_this_machine,
     read_cpus,
-    read_gpus,
     read_memory_nodes,
     usable_cores,
 )
 from poprun.probe.mpi_runtimes import find_mpi, read_version
 from poprun.probe.program import resolve_program
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
-
-INVENTORY = "0, GPU-aaaa-1\n1, GPU-aabb-2\n2, GPU-cccc-3\n"
 
 HYDRA = """\
 HYDRA build details:
@@ -57,48 +54,6 @@ def test_mpi_runtimes_are_told_apart(output: str, kind: MpiKind, version: str) -
 def test_another_mpi_is_none_of_the_two(output: str) -> None:
     """A runtime of another family is not taken for one whose flags poprun knows."""
     assert read_version("/opt/mpiexec", output) is None
-
-
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        (None, ["0", "1", "2"]),
-        ("", []),
-        ("2,0", ["2", "0"]),
-        ("1", ["1"]),
-        (" 0 , 1 ", ["0", "1"]),
-        ("0,7,1", ["0"]),
-        ("-1", []),
-        ("GPU-cccc-3,GPU-aaa", ["GPU-cccc-3", "GPU-aaa"]),
-        ("GPU-aa", []),
-        ("MIG-1234", ["MIG-1234"]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_the_users_devices_are_the_inventory(visible: str | None, names: list[str]) -> None:
-    """CUDA_VISIBLE_DEVICES names what there is, in its order, up to the first entry that is no device."""
-    assert [gpu.name for gpu in read_gpus(INVENTORY, "", visible)] == names
-
-
-def test_a_device_with_a_process_is_busy() -> None:
-    """Whatever the device is called."""
-    processes = "GPU-aabb-2\nGPU-aabb-2\n"
-
-    assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, None)] == [True, False, True]
-    assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, "GPU-aab,2")] == [False, True]
-
-
-def test_a_caller_s_device_is_free() -> None:
-    """A notebook that has used a GPU may start jobs there; any other process keeps them away."""
-    processes = f"GPU-aabb-2, {os.getppid()}\nGPU-cccc-3, {os.getpid()}\n"
-
-    assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, None)] == [True, True, False]
-
-
-def test_a_driver_that_says_nothing_has_no_devices() -> None:
-    """Neither an empty answer nor an error message is a device."""
-    assert read_gpus("", "", None) == ()
-    assert read_gpus("No devices were found\n", "", "0") == ()
 
 
 @pytest.mark.parametrize(
@@ -340,20 +295,3 @@ def test_memory_that_is_not_allowed(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tx\nMems_allowed:\tff\nMems_allowed_list:\t1,4-7\n")
 
     assert read_memory_nodes(str(tmp_path), str(tmp_path / "status")) == (1, 4, 5)
-
-
-def test_gpus_tell_their_node_and_kind(tmp_path: Path) -> None:
-    """By their address on the PCI bus, which the driver writes longer than the kernel; -1 is none."""
-    for address, node in [("0000:3b:00.0", "1"), ("0000:86:00.0", "-1")]:
-        (tmp_path / address).mkdir()
-        (tmp_path / address / "numa_node").write_text(f"{node}\n")
-    inventory = (
-        "0, GPU-a, 00000000:3B:00.0, NVIDIA H200, 143771 MiB\n1, GPU-b, 00000000:86:00.0\n"
-        "2, GPU-c, 00000000:AF:00.0\n3, GPU-d\n"
-    )
-
-    first, second, *_ = read_gpus(inventory, "", None, str(tmp_path))
-    assert (first.model, first.memory_bytes >> 20) == ("NVIDIA H200", 143771)
-    assert (second.model, second.memory_bytes) == ("", 0)
-    assert [gpu.node for gpu in read_gpus(inventory, "", None, str(tmp_path))] == [1, None, None, None]
-    assert [gpu.node for gpu in read_gpus(inventory, "", "GPU-a", str(tmp_path))] == [1]

@@ -1,14 +1,22 @@
 """The variables that poprun adds for a program."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.contract import Contract, Endpoint
+from popdist.environments import detect
+from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan, StartFacts
+from poprun.plan.plan_file import plan_from_dict, plan_to_dict
 from poprun.plan.program_environment import CACHES, passed_environment, program_environment, wished_job_id
-from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
+from poprun.plan.request import VipuSettings
+from poprun.plan.topology import Gpu
+from poprun.render.words import stands_for
+from tests.planning import CLUSTER_NODE, LAPTOP, planned, plans, with_gpus
 
 START = StartFacts(
     job_id="j",
@@ -83,6 +91,64 @@ def test_cuda_counts_devices_as_poprun_did() -> None:
 
     assert program_environment(plan, 0, {})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in program_environment(plan, 0, {"CUDA_VISIBLE_DEVICES": "1,0"})
+
+
+def test_each_maker_has_its_own_mask() -> None:
+    """The outer mask of the user stays, because what it leaves was counted; torch's type of devices is told."""
+    amd = planned(replace(with_gpus("ff"), maker="AMD"), num_instances=2)
+    intel = planned(replace(with_gpus("ff"), maker="Intel"), num_instances=2)
+    of_amd = program_environment(amd, 1, {"ROCR_VISIBLE_DEVICES": "4,5"})
+    of_intel = program_environment(intel, 1, {})
+
+    assert (of_amd["HIP_VISIBLE_DEVICES"], of_amd["POPDIST_DEVICES"]) == ("0,1", "1")
+    assert not {"ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} & of_amd.keys()
+    assert (of_intel["ZE_AFFINITY_MASK"], of_intel["ZE_ENABLE_PCI_ID_DEVICE_ORDER"]) == ("0,1", "1")
+    assert [detect(env).contract.device_type for env in (of_amd, of_intel)] == ["cuda", "xpu"]
+
+
+def test_an_instance_sees_its_own_slice_only() -> None:
+    """A process sees the first slice of its mask and no other, also where a lease gives others than planned."""
+    facts = replace(LAPTOP, gpus=tuple(Gpu(name=f"MIG-{name}") for name in "abc"))
+    plan = planned(facts, num_instances=3)
+    leased = StartFacts(devices=("MIG-x", "MIG-y", "MIG-z"))
+    told = [program_environment(plan, index, {}, start) for index, start in ((0, None), (2, None), (1, leased))]
+
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in told] == ["MIG-a", "MIG-c", "MIG-y"]
+    assert [env["POPDIST_DEVICES"] for env in told] == ["0"] * 3
+    assert [env["POPDIST_SHARES_DEVICE"] for env in told] == ["1"] * 3  # NCCL connects no slices of one GPU
+    assert [env["JAX_LOCAL_DEVICE_IDS"] for env in told] == ["0"] * 3
+    with pytest.raises(
+        PlanError, match="an instance needs 2 devices, and MIG-a is a slice of one, of which a process"
+    ):
+        planned(facts, ipus_per_replica=2)
+
+
+def test_instances_share_devices_in_turn() -> None:
+    """Only where the user lets them, and there are too few."""
+    shares = VipuSettings(shares_devices=True)
+    plan = planned(with_gpus("ff"), num_instances=3, vipu=shares)
+    told = [program_environment(plan, index, {}) for index in range(3)]
+
+    assert [env["POPDIST_DEVICES"] for env in told] == ["0", "1", "0"]
+    assert [env["POPDIST_SHARES_DEVICE"] for env in told] == ["1"] * 3
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in told] == ["0,1"] * 3
+    assert [stands_for(plan.instance(index)) for index in range(3)] == ["GPU 0, shared", "GPU 1", "GPU 0, shared"]
+    assert (plan.num_gpus_per_host, plan_from_dict(plan_to_dict(plan), "x")) == (2, plan)
+    own = planned(with_gpus("fff"), num_instances=3, vipu=shares)
+    assert "POPDIST_SHARES_DEVICE" not in program_environment(own, 0, {})
+    pairs = planned(with_gpus("fff"), num_instances=2, ipus_per_replica=2, vipu=shares)
+    assert [pairs.contract(index).devices for index in range(2)] == [(0, 1), (2, 0)]
+    assert planned(with_gpus("f"), ipus_per_replica=2, vipu=shares).devices == ()  # a replica needs two of them
+
+
+def test_a_plan_that_shares_says_so() -> None:
+    """In a file that names too few devices it is a mistake otherwise, and so is a maker that nobody knows."""
+    values = plan_to_dict(planned(with_gpus("ff"), num_instances=3, vipu=VipuSettings(shares_devices=True)))
+    alone = plan_to_dict(planned(with_gpus("fff"), num_instances=3))
+    with pytest.raises(PlanError, match="devices names 2, and the 3 instances of a host use 3, 1 each"):
+        plan_from_dict({**alone, "devices": ["0", "1"]}, "x")
+    with pytest.raises(PlanError, match="maker is 'Acme': give one of NVIDIA, AMD, Intel"):
+        plan_from_dict({**values, "maker": "Acme"}, "x")
 
 
 def test_accelerate_is_told_to_connect_cpus() -> None:

@@ -57,10 +57,13 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
         num_needed = max(1, contract.ipus_per_replica // contract.parallelism.instances_per_replica)
         first = contract.local_instance_index * num_needed
         ordinals = tuple(range(first, min(first + num_needed, num_devices())))
-    elif contract.devices and max(contract.devices) >= num_devices():
+    elif contract.devices and (
+        max(contract.devices) >= num_devices() or contract.device_type not in ("", found_type())
+    ):
+        kind = contract.device_type or "accelerator"
         raise BackendError(
-            f"poprun gave this instance the devices {', '.join(map(str, contract.devices))}, and torch "
-            f"{torch.__version__} sees {num_devices()}: install a torch that is built for the accelerator and the "
+            f"poprun gave this instance {kind} {', '.join(map(str, contract.devices))}, and torch "
+            f"{torch.__version__} sees {num_devices()} devices of type {found_type()}: install a torch that is built for the accelerator and the "
             f"driver of this machine (`poprun --doctor` tells which), or compute on the CPU: poprun --offline-mode"
         )
     else:

@@ -318,7 +318,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "Pod to plan for: POD16, POD64, …, or a YAML file. [default: this machine]"),
         Option("pool", "vipu.pool", NAME, "Folder of the pool of virtual IPUs. [default: the machine's]"),
         Option("wait-for-devices", "vipu.waits_for_devices", SWITCH, "Queue until the virtual IPUs are free."),
-        Option("share-devices", "vipu.shares_devices", SWITCH, "Use GPUs that other processes use, too."),
+        Option("share-devices", "vipu.shares_devices", SWITCH, "Use GPUs that others use; let instances share."),
         Option("offline-mode", "vipu.is_offline", SWITCH, "Run without virtual IPUs: take none, show none."),
         Option("vipu-server-host", "vipu.server_host", NAME,
                "Take the virtual IPUs from the server there: vipu serve. [default: this machine's pool]"),

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from popdist.contract import VERSION
 from poprun.doctor.facts import InstallationFacts
+from poprun.makers.maker import MAKERS, TORCH_BUILDS
+from poprun.plan.advice import named
 from poprun.plan.program_environment import HASH_SEED
 from poprun.render.table import terminal_text
 from poprun.text.ranges import describe_bytes, fold_hosts, fold_numbers
@@ -105,7 +107,8 @@ def _libraries(facts: InstallationFacts) -> Iterator[Finding]:
     elif not libraries.has_gloo:
         yield Finding("torch", State.FAILS, f"{torch}, which lacks gloo", f"{pip} torch, as its project builds it")
     else:
-        build = f"for CUDA {libraries.cuda}" if libraries.cuda else "for the CPU"
+        built = (f"for {TORCH_BUILDS[name]} {version}" for name, version in libraries.builds.items() if version)
+        build = next(built, "for the CPU")
         if _is_untested(torch):
             newest = ".".join(map(str, NEWEST_TORCH))
             found = f"{torch}, {build}; poprun was tested with versions up to {newest}"
@@ -150,15 +153,25 @@ def _mpi(facts: InstallationFacts) -> Iterator[Finding]:
 
 def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
     gpus, seen = facts.machine.gpus, facts.libraries.num_devices
+    for problem in facts.machine.gpu_problems:
+        said, _, remedy = problem.rpartition(": ")
+        yield Finding("GPUs", State.WARNING, said, remedy)
     if not gpus:
-        yield Finding("GPUs", State.ABSENT, "none: virtual IPUs are shares of the cores")
+        if not facts.machine.gpu_problems:
+            yield Finding("GPUs", State.ABSENT, "none: virtual IPUs are shares of the cores")
         return
+    maker = MAKERS[facts.machine.maker]
     free = [gpu.name for gpu in gpus if gpu.is_free]
-    found = f"{len(gpus)}, free: {', '.join(free) or 'none'}"
-    if seen == len(gpus):
+    kinds = ", ".join(sorted({gpu.model for gpu in gpus if gpu.model})) or maker.name
+    state = f"{named('GPU', free)} {'is' if len(free) == 1 else 'are'} free" if free else "none is free"
+    source = facts.machine.gpu_source
+    found = f"{len(gpus)} ({kinds}){f', found by {source}' if source else ''}; {state}"
+    # of several slices a process sees one
+    expected = 1 if any(maker.is_slice(gpu.name) for gpu in gpus) else len(gpus)
+    if seen == expected:
         yield Finding("GPUs", State.OK, found)
     else:
-        remedy = "install a torch that is built for the CUDA of this machine's driver"
+        remedy = f"install a torch that is built for devices of {maker.name}, and for this machine's driver"
         yield Finding("GPUs", State.WARNING, f"{found}; torch sees {seen}", remedy)
 
 

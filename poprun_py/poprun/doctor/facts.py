@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from popdist.contract import VERSION
+from poprun.makers.maker import TORCH_BUILDS
 from poprun.plan.program_environment import HASH_SEED
 from poprun.plan.topology import MachineFacts
 from poprun.probe.limits import MemoryLimits, cpu_quota, find_loopback_problem, memory_limits
@@ -40,8 +41,8 @@ except Exception:
     pass
 if "torch" in versions:
     import torch
-    found["cuda"] = torch.version.cuda or ""
-    found["num_devices"] = torch.cuda.device_count()
+    found["builds"] = {name: getattr(torch.version, name, None) or "" for name in BUILDS}
+    found["num_devices"] = torch.accelerator.device_count() if hasattr(torch, "accelerator") else 0
     found["has_gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 print("\\n" + json.dumps(found))
 """
@@ -55,8 +56,9 @@ class Libraries:
     # of torch, mpi4py and popdist, each only if it can be imported
     versions: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)  # why one of them cannot
-    cuda: str = ""  # the version of CUDA that torch was built for; empty for a torch of the CPU
-    num_devices: int = 0  # CUDA devices that torch sees
+    # the version of each runtime that torch was built for, by its attribute of ``torch.version``; or empty
+    builds: Mapping[str, str] = field(default_factory=dict)
+    num_devices: int = 0  # devices that torch sees
     has_gloo: bool = False  # whether torch has gloo
     has_extension: bool = False  # whether popdist has its extension in C
 
@@ -82,10 +84,11 @@ class InstallationFacts:
 
 def examine(environment: Mapping[str, str]) -> InstallationFacts:
     """The facts of this machine; finding them takes as long as importing torch does."""
+    program = _PROGRAM.replace("BUILDS", repr((*TORCH_BUILDS,)))
     return InstallationFacts(
         python=platform.python_version(),
         interpreter=sys.executable,
-        libraries=read_libraries(answer_of((sys.executable, "-c", _PROGRAM), TORCH_TIMEOUT_SECONDS)),
+        libraries=read_libraries(answer_of((sys.executable, "-c", program), TORCH_TIMEOUT_SECONDS)),
         machine=machine_facts(environment),
         cpu_quota=cpu_quota(),
         memory=memory_limits(),

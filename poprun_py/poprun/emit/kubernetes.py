@@ -23,6 +23,7 @@ from popdist.contract import (
     WORLD_SIZE,
 )
 from poprun.errors import UsageError
+from poprun.makers.maker import MAKERS
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import hash_seed
 from poprun.plan.topology import MpiKind
@@ -48,8 +49,6 @@ _PORT: Final = 29500  # where the instances of a JobSet connect to instance 0; a
 _GROUP: Final = "instance"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """The value of a variable that a pod finds in its own description."""
-
-_GPU: Final = "nvidia.com/gpu"
 
 
 def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
@@ -146,7 +145,8 @@ def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: i
     """A pod with what ``num_instances`` of ``plan`` need: GPUs or cores, shared memory, and time to stop."""
     resources: dict[str, Any] = {}
     if plan.devices:
-        resources["limits"] = {_GPU: num_instances * plan.num_devices_per_instance}
+        num_devices = min(num_instances * plan.num_devices_per_instance, len(plan.devices))
+        resources["limits"] = {MAKERS[plan.maker].resource: num_devices}
     if plan.threads_per_replica is not None:
         resources["requests"] = {"cpu": str(num_instances * plan.threads_per_replica)}
     # else a pod has 64 MiB at /dev/shm, where data loaders leave their batches

@@ -27,7 +27,7 @@ class HostRoute:
     name: str  # what the user calls it
     address: str  # its IP address for the job's traffic. All hosts of a job have one of the same family
     interface: str  # the network interface that has this address
-    # CUDA devices that the job holds there, in slot order; empty for those of the plan
+    # devices that the job holds there, in slot order; empty for those of the plan
     devices: tuple[str, ...] = ()
     lease_address: str = ""  # where its agents are given the lease of the job there; empty when it has none
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from poprun.errors import PlanError
+from poprun.makers.maker import MAKERS
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import legal_instances
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
@@ -32,7 +33,7 @@ def advise(
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
     if len(plan.hosts) > 1 and not are_hosts_seen:
-        here = _named("GPU", plan.devices) if plan.devices else f"cores {fold_numbers(plan.cores)}"
+        here = named("GPU", plan.devices) if plan.devices else f"cores {fold_numbers(plan.cores)}"
         lines.append(f"planned as if each of the {len(plan.hosts):,} hosts had what this machine has: {here}")
     return tuple(lines)
 
@@ -42,8 +43,8 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
-        found = f"this machine has {_named('GPU', gpus)}" if gpus else "no GPU is found here"
-        raise PlanError(f"{source}: devices names {_named('GPU', missing)}, and {found}: {cure}")
+        found = f"this machine has {named('GPU', gpus)}" if gpus else "no GPU is found here"
+        raise PlanError(f"{source}: devices names {named('GPU', missing)}, and {found}: {cure}")
     here = {cpu.number for cpu in facts.cpus} or set(facts.cores)
     if absent := {core for binding in plan.bindings for core in binding.cores} - here:
         raise PlanError(
@@ -103,11 +104,16 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     """Advice on GPUs and cores that are too few, shared, or idle."""
     threads = plan.threads_per_replica or facts.num_user_threads
+    if not plan.vipu.is_offline:
+        yield from facts.gpu_problems
+    if plan.shares_devices:
+        yield _shared_gpus(plan)
+    yield from _unlike_gpus(plan, facts)
     if facts.gpus and not (plan.devices or plan.vipu.is_offline):
         yield _too_few_gpus(plan, facts)
     busy = [gpu.name for gpu in facts.gpus if gpu.name in plan.devices and gpu.occupants]
     if busy and plan.vipu.shares_devices:
-        yield f"another process holds memory on {_named('GPU', busy)}, and the job shares it"
+        yield f"another process holds memory on {named('GPU', busy)}, and the job shares it"
     if not plan.devices and plan.num_instances_per_host * max(1, threads) > len(plan.cores):
         yield _too_many_threads(plan, threads)
     else:
@@ -120,11 +126,32 @@ def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
     found = len(facts.gpus)
     possible = _most_instances(plan, found // plan.num_devices_per_instance)
     cure = f"; --num-instances {possible} fits the GPUs" if possible else ""
+    if plan.num_devices_per_instance <= found and not plan.vipu.shares_devices:
+        cure += f"{', and' if cure else ';'} --share-devices lets instances share {'it' if found == 1 else 'them'}"
     return (
         f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)} "
-        f"use{'s' if plan.num_instances_per_host == 1 else ''} {counted(plan.num_gpus_per_host, 'GPU')}, and "
+        f"use{'s' if plan.num_instances_per_host == 1 else ''} {counted(plan.num_gpus_needed, 'GPU')}, and "
         f"there {'is' if found == 1 else 'are'} {found}: computing on the CPU{cure}"
     )
+
+
+def _shared_gpus(plan: LaunchPlan) -> str:
+    slices = any(map(MAKERS[plan.maker].is_slice, plan.devices))
+    whose = "compute on slices" if slices else f"share {named('GPU', plan.devices)}"
+    return (
+        f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)} {whose}: their tensors are "
+        "exchanged over the memory of the host, which takes longer, and the bits are the same"
+    )
+
+
+def _unlike_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
+    """Advice if the GPUs of the job are of several kinds, whose kernels round differently."""
+    kinds = sorted({gpu.model for gpu in facts.gpus if gpu.name in plan.devices and gpu.model})
+    if len(kinds) > 1:
+        yield (
+            f"the job's GPUs are of several kinds ({', '.join(kinds)}), which compute other bits: another split "
+            f"of the replicas may give other weights; choose GPUs of one kind with {MAKERS[plan.maker].mask}"
+        )
 
 
 def _too_many_threads(plan: LaunchPlan, threads: int) -> str:
@@ -217,6 +244,6 @@ def _per_host(plan: LaunchPlan) -> str:
     return " per host" if len(plan.hosts) > 1 else ""
 
 
-def _named(noun: str, names: Collection[str]) -> str:
+def named(noun: str, names: Collection[str]) -> str:
     """``GPU 0``, ``GPUs 0, 1``."""
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(names)}"

@@ -4,15 +4,16 @@ A variable that the user has set stays as it is: then `contradictions` says what
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from popdist import contract
 from popdist.contract import Endpoint
+from poprun.errors import PlanError
+from poprun.makers.maker import MAKERS
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.text.ranges import counted
 
-VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 ACCELERATE_ON_CPU: Final = "ACCELERATE_USE_CPU"
 JAX_CPU_DEVICES: Final = "JAX_NUM_CPU_DEVICES"
 JAX_LOCAL_DEVICES: Final = "JAX_LOCAL_DEVICE_IDS"
@@ -90,9 +91,20 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
     ):
         if name in set_already and name not in own and plan.num_instances > 1:
             yield f"{name} is set and stays: {meaning}; unset it to leave that to poprun"
-    if plan.devices and VISIBLE_DEVICES in {*plan.variables_of(0), *own}:
+    yield from _contradicting_masks(plan, {*plan.variables_of(0), *own})
+
+
+def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:
+    """What is wrong with masks of ``asked``, the variables of -x: poprun has counted and leased devices before."""
+    maker = MAKERS[plan.maker]
+    for name in (it for it in maker.masks if plan.devices and it in asked):
+        if name in maker.outer_masks:
+            raise PlanError(
+                f"-x {name} would number the devices anew after poprun has counted them: set it where poprun is "
+                "called"
+            )
         yield (
-            f"{VISIBLE_DEVICES} of -x is not used: all instances see the job's GPUs, {','.join(plan.devices)}, "
+            f"{name} of -x is not used: all instances see the job's GPUs, {','.join(plan.devices)}, "
             "and each takes its own of them; to say which GPUs a job may have, set it where poprun is called"
         )
 

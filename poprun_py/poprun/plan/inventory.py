@@ -1,6 +1,6 @@
 """The virtual IPUs that there are, and which of the free ones a job is given.
 
-Pure. A virtual IPU is a CUDA device, a share of a host's cores, or a place of a described pod. Those that reach
+Pure. A virtual IPU is a device, a share of a host's cores, or a place of a described pod. Those that reach
 each other fastest are an IPU-Link domain: what is handed out together lies in one, or equally in several. The
 names are Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
 """
@@ -28,7 +28,7 @@ class VirtualIpu:
     index: int
     name: str  # what it is called by all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
     domain: int = 0  # number of its IPU-Link domain
-    device: str = ""  # what ``CUDA_VISIBLE_DEVICES`` calls it; empty when it is no CUDA device
+    device: str = ""  # what its maker's mask calls it; empty when it is no device
     occupants: tuple[Occupant, ...] = ()  # processes that hold memory on it
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Cluster:
 
 
 def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
-    """The CUDA devices of the machine ``name`` as one IPU-Link domain."""
+    """The devices of the machine ``name`` as one IPU-Link domain."""
     ipus = (
         VirtualIpu(index=index, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
         for index, gpu in enumerate(gpus)

@@ -118,7 +118,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
     sizes = f"tensor={asked.tensor},pipeline={asked.pipeline}"
     nearest = f"{sizes},replicas={num_replicas}" if num_replicas else "fewer instances a replica"
     raise PlanError(
-        f"--parallelism {asked.text} is for {plan.num_gpus_per_host * len(plan.hosts)} GPUs, and found are "
+        f"--parallelism {asked.text} is for {plan.num_gpus_needed * len(plan.hosts)} GPUs, and found are "
         f"{there}; nearest: {nearest}, or --offline-mode to compute on the CPU"
     )
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from popdist.contract import Contract, Endpoint
 from popdist.layout import Parallelism, ReplicaLayout, ReplicaPart
+from poprun.makers.maker import DEFAULT_MAKER, MAKERS
 from poprun.plan.mpi_options import Variables
 from poprun.plan.request import (
     NO_TRACE,
@@ -47,7 +48,7 @@ class StartFacts:
     store: Endpoint | None = None  # where popdist's store listens
     coordinator: Endpoint | None = None  # where JAX's coordinator will listen
     workers: Sequence[Endpoint] = ()  # where TensorFlow's worker of each instance will listen
-    # CUDA devices that leases gave the job on the instance's host, in slot order; else empty
+    # devices that leases gave the job on the instance's host, in slot order; else empty
     devices: tuple[str, ...] = ()
 
 
@@ -55,7 +56,7 @@ class StartFacts:
 class LeasedDevices:
     """The devices and cores that leases gave a job on one host, in place of those that its plan names."""
 
-    devices: tuple[str, ...]  # CUDA devices, in slot order
+    devices: tuple[str, ...]  # GPUs or their slices, in slot order
     cores: tuple[int, ...]  # cores of the host, ascending
     bindings: tuple[Binding, ...]  # what the instances are bound to
 
@@ -72,10 +73,12 @@ class InstancePlan:
     part: ReplicaPart  # which part of which replica it holds
     # its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next
     ipus: range
-    # its CUDA devices, as numbers among the job's on its host, for all its replicas; empty on the CPU
-    ordinals: range
+    # its devices, as numbers among those that its program sees, for all its replicas; empty on the CPU
+    ordinals: tuple[int, ...]
     devices: tuple[str, ...]  # names of the same devices on that host
-    # cores that its virtual IPUs stand for, on which its replicas take turns; empty with CUDA devices
+    visible: tuple[str, ...]  # names of the devices that its program sees
+    is_sharing: bool  # whether other instances of its host compute on one of its devices, too
+    # cores that its virtual IPUs stand for, on which its replicas take turns; empty with devices
     cores: tuple[int, ...]
     binding: Binding | None  # what its process is bound to
 
@@ -96,7 +99,9 @@ class LaunchPlan:
         mapping_path: Absolute path of the file with the mapping that was asked for, or None.
         ipus_per_replica: Virtual IPUs of one replica. Its instances have equally many of them, at least 1 each.
         cores: Cores of each host, ascending.
-        devices: CUDA devices that the job uses on each host, in slot order; empty when it computes on the CPU.
+        devices: Devices that the job uses on each host, in slot order, fewer than its instances need where these
+            share them; empty when it computes on the CPU.
+        maker: Who has made them, as `poprun.makers` calls it.
         placement: How the instances were placed on the cores.
         bindings: What the instances of each host are bound to; each of them is in one, or there is none at all.
         threads_per_replica: Value of ``OMP_NUM_THREADS``; None leaves the one that the user set.
@@ -141,6 +146,7 @@ class LaunchPlan:
     ending: EndingSettings
     remote: RemoteSettings
     trace: TraceSettings = field(default=NO_TRACE, metadata=IF_USED)
+    maker: str = field(default=DEFAULT_MAKER, metadata=IF_USED)
 
     def trace_parts(self, job_id: str, restart_count: int) -> str:
         """The folder in which the programs of an attempt leave what they have recorded."""
@@ -165,7 +171,7 @@ class LaunchPlan:
 
     @property
     def num_devices_per_instance(self) -> int:
-        """CUDA devices that each instance needs: its replicas take turns on them."""
+        """Devices that each instance needs: its replicas take turns on them."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
     @property
@@ -174,9 +180,21 @@ class LaunchPlan:
         return self.num_instances_per_host * self.num_ipus_per_instance
 
     @property
-    def num_gpus_per_host(self) -> int:
-        """CUDA devices that the job needs on each host."""
+    def num_gpus_needed(self) -> int:
+        """Devices of each host with which every instance has its own."""
         return self.num_instances_per_host * self.num_devices_per_instance
+
+    @property
+    def num_gpus_per_host(self) -> int:
+        """Devices that the job uses on each host, or would use if there were as many."""
+        return len(self.devices) or self.num_gpus_needed
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether instances compute on the same device, or on slices of devices."""
+        maker = MAKERS[self.maker]
+        is_shared = len(self.devices) < self.num_gpus_needed or any(map(maker.is_slice, self.devices))
+        return bool(self.devices) and self.num_instances_per_host > 1 and is_shared
 
     @property
     def num_ilds(self) -> int:
@@ -258,9 +276,11 @@ class LaunchPlan:
         given = given or self.named_devices
         part = self.parallelism.part_of(index)
         host_index, local_index = divmod(index, self.num_instances_per_host)
-        first_ipu, num_devices = local_index * self.num_ipus_per_instance, self.num_devices_per_instance
-        first_device = local_index * num_devices
-        ordinals = range(first_device, first_device + num_devices) if given.devices else range(0)
+        first_ipu = local_index * self.num_ipus_per_instance
+        dealt = ordinals = self._dealt(local_index, len(given.devices))
+        devices, visible = tuple(given.devices[number] for number in dealt), given.devices
+        if any(map(MAKERS[self.maker].is_slice, visible)):  # of several slices a program would see the first one
+            ordinals, visible = tuple(range(len(devices))), devices
         binding = next((binding for binding in given.bindings if binding.holds(local_index)), None)
         cores = self._share_of(given.cores, local_index) if binding is None else binding.share_of(local_index)
         return InstancePlan(
@@ -272,10 +292,17 @@ class LaunchPlan:
             part=part,
             ipus=range(first_ipu, first_ipu + self.num_ipus_per_instance),
             ordinals=ordinals,
-            devices=given.devices[ordinals.start : ordinals.stop],
+            devices=devices,
+            visible=visible,
+            is_sharing=any(number + len(given.devices) < self.num_gpus_needed for number in dealt),
             cores=() if given.devices else cores,
             binding=binding,
         )
+
+    def _dealt(self, local_index: int, num_devices: int) -> tuple[int, ...]:
+        """The numbers of the devices of an instance, among those of its host; dealt in turn if they are shared."""
+        first, count = local_index * self.num_devices_per_instance, self.num_devices_per_instance
+        return tuple(number % num_devices for number in range(first, first + count)) if num_devices else ()
 
     def replicas_of(self, instances: range) -> range:
         """The replicas of which consecutive ``instances``, at least one, hold all or a part."""
@@ -307,7 +334,9 @@ class LaunchPlan:
             parallelism=self.parallelism,
             mapping_path=self.mapping_path,
             ipus_per_replica=self.ipus_per_replica,
-            devices=tuple(instance.ordinals),
+            devices=instance.ordinals,
+            device_type=MAKERS[self.maker].device_type if self.devices else "",
+            shares_device=self.shares_devices,
             job_id=start.job_id,
             restart_count=start.restart_count,
             master=start.master,

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Final
 
 from poprun.errors import PlanError
+from poprun.makers.maker import MAKERS
 from poprun.plan.mpi_options import check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.planner import check_settings
@@ -91,12 +92,7 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
     if not plan.cores:
         raise PlanError(f"{source}: cores is empty: a host has at least one")
     _check_bindings(plan, source)
-    if plan.devices and len(plan.devices) != plan.num_gpus_per_host:
-        raise PlanError(
-            f"{source}: devices names {len(plan.devices)}, and the {plan.num_instances_per_host} instances of a "
-            f"host use {plan.num_gpus_per_host}, {plan.num_devices_per_instance} each: name as many, or none to "
-            "compute on the CPU"
-        )
+    _check_devices(plan, source)
     if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
         raise PlanError(
             f"{source}: launcher is {plan.launcher} and mpi is {plan.mpi.path if plan.mpi else 'null'}: "
@@ -104,6 +100,18 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
         )
     if not plan.working_directory.startswith("/"):
         raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")
+
+
+def _check_devices(plan: LaunchPlan, source: str) -> None:
+    if plan.maker not in MAKERS:
+        raise PlanError(f"{source}: maker is {plan.maker!r}: give one of {', '.join(MAKERS)}, or leave it out")
+    fewest = plan.num_devices_per_instance if plan.vipu.shares_devices else plan.num_gpus_needed
+    if plan.devices and not fewest <= len(plan.devices) <= plan.num_gpus_needed:
+        raise PlanError(
+            f"{source}: devices names {len(plan.devices)}, and the {plan.num_instances_per_host} instances of a "
+            f"host use {plan.num_gpus_needed}, {plan.num_devices_per_instance} each: name as many, or none to "
+            "compute on the CPU"
+        )
 
 
 def _check_bindings(plan: LaunchPlan, source: str) -> None:

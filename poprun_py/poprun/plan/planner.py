@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from popdist.contract import NUM_THREADS
 from popdist.layout import Parallelism
 from poprun.errors import MpiNotFoundError, PlanError
+from poprun.makers.maker import DEFAULT_MAKER, MAKERS
 from poprun.plan.advice import advise
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
@@ -88,6 +89,7 @@ def make_advised_plan(
     keeps_forker = is_here and not (words.global_words or words.local_words)
     variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
     check_instance_variables(words.instance_variables, num_instances)
+    devices = _choose_devices(request, facts, num_instances // len(hosts), counts.ipus_per_part)
     plan = LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
@@ -98,7 +100,8 @@ def make_advised_plan(
         mapping_path=None if request.mapping is None else request.mapping.path,
         ipus_per_replica=counts.ipus_per_replica,
         cores=facts.cores,
-        devices=_choose_devices(request, facts, num_instances // len(hosts) * counts.ipus_per_part),
+        devices=devices,
+        maker=facts.maker if devices else DEFAULT_MAKER,
         placement=_choose_placement(request),
         bindings=(),
         threads_per_replica=None,
@@ -345,9 +348,23 @@ def _gpus(request: LaunchRequest, facts: MachineFacts) -> tuple[Gpu, ...]:
     return () if request.vipu.is_offline else facts.gpus[: request.vipu.ipus_per_host]
 
 
-def _choose_devices(request: LaunchRequest, facts: MachineFacts, count: int) -> tuple[str, ...]:
-    """Choose ``count`` GPUs of a host, free ones first, in slot order; none if there are too few."""
-    gpus = _gpus(request, facts)
+def _choose_devices(
+    request: LaunchRequest, facts: MachineFacts, num_instances: int, num_each: int
+) -> tuple[str, ...]:
+    """Choose the GPUs of a host, free ones first, in slot order.
+
+    ``num_instances`` instances of the host need ``num_each`` devices each. Where there are too few, instances
+    share all that there are, if the user lets them; otherwise none is chosen.
+    """
+    gpus, count = _gpus(request, facts), num_instances * num_each
+    slices = [gpu.name for gpu in gpus if MAKERS[facts.maker].is_slice(gpu.name)]
+    if slices and num_each > 1:
+        raise PlanError(
+            f"an instance needs {num_each} devices, and {slices[0]} is a slice of one, of which a process sees "
+            f"one only: give fewer --ipus-per-replica, or name whole devices in {MAKERS[facts.maker].mask}"
+        )
+    if request.vipu.shares_devices and num_each <= len(gpus):
+        count = min(count, len(gpus))
     if count > len(gpus):
         return ()
     by_need = sorted(range(len(gpus)), key=lambda slot: (not gpus[slot].is_free, slot))

@@ -5,17 +5,17 @@ Pure: what the user has set is an argument. The contract's own names live in `po
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 from popdist import contract
 from popdist.contract import JOB_ID, NUM_REPLICAS
-from poprun.plan.frameworks import ACCELERATE_ON_CPU, VISIBLE_DEVICES, framework_variables
+from poprun.makers import maker as makers
+from poprun.plan.frameworks import ACCELERATE_ON_CPU, framework_variables
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.request import TRACED_STEPS
 
-DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 UNBUFFERED = "PYTHONUNBUFFERED"
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 PYTHON_PATH = "PYTHONPATH"
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 HASH_SEED = "PYTHONHASHSEED"
@@ -28,8 +28,9 @@ STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startu
 
 PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")
 PASSED_PREFIXES: Final = (
-    *("LC_", "PYTHON", "POPDIST_", "POPTORCH_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_"),
-    *("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
+    *("LC_", "PYTHON", "POPDIST_", "POPTORCH_", "TORCH", "PYTORCH_"),
+    *makers.PASSED_PREFIXES,
+    *("GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "LT_", "XLA_", "JAX_", "TF_", "KERAS_", "ORT_"),
 )
 """The variables that go to other hosts, by name and by beginning."""
@@ -45,7 +46,7 @@ CACHES: Final = {
     "TRITON_CACHE_DIR": "triton",
     "TORCH_EXTENSIONS_DIR": "extensions",
     "PYTORCH_KERNEL_CACHE_PATH": "kernels",
-    "CUDA_CACHE_PATH": "cuda",
+    **makers.CACHES,
     "POPTORCH_CACHE_DIR": "",
 }
 """Variables that say where compiled programs are kept, and the folder of each in the directory for all of them."""
@@ -97,19 +98,17 @@ def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
     """The variables to add to those of the ``user`` for instance ``index``, with those that ``plan`` was given."""
+    if start is not None and start.devices:
+        plan = replace(plan, devices=start.devices)
     asked = plan.variables_of(index)
     user = {**user, **asked}
     env = {**asked, **plan.contract(index, start).to_env()}
-    if plan.devices:
-        env[VISIBLE_DEVICES] = ",".join((start and start.devices) or plan.devices)
-        if VISIBLE_DEVICES not in user:  # then poprun counted the devices as nvidia-smi does, and CUDA shall, too
-            env[DEVICE_ORDER] = "PCI_BUS_ID"
-    elif plan.vipu.is_offline:
-        env[VISIBLE_DEVICES] = ""
+    env |= _masks(plan, index, user)
     if not plan.devices and ACCELERATE_ON_CPU not in user:  # else accelerate lets every instance train alone
         env[ACCELERATE_ON_CPU] = "true"
-    if plan.is_deterministic and CUBLAS_WORKSPACE not in user:
-        env[CUBLAS_WORKSPACE] = ":4096:8"  # cuBLAS gives the same bits again with workspaces of a fixed size only
+    name, value = makers.DETERMINISM
+    if plan.is_deterministic and name not in user:
+        env[name] = value
     if plan.cache_directory is not None:
         env |= {
             name: os.path.join(plan.cache_directory, folder).rstrip("/")
@@ -124,6 +123,16 @@ def program_environment(
         env[UNBUFFERED] = "1"
     env |= framework_variables(plan, index, user, start or StartFacts())
     return env | hash_seed(user) | _trace_environment(plan, index, user, start)
+
+
+def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, str]:
+    """The variables that say which devices a program sees, and how its runtime numbers them."""
+    if not plan.devices:
+        return dict(maker.hiding for maker in makers.MAKERS.values()) if plan.vipu.is_offline else {}
+    maker = makers.MAKERS[plan.maker]
+    # where the user has set no mask, poprun has counted as the tool does, and the runtime shall, too
+    order = [maker.order] if maker.order is not None and user.keys().isdisjoint(maker.masks) else []
+    return {maker.mask: ",".join(plan.instance(index).visible), **dict(order)}
 
 
 def _trace_environment(

@@ -4,6 +4,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from poprun.makers.maker import DEFAULT_MAKER
+
 
 class MpiKind(StrEnum):
     """The two families of MPI runtime whose launchers poprun speaks to."""
@@ -49,14 +51,14 @@ class Occupant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A CUDA device of a machine."""
+    """A device of a machine, or a slice of one that programs use like a device."""
 
-    name: str  # what ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID
+    name: str  # what its maker's mask calls it: a number such as ``3``, or a UUID
     uuid: str = ""  # what the driver calls it, for all users; empty when it is not known
     occupants: tuple[Occupant, ...] = ()  # processes that hold memory on it
     is_leased: bool = False  # whether a job of the pool holds it
     node: int | None = None  # NUMA node that it is attached to, or None where the machine does not say
-    model: str = ""  # what the driver calls its kind, such as ``NVIDIA H200``; empty when it is not known
+    model: str = ""  # what the driver calls its kind, such as ``H200``; empty when it is not known
     memory_bytes: int = 0  # size of its memory; 0 when it is not known
 
     @property
@@ -101,7 +103,10 @@ class MachineFacts:
     # where each core sits that the affinity allows, more than ``cores`` under a quota; empty if unknown
     cpus: tuple[Cpu, ...] = ()
     memory_nodes: tuple[int, ...] = ()  # NUMA nodes whose memory the process may use, ascending
-    gpus: tuple[Gpu, ...] = ()  # the CUDA devices that it may use, in slot order
+    gpus: tuple[Gpu, ...] = ()  # the devices that it may use, in slot order
+    maker: str = DEFAULT_MAKER  # who has made them, as `poprun.makers` calls it
+    gpu_source: str = ""  # what has told of them, such as the name of a tool; empty where nobody has looked
+    gpu_problems: tuple[str, ...] = ()  # why devices cannot be used, a sentence each that says what to do
     mpi: MpiRuntime | None = None  # the one found
     unknown_mpi: tuple[str, ...] = ()  # paths of MPI launchers that are of neither family
     user_num_threads: str | None = None  # ``OMP_NUM_THREADS`` as the user set it, or None
@@ -123,6 +128,8 @@ class MachineFacts:
             cpus=(),
             memory_nodes=(),
             gpus=tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node)),
+            gpu_source="Slurm",
+            gpu_problems=(),
             allocation=allocation,
         )
 

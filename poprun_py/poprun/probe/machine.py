@@ -1,8 +1,8 @@
-"""Where poprun runs: the machine with its cores and CUDA devices, and the allocation of Slurm.
+"""Where poprun runs: the machine with its cores, and the allocation of Slurm.
 
 Cores: the kernel's Documentation/admin-guide/cputopology.rst; the affinity of a process and ``Mems_allowed_list``
-never leave the cpuset of its control group. Devices: the driver's own ``nvidia-smi``, asked only where the driver
-is. Slurm: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"; inside a step srun(1) tells more.
+never leave the cpuset of its control group. Slurm: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"; inside a step
+srun(1) tells more.
 """
 
 import os
@@ -11,17 +11,15 @@ import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from popdist.contract import NUM_THREADS, read_node_counts
 from popdist.errors import ContractError
 from poprun.errors import PlanError
-from poprun.plan.frameworks import VISIBLE_DEVICES
-from poprun.plan.topology import Allocation, Cpu, Gpu, MachineFacts, Occupant
+from poprun.plan.topology import Allocation, Cpu, MachineFacts
+from poprun.probe.gpus import find_devices
 from poprun.probe.limits import cpu_quota, read_text
 from poprun.probe.mpi_runtimes import find_mpi
-from poprun.process.spawn import answer_of
 from poprun.text.ranges import parse_hosts, parse_numbers
 
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
@@ -42,13 +40,17 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
     hostname = socket.gethostname()
     path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
     mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
+    devices = find_devices(environment)
     return MachineFacts(
         hostname=hostname,
         host_aliases=own_names(hostname),
         cores=usable_cores(),
         cpus=read_cpus(os.sched_getaffinity(0)),
         memory_nodes=read_memory_nodes(),
-        gpus=find_gpus(environment),
+        gpus=devices.gpus,
+        maker=devices.maker,
+        gpu_source=devices.source,
+        gpu_problems=devices.problems,
         mpi=mpi,
         unknown_mpi=unknown,
         user_num_threads=environment.get(NUM_THREADS),
@@ -121,13 +123,7 @@ def _task(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 SYSTEM: Final = "/sys/devices/system"
 STATUS: Final = "/proc/self/status"
-PCI: Final = "/sys/bus/pci/devices"
 
-_SMI_SECONDS: Final = 10.0
-_SMI: Final = "nvidia-smi"
-_DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
-_INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id,name,memory.total"
-_PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
 _ALLOWED: Final = "Mems_allowed_list:"
 _SIBLINGS: Final = ("core_cpus_list", "thread_siblings_list")
 _INSTRUCTIONS: Final = "Instruction"
@@ -188,75 +184,6 @@ def _node_of_cores(folder: str) -> dict[int, int]:
         for node in _numbers(os.path.join(folder, "online"))
         for core in _numbers(os.path.join(folder, f"node{node}", "cpulist"))
     }
-
-
-def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The devices in slot order; ``CUDA_VISIBLE_DEVICES`` of ``environment`` is the inventory when it is set."""
-    folders = environment.get("PATH", os.defpath).split(os.pathsep)
-    signs = (*_DRIVER, *(os.path.join(folder, _SMI) for folder in folders))
-    if not any(map(os.path.exists, signs)):
-        return ()
-    return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
-
-
-def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
-    """The devices that the driver lists and ``visible``, the value of ``CUDA_VISIBLE_DEVICES``, leaves visible."""
-    occupants = _occupants(processes)
-    gpus = [_gpu(line, occupants, pci) for line in inventory.splitlines() if "," in line]
-    if visible is None:
-        return tuple(gpus)
-    found = []
-    for name in map(str.strip, visible.split(",")):
-        if name.startswith("MIG-"):  # a slice of a device, which the driver does not list
-            found.append(Gpu(name=name, uuid=name, occupants=occupants.get(name, ())))
-            continue
-        matches = [it for it in gpus if name == it.name or (name.startswith("GPU-") and it.uuid.startswith(name))]
-        if len(matches) != 1:  # CUDA reads no further, either
-            break
-        found.append(replace(matches[0], name=name))
-    return tuple(found)
-
-
-def _gpu(line: str, occupants: Mapping[str, tuple[Occupant, ...]], pci: str) -> Gpu:
-    """The device of a line: number, uuid, address on the PCI bus, kind, memory such as ``143771 MiB``."""
-    index, uuid, address, model, mebibytes, *_ = (*map(str.strip, line.split(",")), "", "", "")
-    return Gpu(
-        name=index,
-        uuid=uuid,
-        occupants=occupants.get(uuid, ()),
-        node=_node_of(address, pci) if address else None,
-        model=model,
-        memory_bytes=_last_number(mebibytes.removesuffix(" MiB")) * 2**20,
-    )
-
-
-def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
-    """The processes that hold memory on each device, but for those that have called poprun, such as a notebook.
-
-    One without a number, as in a container, has the number 0.
-    """
-    from poprun.process.process_tree import ancestors, user_of  # noqa: PLC0415 - few machines have GPUs
-
-    callers = {*ancestors(os.getpid())}
-    found: dict[str, tuple[Occupant, ...]] = {}
-    for line in processes.splitlines():
-        uuid, _, number = map(str.strip, line.partition(","))
-        pid = int(number) if number.isdecimal() else 0
-        if uuid and pid not in callers:
-            found[uuid] = (*found.get(uuid, ()), Occupant(pid=pid, user=user_of(pid)))
-    return found
-
-
-def _node_of(address: str, pci: str) -> int | None:
-    """The NUMA node of a device, or None where the kernel does not know; the driver writes longer addresses."""
-    domain, _, rest = address.lower().partition(":")
-    node = _number(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node"))
-    return node if node >= 0 else None
-
-
-def _ask(query: str) -> str:
-    """The driver's answer to a query; empty when it is not installed or takes too long."""
-    return answer_of((_SMI, "--format=csv,noheader", query), _SMI_SECONDS) or ""
 
 
 def _numbers(path: str) -> tuple[int, ...]:

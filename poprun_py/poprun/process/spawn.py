@@ -168,27 +168,58 @@ def thread_shortage() -> int:
     return errno.EAGAIN if has_room else errno.ENOMEM
 
 
+class Answer(NamedTuple):
+    """What a program has said, and how it ended."""
+
+    text: str  # what it has printed on both streams; or why it could not be run
+    code: int | None  # its exit code, negative for a signal; None where it could not be run, or took too long
+
+
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
     """The text that a program prints on both streams; None when it cannot be run, fails, or takes too long."""
+    (answer,) = answers_of((words,), timeout_seconds, os.environ)
+    return answer.text if answer.code == 0 else None
+
+
+def answers_of(
+    commands: Sequence[Sequence[str]], timeout_seconds: float, environment: Mapping[str, str]
+) -> list[Answer]:
+    """Run several programs at once, and return what each answers within the time that they have together."""
     deadline_seconds = time.monotonic() + timeout_seconds
+    asked = [_ask(words, environment) for words in commands]
+    return [
+        it if isinstance(it, Answer) else _await_answer(*it, deadline_seconds, timeout_seconds) for it in asked
+    ]
+
+
+def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple[int, int]:
+    """Start a program; its id and the descriptor that it prints to, or why it cannot be run."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)
     try:
-        pid = start_process(ProcessStart(words, "/", os.environ, (null, writer, writer), signal.SIGKILL))
-    except OSError:
+        start = ProcessStart(words, "/", environment, (null, writer, writer), signal.SIGKILL)
+        return start_process(start), reader
+    except OSError as error:
         os.close(reader)
-        return None
+        return Answer(error.strerror or str(error), None)
     finally:
         os.close(writer)
         os.close(null)
+
+
+def _await_answer(pid: int, reader: int, deadline_seconds: float, timeout_seconds: float) -> Answer:
+    """Wait for what a program prints, and for its end; kill it where it takes too long."""
     end = os.pidfd_open(pid)
-    answer = _read_all(reader, deadline_seconds)
-    if not _is_ready(end, deadline_seconds):
+    text = _read_all(reader, deadline_seconds).decode(errors="replace")
+    is_late = not _is_ready(end, deadline_seconds)
+    if is_late:
         os.killpg(pid, signal.SIGKILL)
     for descriptor in (reader, end):
         os.close(descriptor)
     _, status = os.waitpid(pid, 0)
-    return answer.decode(errors="replace") if status == 0 else None
+    if is_late:
+        return Answer(f"no answer within {timeout_seconds:g} s", None)
+    return Answer(text, os.waitstatus_to_exitcode(status))
 
 
 def _read_all(reader: int, deadline_seconds: float) -> bytes:

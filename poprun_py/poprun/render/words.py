@@ -42,6 +42,7 @@ def stands_for(instance: InstancePlan) -> str:
         things = numbered("GPU", [int(name) for name in instance.devices])
     else:
         things = ", ".join(instance.devices)
+    things = f"{things}, shared" if instance.is_sharing else things
     return things if len(instance.replicas) == 1 else f"{things} in turns"
 
 

@@ -133,7 +133,7 @@ def held_lease(
 
 
 def devices_called(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[str, ...]:
-    """The CUDA devices for the GPUs called ``names``, the first ones where a partition has more than are used."""
+    """The devices for the GPUs called ``names``, the first ones where a partition has more than are used."""
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
     return tuple(by_name[name].device for name in names[: plan.num_gpus_per_host])
 

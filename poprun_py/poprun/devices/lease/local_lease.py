@@ -36,7 +36,7 @@ from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.planner import place
 from poprun.plan.pods import allocation_of
 from poprun.plan.topology import Binding, Gpu, MachineFacts
-from poprun.probe.machine import find_gpus
+from poprun.probe.gpus import find_devices, find_gpus
 from poprun.process.process_tree import ancestors, user_name
 from poprun.text import screen
 
@@ -84,7 +84,13 @@ def ipu_claims(
     """The claims of a job on virtual IPUs and on GPUs of this machine, of a pod's IPUs in the ``partition``."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
-        gpus = find_gpus(os.environ) if facts is None else facts.gpus
+        found = find_devices(os.environ) if facts is None else None
+        if found is not None and found.gpus and found.maker != plan.maker:
+            raise PlanError(
+                f"the devices here are {found.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
+                "with devices of one maker"
+            )
+        gpus = found.gpus if found is not None else facts.gpus if facts is not None else ()
         is_beside = plan.leases_ipus or plan.asks_server
         claims.append(GpuClaim(plan, None if is_beside else partition, gpus, is_fixed=is_fixed))
     return claims
@@ -209,7 +215,7 @@ class GpuClaim(LocalClaim):
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """``given`` with the GPUs as CUDA calls them."""
+        """``given`` with the GPUs as masks call them."""
         return replace(given, devices=devices_called(self.plan, self.cluster, names))
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:

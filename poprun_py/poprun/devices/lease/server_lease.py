@@ -38,12 +38,14 @@ from poprun.devices.server.server_client import RemotePool, pool_at
 from poprun.devices.server.server_connection import ServerAddress
 from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
+from poprun.makers.maker import MAKERS
 from poprun.plan.inventory import CPU, GPU, POD, Cluster
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.pods import allocation_of, share_of
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.probe.machine import find_gpus, names_of_this_machine
+from poprun.probe.gpus import find_gpus
+from poprun.probe.machine import names_of_this_machine
 from poprun.process.process_tree import ancestors, key_of, user_name
 from poprun.text import screen
 
@@ -230,7 +232,7 @@ def given_ipus(
     """The devices and cores of ``plan`` with the IPUs called ``names``; ``hosts`` bear the cluster's names."""
     if cluster.kind == GPU:
         in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]
-        _check_visible(cluster, in_slot_order[: plan.num_gpus_per_host])
+        _check_visible(plan, cluster, in_slot_order[: plan.num_gpus_per_host])
         return replace(plan.named_devices, devices=devices_called(plan, cluster, in_slot_order))
     for host in hosts:
         _check_share(plan, cluster, host, names, partition)
@@ -253,13 +255,14 @@ def _check_share(
         )
 
 
-def _check_visible(cluster: Cluster, names: Sequence[str]) -> None:
-    """Check that the GPUs are among those that ``CUDA_VISIBLE_DEVICES`` leaves here."""
+def _check_visible(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> None:
+    """Check that the GPUs are among those that the user's masks leave here."""
     missing = [ipu.name for ipu in cluster.ipus if ipu.name in names and not ipu.device]
     if missing:
+        mask = MAKERS[plan.maker].mask
         raise PlanError(
-            f"the job was given {', '.join(missing)}, and those GPUs are not here, or CUDA_VISIBLE_DEVICES leaves "
-            "them out: unset it, because the server does not know of it"
+            f"the job was given {', '.join(missing)}, and those GPUs are not here, or {mask} leaves them out: "
+            "unset it, because the server does not know of it"
         )
 
 

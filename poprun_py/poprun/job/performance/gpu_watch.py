@@ -1,4 +1,4 @@
-"""What the GPUs of a job do on poprun's own host, as the driver's ``nvidia-smi`` tells every five seconds."""
+"""What the GPUs of a job do on poprun's own host, as the tool of their maker tells every five seconds."""
 
 import os
 import signal
@@ -9,12 +9,11 @@ from typing import Final, Self
 
 from poprun.job.performance.curves import JobCurves
 from poprun.job.state import JobIdentity
+from poprun.makers.maker import MAKERS
 from poprun.plan.plan import LaunchPlan
 from poprun.process.process_tree import ProcessKey, key_of, send
 from poprun.process.spawn import ProcessStart, start_process
 
-_QUERY: Final = "--query-gpu=index,uuid,utilization.gpu,memory.used"
-_WORDS: Final = ("nvidia-smi", _QUERY, "--format=csv,noheader,nounits", "--loop=5")
 _MIB: Final = 2**20
 _PERCENT: Final = 100.0
 _READ_BYTES: Final = 64 * 1024
@@ -30,7 +29,7 @@ class GpuReading:
 
     @classmethod
     def read(cls, line: str) -> Self | None:
-        """What a line of ``nvidia-smi`` says; None when it is no such line."""
+        """What a line of the tool says: number, uuid, percent, MiB; None when it is no such line."""
         try:
             index, uuid, *cells = map(str.strip, line.split(","))
             busy, memory = (float(cell) if cell.isdecimal() else None for cell in cells)
@@ -46,20 +45,25 @@ class GpuReading:
 def watch_gpus(
     plan: LaunchPlan, identity: JobIdentity, environ: Mapping[str, str], curves: JobCurves
 ) -> "GpuWatch | None":
-    """A watch over the GPUs of the instances on poprun's own host; None where there are none."""
+    """A watch over the GPUs of the instances on poprun's own host; None where there are none, or no such tool."""
     network, found = identity.network, {}
     for index in range(plan.num_instances):
         route = identity.route(plan, index)
         if network is None or (route is not None and route.address == network.control_host):
             found[index] = tuple(plan.instance(index, identity.devices_of(plan, index)).devices)
-    return GpuWatch(found, environ, curves) if any(found.values()) else None
+    words = MAKERS[plan.maker].watch
+    return GpuWatch(words, found, environ, curves) if words and any(found.values()) else None
 
 
 class GpuWatch:
-    """Adds to curves what one ``nvidia-smi`` prints of ``devices``, by instance, until the attempt ends."""
+    """Adds to curves what the tool ``words`` prints of ``devices``, by instance, until the attempt ends."""
 
     def __init__(
-        self, devices: Mapping[int, Sequence[str]], environ: Mapping[str, str], curves: JobCurves
+        self,
+        words: Sequence[str],
+        devices: Mapping[int, Sequence[str]],
+        environ: Mapping[str, str],
+        curves: JobCurves,
     ) -> None:
         self._devices = devices
         self._curves = curves
@@ -69,7 +73,7 @@ class GpuWatch:
         null = os.open(os.devnull, os.O_RDWR)
         self._process: ProcessKey | None = None
         with suppress(OSError):  # a host without the program has no such curves
-            start = ProcessStart(_WORDS, os.sep, environ, (null, writer, null), signal.SIGTERM)
+            start = ProcessStart(words, os.sep, environ, (null, writer, null), signal.SIGTERM)
             self._process = key_of(start_process(start))
         os.close(null)
         os.close(writer)

@@ -1,0 +1,179 @@
+"""What the tools and drivers of makers print of their devices, read into rows. Pure."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+_MIB: Final = 2**20
+_GIB: Final = 2**30
+_NUMBER: Final = re.compile(r"[0-9]+")
+_GPU_LINE: Final = re.compile(r"GPU ([0-9]+): .*\(UUID: \S+\)")
+_SLICE_LINE: Final = re.compile(r"\s+MIG (\S+)\s+Device\s+[0-9]+: \(UUID: ([^)\s]+)\)")
+_SLICE_MEMORY: Final = re.compile(r"\.([0-9]+)gb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A device, or a slice of one, as its maker's tool lists it."""
+
+    name: str  # what masks call it: a number, or the UUID of a slice
+    uuid: str  # what it is called by all users of the machine
+    whole: str = ""  # what masks call the device of which it is a slice; empty for a device
+    address: str = ""  # on the PCI bus
+    model: str = ""
+    memory_bytes: int = 0  # 0 where it is not known
+    pids: tuple[int, ...] = ()  # processes that hold memory on it; 0 for one whose number is hidden
+
+
+def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
+    """Read three answers of nvidia-smi: the list of GPUs, their processes, and the tree with slices (MIG)."""
+    del files
+    inventory, processes, tree = answers
+    pids: dict[str, tuple[int, ...]] = defaultdict(tuple)
+    for line in processes.splitlines():
+        uuid, _, number = map(str.strip, line.partition(","))
+        if uuid:
+            pids[uuid] += (int(number) if number.isdecimal() else 0,)
+    slices = _slices(tree)
+    found = list[Listed]()
+    for line in inventory.splitlines():
+        if "," not in line:
+            continue
+        index, uuid, address, model, memory, *_ = (*map(str.strip, line.split(",")), "", "", "")
+        gpu = Listed(
+            name=index, uuid=uuid, address=address, model=model, memory_bytes=_first_number(memory) * _MIB
+        )
+        parts = [
+            replace(
+                gpu, name=name, uuid=name, whole=index, model=f"{model} MIG {kind}", memory_bytes=_size_of(kind)
+            )
+            for kind, name in slices.get(index, ())
+        ]
+        found += [replace(it, pids=pids.get(it.uuid, ())) for it in parts or [gpu]]
+    return tuple(found)
+
+
+def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
+    """The kind and UUID of each slice, by the number of its GPU."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    index = ""
+    for line in tree.splitlines():
+        if gpu := _GPU_LINE.match(line):
+            index = gpu[1]
+        elif part := _SLICE_LINE.match(line):
+            found.setdefault(index, []).append((part[1], part[2]))
+    return found
+
+
+def _size_of(kind: str) -> int:
+    """The memory of a slice such as ``3g.20gb``."""
+    match = _SLICE_MEMORY.search(kind)
+    return int(match[1]) * _GIB if match else 0
+
+
+def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
+    """Read what the driver shows in /sys, in whose order ROCm numbers the GPUs that the process may open."""
+    del answers
+    nodes = sorted(int(path.split("/")[-2]) for path in files if path.endswith("/gpu_id"))
+    folder = next((path.rpartition("/")[0].rpartition("/")[0] for path in files if path.endswith("/gpu_id")), "")
+    found = list[Listed]()
+    for node in nodes:
+        gpu_id = files[f"{folder}/{node}/gpu_id"].strip()
+        properties = _properties(files.get(f"{folder}/{node}/properties", ""))
+        if gpu_id in ("", "0") or not properties:  # a processor, or a GPU that this control group may not open
+            continue
+        minor, place = properties.get("drm_render_minor", 0), properties.get("location_id", 0)
+        address = f"{properties.get('domain', 0):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
+        unique = properties.get("unique_id", 0)
+        product = files.get(f"/sys/class/drm/renderD{minor}/device/product_name", "").strip()
+        banks = (text for path, text in files.items() if path.startswith(f"{folder}/{node}/mem_banks/"))
+        holders = (
+            path.split("/")
+            for path, text in files.items()
+            if path.endswith(f"/vram_{gpu_id}") and _first_number(text)
+        )
+        found.append(
+            Listed(
+                name=str(len(found)),
+                uuid=f"GPU-{unique:016x}" if unique else address,
+                address=address,
+                model=product or f"gfx{properties.get('gfx_target_version', 0)}",
+                memory_bytes=sum(_properties(bank).get("size_in_bytes", 0) for bank in banks),
+                pids=tuple(int(parts[-2]) for parts in holders),
+            )
+        )
+    return tuple(found)
+
+
+def _properties(text: str) -> dict[str, int]:
+    """The numbers of a file of the kernel's that has a name and a number in each line."""
+    pairs = (line.partition(" ") for line in text.splitlines())
+    return {name: int(number) for name, _, number in pairs if number.isdecimal()}
+
+
+def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
+    """Read two answers of xpu-smi, the list of cards and their processes; each tile of a card is a row."""
+    import csv  # noqa: PLC0415 - few machines have cards of this maker
+
+    inventory, processes = answers
+    found = list[Listed]()
+    for row in csv.reader(inventory.splitlines()):
+        if len(row) < len(("id", "model", "address", "memory")) or not row[0].isdecimal():
+            continue
+        card, model, address, memory = (cell.strip() for cell in row[:4])
+        num_tiles = max(1, sum(f"/{address}/" in path for path in files))
+        whole = Listed(
+            name=card,
+            uuid=address,
+            address=address,
+            model=model,
+            memory_bytes=_first_number(memory) * _MIB,
+            pids=tuple(_holders(processes, card)),
+        )
+        tiles = (
+            replace(
+                whole,
+                name=f"{card}.{tile}",
+                uuid=f"{address}/{tile}",
+                whole=card,
+                memory_bytes=whole.memory_bytes // num_tiles,
+            )
+            for tile in range(num_tiles)
+        )
+        found += [whole] if num_tiles == 1 else tiles
+    return tuple(found)
+
+
+def _holders(processes: str, card: str) -> Iterator[int]:
+    """The processes on a card, but for the tool itself; columns are id, command, card, and two of memory."""
+    for line in processes.splitlines():
+        cells = line.split()
+        if len(cells) < len(("id", "command", "card", "shared", "memory")) or not cells[0].isdecimal():
+            continue
+        if cells[-3] == card and os.path.basename(cells[1]) not in ("xpu-smi", "xpumd"):
+            yield int(cells[0])
+
+
+def arrange_tiles(devices: Sequence[Listed], environment: Mapping[str, str]) -> Sequence[Listed]:
+    """Return the devices as Level Zero numbers them: tiles, unless the user asks for cards with tiles in them."""
+    if environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() != "COMPOSITE":
+        return [replace(it, name=str(number), whole=it.name) for number, it in enumerate(devices)]
+    if "." in environment.get("ZE_AFFINITY_MASK", ""):
+        return devices
+    cards = dict[str, Listed]()
+    for it in devices:
+        card = replace(it, name=it.whole or it.name, uuid=it.address, whole="")
+        before = cards.get(card.name)
+        cards[card.name] = (
+            card if before is None else replace(before, memory_bytes=before.memory_bytes + card.memory_bytes)
+        )
+    return [*cards.values()]
+
+
+def _first_number(text: str) -> int:
+    """The first whole number in ``text``, such as ``143771 MiB``; 0 without one."""
+    match = _NUMBER.search(text)
+    return int(match[0]) if match else 0

@@ -1,0 +1,84 @@
+"""Which devices the user's masks leave, as the runtime of their maker reads them, and what is wrong. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from poprun.makers.listings import Listed
+from poprun.makers.maker import MAKERS, Maker
+
+_HIDING: Final = ("", "-1", "NoDevFiles", "none", "void")
+"""What a user or a scheduler writes into a mask to hide all devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visible:
+    """The devices that masks leave."""
+
+    devices: tuple[Listed, ...]  # in the order of the innermost mask, with the names that it gives them
+    problems: tuple[str, ...] = ()  # what is wrong with the masks, a sentence each
+
+
+def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping[str, str]) -> Visible:
+    """Return the devices that the masks of ``environment`` leave of those ``listed``."""
+    devices, problems = tuple(maker.arrange(listed, environment)), list[str]()
+    outer = {name: environment[name] for name in maker.outer_masks if name in environment}
+    for name, text in outer.items():
+        left, problem = _left_by(name, text, devices, maker)
+        devices = tuple(replace(it, name=str(number)) for number, it in enumerate(left))
+        problems += problem
+    inner = [name for name in (maker.mask, *maker.aliases) if name in environment]
+    if len(inner) > 1 and len({environment[name] for name in inner}) > 1:
+        problems.append(
+            f"{inner[0]}={environment[inner[0]]} counts, and {inner[1]}={environment[inner[1]]} is not read: "
+            "unset one of them"
+        )
+    # a scheduler writes the same numbers into the masks of all makers, and an alias would count them twice
+    if inner and not (inner[0] in maker.aliases and environment[inner[0]] in outer.values()):
+        devices, problem = _left_by(inner[0], environment[inner[0]], devices, maker)
+        problems += problem
+    elif not inner and not outer:
+        problems += _masks_of_others(maker, environment)
+    return Visible(devices=devices, problems=tuple(problems))
+
+
+def _left_by(
+    variable: str, text: str, devices: Sequence[Listed], maker: Maker
+) -> tuple[tuple[Listed, ...], list[str]]:
+    """The devices that one mask leaves, and what is wrong with it; what follows an unknown name is not read."""
+    found = list[Listed]()
+    for word in map(str.strip, text.split(",")):
+        matches = _called(word, devices, maker)
+        if not matches and word in _HIDING:
+            break
+        if not matches:
+            there = ", ".join(it.name for it in devices) or "none"
+            ends = "" if text.strip() == word else ", and what follows it is not read"
+            return tuple(found), [
+                f"{variable}={text} names {word}, which is not among the devices here ({there}){ends}: correct it"
+            ]
+        found += matches
+    if len({it.uuid for it in found}) < len(found):
+        return (), [f"{variable}={text} names a device twice, and then a program sees none: name each once"]
+    return tuple(found), []
+
+
+def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
+    """The devices that ``word`` of a mask means: one, or all slices of one."""
+    is_uuid = not word.replace(".", "").isdecimal()
+    named = [it for it in devices if word == it.name or (is_uuid and word and it.uuid.startswith(word))]
+    if len(named) == 1:
+        return [replace(named[0], name=word)]
+    if is_uuid and maker.is_slice(word) and not any(it.whole for it in devices):
+        return [Listed(name=word, uuid=word)]  # the tool does not list slices
+    return [it for it in devices if word and word == it.whole] if not named else []
+
+
+def _masks_of_others(maker: Maker, environment: Mapping[str, str]) -> list[str]:
+    """What to say of a mask that the devices here do not read."""
+    foreign = (name for other in MAKERS.values() for name in other.masks if name not in maker.masks)
+    name = next((name for name in foreign if environment.get(name, "")), None)
+    if name is None:
+        return []
+    said = f"{name}={environment[name]} is set, and the devices here are {maker.name}'s, which do not read it"
+    return [f"{said}: set {maker.mask}"]
