@@ -1,4 +1,7 @@
-"""Whose failure ended a job, from what real programs have said and left behind (torch 2.13, gloo)."""
+"""Whose failure ended a job, from what real programs have said and left behind (torch 2.13, gloo).
+
+Holds poprun.makers.failures.
+"""
 
 import signal
 from collections.abc import Mapping
@@ -8,9 +11,11 @@ import pytest
 
 from poprun.job.end_verdict import combine, find_verdict_of_end, is_torn
 from poprun.job.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
+from poprun.job.report.findings import hint
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.state import HOST_LOST, InstanceState, InstanceStatus
 from poprun.job.verdict import Cause, Verdict
+from poprun.probe.limits import Evidence
 
 CLOSED = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
@@ -186,6 +191,66 @@ def test_the_table(
 
     assert (verdict.cause, verdict.culprits, verdict.victims) == (cause, culprits, victims)
     assert verdict.torn_down == tuple(it.index for it in statuses if it.was_stopped)
+
+
+NCCL_WITHOUT_ROOM = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 7, in <module>
+    dist.all_reduce(x)
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled system error, NCCL version 2.28.9
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-aBcDeF (size 9637888), error: No space left on device (28)
+"""
+ASSERTION = (
+    "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1290: indexSelectLargeIndex: block: [0,0,0], thread: [39,0,0] "
+    "Assertion `srcIndex < srcSelectDimSize` failed."
+)
+ASSERTED = f"""\
+{ASSERTION}
+Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    loss.item()
+torch.AcceleratorError: CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+FULL = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    net(x)
+torch.OutOfMemoryError: {} out of memory. Tried to allocate 200.00 GiB. GPU 0 has a total capacity of 79.11 GiB \
+of which 78.60 GiB is free. Including non-PyTorch memory, this process has 520.00 MiB memory in use.
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "said", "advice"),
+    [
+        (NCCL_WITHOUT_ROOM, Cause.FULL_DISK, "NCCL has found no room in /dev/shm", "--shm-size 8g"),
+        (ASSERTED, Cause.EXCEPTION, ASSERTION, "CUDA_LAUNCH_BLOCKING=1"),
+        *(
+            (
+                FULL.format(kind),
+                Cause.OUT_OF_MEMORY,
+                "out of memory on GPU 0: it asked for 200.00 GiB, of 79.11 GiB there 78.60 GiB are free",
+                "popdist.parallel.recompute",
+            )
+            for kind in ("CUDA", "HIP", "XPU")
+        ),
+    ],
+)
+def test_a_failure_on_a_device_is_told_with_its_remedy(text: str, cause: Cause, said: str, advice: str) -> None:
+    """With the numbers of the message, not those of the host's memory; whose device it is is the culprit."""
+    words = last_words(text.splitlines())
+    verdict = find_verdict_of_end([STOPPED, ended(1, 1)], {1: words}, {}, {})
+
+    assert (verdict.cause, verdict.culprits, verdict.victims) == (cause, (1,), ())
+    assert advice in verdict.advice
+    assert hint(ended(1, 1), words, Evidence()) == said
+    if cause is Cause.EXCEPTION:
+        assert words.lines[0] == ASSERTION
 
 
 def test_a_call_of_one_instance_alone_is_told_with_its_remedy() -> None:

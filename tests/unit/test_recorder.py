@@ -6,14 +6,20 @@ Holds poprun.launch.recorder and poprun.job.evidence.
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 from typing import Any
 
 import pytest
 
+from popdist.startup.recorder_server import read_recorder
 from poprun.job.evidence import Call, InstanceEvidence, read_evidence
-from poprun.launch.recorder import ANSWER_SECONDS, MAX_CALLS, RecorderQuestion, cut_record
+from poprun.job.verdict import EVERYBODY
+from poprun.launch.recorder import ANSWER_SECONDS, MAX_CALLS, RecorderQuestion, cut_record, list_calls
 
 
 def entry(number: int, name: str = "gloo:all_reduce", group: str = "0", *, retired: bool = True) -> dict[str, Any]:
@@ -120,3 +126,62 @@ def test_the_stack_of_a_crash_is_that_of_its_thread() -> None:
 
     assert [read_evidence({"crash": text}).crash.threads[0][0].line for text in texts] == [7, 7]
     assert read_evidence({"crash": ""}).crash.threads == ()
+
+
+def test_each_recorder_has_its_own_numbers() -> None:
+    """A group may have calls of NCCL beside those of gloo; one record that is none spoils nothing."""
+    config = {"pg_config": {"0": {"ranks": "[0, 1]"}}}
+    both = b"\n".join((record(entry(1), **config), record(entry(7, "nccl:all_reduce"), **config)))
+    groups = read_evidence({"recorder": cut_record(both)}).groups
+    (alone,) = read_evidence({"recorder": cut_record(b"Handler not found\n" + both.split(b"\n")[1])}).groups
+
+    assert [(group.name, group.calls[0].number, group.ranks) for group in groups] == [
+        ("0", 1, (0, 1)),
+        ("0:nccl", 7, (0, 1)),
+    ]
+    assert alone == groups[1]
+    assert list_calls(both).keys() == {"0", "0:nccl"}
+    assert EVERYBODY == ("0:nccl", "0")
+
+
+ANSWERS = {"fr_trace_json": record(entry(1)), "dump_nccl_trace_json": record(entry(2, "nccl:all_reduce"))}
+
+
+@pytest.fixture(params=[ANSWERS, {"fr_trace_json": ANSWERS["fr_trace_json"]}])
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """A server like torch's, with and without NCCL: the descriptor of its socket, and what it answers."""
+    answers: dict[str, bytes] = request.param
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = answers.get(self.path.rpartition("/")[2])
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(b"Handler not found\n" if body is None else body)
+
+        def address_string(self) -> str:
+            return ""
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingUnixStreamServer(str(tmp_path / "s"), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        descriptor = os.open(tmp_path / "s", os.O_PATH)
+        yield descriptor, answers
+        os.close(descriptor)
+        server.shutdown()
+        thread.join()
+
+
+def test_both_recorders_are_asked(served: tuple[int, dict[str, bytes]]) -> None:
+    """By the agent, and by the program about itself; a torch without NCCL's answers with gloo's alone."""
+    descriptor, answers = served
+    question = RecorderQuestion(os.getpid(), descriptor)
+    while (answer := question.answer()) is None:
+        pass
+
+    assert answer == cut_record(b"\n".join(answers.values()))
+    assert len(read_evidence({"recorder": answer}).groups) == len(answers)
+    assert cut_record(read_recorder(descriptor)) == answer

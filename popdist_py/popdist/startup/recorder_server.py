@@ -73,8 +73,16 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
         os.write(2, b"".join(line for line in said.splitlines(keepends=True) if OWN_LINE not in line))
 
 
+HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
+"""The server's names of torch's recorders: that of gloo, and that of NCCL, which only some builds have."""
+
+
 def read_recorder(descriptor: int) -> bytes:
-    """What this process's own recorder holds, as JSON."""
+    """What this process's own recorders hold, each as JSON in a line of its own."""
+    return b"\n".join(_ask(descriptor, handler).replace(b"\n", b" ") for handler in HANDLERS)
+
+
+def _ask(descriptor: int, handler: str) -> bytes:
     import http.client  # noqa: PLC0415 - a program that fails pays for it
     import socket  # noqa: PLC0415
 
@@ -83,5 +91,6 @@ def read_recorder(descriptor: int) -> bytes:
     with connection.sock as link:
         link.settimeout(1.0)
         link.connect(f"/proc/self/fd/{descriptor}")
-        connection.request("POST", "/handler/fr_trace_json")
-        return connection.getresponse().read()
+        connection.request("POST", f"/handler/{handler}")
+        answer = connection.getresponse()
+        return answer.read() if answer.status == http.client.OK else b""

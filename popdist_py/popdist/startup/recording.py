@@ -181,9 +181,11 @@ class Recording:
 
     def _calls(self) -> list[list[Any]]:
         """Group, number, name and time of the collectives that torch's recorder has seen in the window."""
+        entries: list[dict[str, Any]] = []
         try:
-            entries = json.loads(self._read_recorder())["entries"]
-        except (OSError, ValueError, KeyError):
+            for line in self._read_recorder().splitlines():  # of each recorder one, empty where there is none
+                entries += json.loads(line or b"{}").get("entries") or ()
+        except (OSError, ValueError, AttributeError):
             return []
         wanted = ("collective_seq_id", "profiling_name", "time_created_ns")
         return [

@@ -24,6 +24,7 @@ from poprun.job.verdict import (
     minority,
     place_text,
 )
+from poprun.makers.failures import find_device_failure
 
 _TORN: Final = re.compile(
     r"gloo/transport/.*(?:Connection closed|Connection reset|Broken pipe|Connection refused|[Tt]imed out|timeout)"
@@ -95,7 +96,8 @@ def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -
 
 def is_torn(said: LastWords | None) -> bool:
     """Whether a program failed only because another one was lost, by its last words."""
-    return said is not None and bool(_TORN.search(_last_lines(said)))
+    text = "" if said is None else _last_lines(said)
+    return bool(_TORN.search(text)) and not _NO_SPACE.search(text)  # of which NCCL makes an error of connections
 
 
 def _last_lines(said: LastWords) -> str:
@@ -128,6 +130,8 @@ def _blame(
     advice = {Cause.OUT_OF_MEMORY: _MORE_MEMORY, Cause.FULL_DISK: "make room there, or write elsewhere"}.get(
         cause, ""
     )
+    if (failure := find_device_failure((said.summary, *said.lines))) is not None:
+        advice = failure.advice
     return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
 
 
@@ -242,7 +246,11 @@ def _without_culprit(
         said = {without_numbers(words[it.index].summary) for it in failed if it.index in words}
         advice = remedy_of_lone_call(said) or UNEVEN
         return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(early), details=(ends,), advice=advice)
-    counts = {index: group.num_called for index, it in evidence.items() if (group := it.group(EVERYBODY))}
+    by_name = (
+        {index: group.num_called for index, it in evidence.items() if (group := it.group(name))}
+        for name in EVERYBODY
+    )
+    counts = next(filter(None, by_name), {})
     most = max(counts.values(), default=0)
     free = [index for index, count in counts.items() if count < most and statuses[index].was_stopped]
     if free and len(counts) == len(statuses):

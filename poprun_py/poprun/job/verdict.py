@@ -18,7 +18,10 @@ from poprun.job.stacks import ReadLine, collective_of, own_frame
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 
 MAX_LINES: Final = 8
-EVERYBODY: Final = "0"  # torch's name of the group of all
+EVERYBODY: Final = (
+    "0:nccl",
+    "0",
+)  # the group of all, as `launch.recorder` names it: its calls of NCCL, and of gloo
 
 
 class Cause(StrEnum):
@@ -149,7 +152,7 @@ class Queue:
     def describe(self) -> str:
         """Who waits in which collective, and how far those are that have not called it."""
         who, call = sorted(self.waiting), next(iter(self.waiting.values()))
-        which = "" if self.name == EVERYBODY else f" of group {self.name}"
+        which = _of_group(self.name)
         text = (
             f"{name_instances(who)} wait{'s' if len(who) == 1 else ''} in collective {self.number}{which}: {call}"
         )
@@ -157,6 +160,10 @@ class Queue:
             return text
         verb = "has" if len(self.behind) == 1 else "have"
         return f"{text}, which {name_instances(sorted(self.behind))} {verb} not called"
+
+
+def _of_group(name: str) -> str:
+    return "" if name in EVERYBODY else f" of group {name}"
 
 
 def _queues(
@@ -190,7 +197,7 @@ def _queue(
     number = min(call.number for call in calls.values())
     records = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
     named = next((group.ranks for group in groups.values() if group.ranks), ())
-    everybody = range(len(statuses)) if name == EVERYBODY else ()
+    everybody = range(len(statuses)) if name in EVERYBODY else ()
     members = frozenset((*records, *named, *everybody)) & frozenset(range(len(statuses)))
     ended = {index for index in members - records.keys() if statuses[index].exit_code is not None}
     called = {index: call for index, group in records.items() if (call := group.find(number)) is not None}
@@ -212,7 +219,7 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
         alike.setdefault(str(call), []).append(index)
     kinds = sorted(alike.items(), key=lambda item: -len(item[1]))
     culprits = minority([indices for _, indices in kinds])
-    which = "" if queue.name == EVERYBODY else f" of group {queue.name}"
+    which = _of_group(queue.name)
     details = [f"as collective {queue.number}{which} they have called:"]
     details += [f"  {name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in kinds]
     return replace(

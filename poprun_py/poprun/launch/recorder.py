@@ -1,4 +1,4 @@
-"""What an agent asks torch's recorder in its program: which collectives it has called, and which are not done.
+"""What an agent asks torch's recorders in its program: which collectives it has called, and which are not done.
 
 The program's start-up hook has started torch's worker server, whose threads answer while Python is stuck
 (`popdist.startup.recorder_server`). Standard library only: a bare interpreter loads this when poprun asks.
@@ -14,7 +14,7 @@ from poprun.messages.control import decode
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any, Final
 
     from poprun.messages.control import Message
@@ -26,82 +26,123 @@ MAX_CALLS: Final = 6
 
 ANSWER_SECONDS: Final = 0.3
 MOMENTS_SECONDS: Final = 2.0
-_REQUEST: Final = (
-    b"POST /handler/fr_trace_json HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-)
+_HANDLERS: Final = (b"fr_trace_json", b"dump_nccl_trace_json")
+"""The server's names of torch's recorders: that of gloo, and that of NCCL, which only some builds have."""
+
+_REQUEST: Final = b"POST /handler/%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_OWN_GROUPS: Final = ("nccl",)
+"""Backends that number their calls for themselves: a group may have one of them beside gloo."""
 _READ_BYTES: Final = 1024 * 1024
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
 class RecorderQuestion:
-    """One question to the recorder in process ``pid``, behind its descriptor; nothing here waits."""
+    """One question to the recorders in process ``pid``, behind its descriptor; nothing here waits."""
 
     def __init__(self, pid: int, descriptor: int, *, is_about_moments: bool = False) -> None:
         self._cut = list_calls if is_about_moments else cut_record
         self._deadline_seconds = time.monotonic() + (MOMENTS_SECONDS if is_about_moments else ANSWER_SECONDS)
+        self._links = [_Link(f"/proc/{pid}/fd/{descriptor}", handler) for handler in _HANDLERS]
+
+    def answer(self) -> Message | None:
+        """What the recorders say, cut to what matters, or nothing if none answers; None before that."""
+        is_late = time.monotonic() >= self._deadline_seconds
+        if not all(link.receive(is_late=is_late) for link in self._links):
+            return None
+        return self._cut(b"\n".join(link.text for link in self._links))
+
+
+class _Link:
+    """A connection to torch's worker server, over which one recorder is asked."""
+
+    def __init__(self, path: str, handler: bytes) -> None:
         self._received = b""
-        self._link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._link.settimeout(0.0)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(0.0)
         self._is_over = False
         try:
-            self._link.connect(f"/proc/{pid}/fd/{descriptor}")
-            self._link.send(_REQUEST)
+            self._socket.connect(path)
+            self._socket.send(_REQUEST % handler)
         except OSError:
             self._end()
 
-    def answer(self) -> Message | None:
-        """What the recorder says, cut to what matters, or nothing if it does not answer; None before that."""
+    @property
+    def text(self) -> bytes:
+        """What was received, in one line."""
+        return self._received.partition(b"\r\n\r\n")[2].replace(b"\n", b" ")
+
+    def receive(self, *, is_late: bool) -> bool:
+        """Receive what there is; whether no more will come."""
         while not self._is_over:
             try:
-                data = self._link.recv(_READ_BYTES)
+                data = self._socket.recv(_READ_BYTES)
             except BlockingIOError:
-                if time.monotonic() < self._deadline_seconds:
-                    return None
+                if not is_late:
+                    return False
                 data = b""
             except OSError:
                 data = b""
             self._received += data
             if not data or len(self._received) > _MOST_BYTES:
                 self._end()
-        return self._cut(self._received.partition(b"\r\n\r\n")[2])
+        return True
 
     def _end(self) -> None:
         self._is_over = True
-        self._link.close()
+        self._socket.close()
 
 
 def cut_record(text: bytes) -> Message:
-    """Of what torch's recorder holds as JSON: its groups, how far each is, and their last calls; else nothing."""
-    try:
-        record: dict[str, Any] = decode(text)
-        by_group: dict[str, list[dict[str, Any]]] = {}
-        for entry in record.get("entries") or []:
-            by_group.setdefault(str(entry["process_group"][0]), []).append(entry)
-        groups = [_cut_group(name, entries, record) for name, entries in by_group.items()]
-    except (ProtocolError, AttributeError, KeyError, IndexError, TypeError, ValueError):
-        return {}
-    return {"groups": groups}
+    """Of what the recorders hold, JSON in a line each: groups, how far each is, their last calls; else nothing."""
+    groups: list[dict[str, Any]] = []
+    for record, by_group in _records(text):
+        try:
+            groups += [_cut_group(name, entries, record) for name, entries in by_group.items()]
+        except _MALFORMED:
+            continue
+    return {"groups": groups} if groups else {}
 
 
 def list_calls(text: bytes) -> Message:
-    """Of what torch's recorder holds as JSON: when each collective was called, by group; else nothing."""
-    try:
-        record: dict[str, Any] = decode(text)
-        groups: dict[str, dict[str, Any]] = {}
-        for entry in record.get("entries") or []:
-            if not entry.get("is_p2p"):
-                name = str(entry["process_group"][0])
-                group = groups.setdefault(name, {"ranks": _ranks(name, record), "numbers": [], "microseconds": []})
-                group["numbers"].append(int(entry["collective_seq_id"]))
-                group["microseconds"].append(int(entry["time_created_ns"]) // 1000)
-    except (ProtocolError, AttributeError, KeyError, IndexError, TypeError, ValueError):
-        return {}
+    """Of what the recorders hold, JSON in a line each: when each collective was called, by group; else nothing."""
+    groups: dict[str, dict[str, Any]] = {}
+    for record, by_group in _records(text):
+        try:
+            groups |= {
+                name: {
+                    "ranks": _ranks(name, record),
+                    "numbers": [int(entry["collective_seq_id"]) for entry in entries],
+                    "microseconds": [int(entry["time_created_ns"]) // 1000 for entry in entries],
+                }
+                for name, calls in by_group.items()
+                if (entries := [entry for entry in calls if not entry.get("is_p2p")])
+            }
+        except _MALFORMED:
+            continue
     return {**groups}
+
+
+_MALFORMED: Final = (ProtocolError, AttributeError, KeyError, IndexError, TypeError, ValueError)
+
+
+def _records(text: bytes) -> Iterator[tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]]:
+    """The record in each line that holds one, with its entries by group."""
+    for line in text.split(b"\n"):
+        by_group: dict[str, list[dict[str, Any]]] = {}
+        try:
+            record: dict[str, Any] = decode(line)
+            for entry in record.get("entries") or []:
+                backend = str(entry.get("profiling_name")).partition(":")[0]
+                own = f":{backend}" if backend in _OWN_GROUPS else ""
+                by_group.setdefault(f"{entry['process_group'][0]}{own}", []).append(entry)
+        except _MALFORMED:
+            continue
+        yield record, by_group
 
 
 def _ranks(name: str, record: dict[str, Any]) -> object:
     """The ranks of a group as torch tells them, or none."""
-    config = (record.get("pg_config") or {}).get(name) or {}
+    config = (record.get("pg_config") or {}).get(name.partition(":")[0]) or {}
     return decode(f'{{"ranks":{config.get("ranks") or "[]"}}}'.encode())["ranks"]
 
 

@@ -12,6 +12,7 @@ from poprun.errors import describe_error
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
 from poprun.job.verdict import Verdict
+from poprun.makers.failures import find_device_failure
 from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
 from poprun.text.ranges import describe_bytes
 
@@ -87,8 +88,8 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
         return "probably built for another CPU: this one lacks an instruction"
     if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         return "sent by somebody other than poprun, such as a batch system"
-    if _REFUSED.search(" ".join((words.summary, *words.lines))):
-        return _refused(failed, limits)
+    if said := _refused(failed, words, limits):
+        return said
     if evidence.killed.in_group:
         return f"perhaps out of memory: {_killed_in_group(evidence)}"
     if signum == signal.SIGSEGV and not words.summary.startswith(_CRASH_REPORT):
@@ -131,7 +132,12 @@ def _bus_error(limits: MemoryLimits) -> str:
     return f"perhaps {shared}, was full, or a file that it had mapped became shorter"
 
 
-def _refused(failed: InstanceStatus, limits: MemoryLimits) -> str:
+def _refused(failed: InstanceStatus, words: LastWords, limits: MemoryLimits) -> str:
+    lines = (words.summary, *words.lines)
+    if (failure := find_device_failure(lines)) is not None:
+        return failure.said
+    if not _REFUSED.search(" ".join(lines)):
+        return ""
     held = f", and held up to {describe_bytes(failed.memory.peak_bytes)}" if failed.memory.peak_bytes else ""
     if limits.address_space_bytes is not None:
         return f"out of memory: ulimit -v lets a process have {describe_bytes(limits.address_space_bytes)}{held}"

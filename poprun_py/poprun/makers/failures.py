@@ -1,0 +1,61 @@
+"""What errors of devices say, in the words of each maker's runtime, and what to do about them. Pure."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_SIZE: Final = r"([\d.]+ (?:[KMGT]i)?B)"
+_NO_MEMORY: Final = re.compile(
+    rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate {_SIZE}"
+    rf"(?:\. (GPU \d+) has a total capacity of {_SIZE})?(?: of which {_SIZE})?"
+)
+_AT_FAULT: Final = re.compile(
+    r"(?:CUDA|HIP) error: (device-side assert triggered|an illegal memory access was encountered)"
+)
+_ASSERTION: Final = re.compile(r".*\bassertion .*failed", re.IGNORECASE)
+_NO_ROOM: Final = re.compile(r"shared memory segment /dev/shm/nccl\S+.*No space left on device")
+
+_LESS_MEMORY: Final = (
+    "smaller micro batches with accumulation, popdist.parallel.recompute, or popdist.sharded.ShardedOptimizer"
+)
+_BLOCKING: Final = (
+    "the kernel was started by an earlier line than the traceback's: CUDA_LAUNCH_BLOCKING=1 (on AMD "
+    "AMD_SERIALIZE_KERNEL=3) makes the traceback right"
+)
+_LARGER: Final = "enlarge /dev/shm: start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFailure:
+    """Why a program failed on its device."""
+
+    said: str  # with what the message says
+    advice: str  # what to do
+
+
+def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
+    """Return what the last lines of a program say of its device; None where they say nothing."""
+    text = " ".join(lines)
+    if memory := _NO_MEMORY.search(text):
+        wanted, device, total, free = memory.groups()
+        of = f", of {total} there" if total else ""
+        left = f" {free} are free" if free else ""
+        said = f"out of memory on {device or 'its device'}: it asked for {wanted}{of}{left}"
+        return DeviceFailure(said=said, advice=_LESS_MEMORY)
+    if fault := _AT_FAULT.search(text):
+        assertion = find_assertion(lines)
+        return DeviceFailure(said=assertion or f"{fault[1]} on its device", advice=_BLOCKING)
+    if _NO_ROOM.search(text):
+        return DeviceFailure(said="NCCL has found no room in /dev/shm", advice=_LARGER)
+    return None
+
+
+def find_assertion(lines: Sequence[str]) -> str:
+    """Return the last line in which a kernel says which assertion has failed; empty where there is none."""
+    return next((line.strip() for line in reversed(lines) if _ASSERTION.match(line)), "")
+
+
+def is_at_fault(summary: str) -> bool:
+    """Whether an exception says that a kernel has failed, which the lines above the traceback explain."""
+    return bool(_AT_FAULT.search(summary))
