@@ -1,6 +1,7 @@
 """The phase that a program is in, as its stack tells it, and the page on which that is added up."""
 
 import gc
+import json
 import os
 import sys
 import threading
@@ -26,6 +27,7 @@ from popdist.progress import (
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import phase_sampler
 from popdist.startup.phase_sampler import CollectorPause, PhaseSampler, StackReader
+from popdist.startup.recording import Recording
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 LOADER = (f"{TORCH}/utils/data/dataloader.py", "__next__")
@@ -157,6 +159,59 @@ def test_who_wants_a_core_does_not_wait(page: int, tmp_path: Path, monkeypatch: 
 
         assert counters is not None
         assert (counters.idle_backward_seconds > 0.0) == waits
+
+
+class Device:
+    """As much of ``torch.cuda`` as is looked at."""
+
+    __name__ = "torch.cuda"
+
+    def __init__(self, *, is_used: bool) -> None:
+        self.is_initialized = lambda: is_used
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        """Count it."""
+        self.num_waits += 1
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_backward_pass_on_a_device_is_no_wait(
+    page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_used: bool
+) -> None:
+    """There the main thread sleeps while the device works, also in a job of one instance."""
+    main, sleeping = threading.get_ident(), tmp_path / "stat"
+    sleeping.write_text("7 (python) S 1")
+    monkeypatch.setattr(sys, "_current_frames", lambda: {main: stack(MINE, BACKWARD)})
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 0.0)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Device(is_used=is_used)))
+    sampler = PhaseSampler(page, main)
+    os.close(sampler.process)
+    sampler.process = os.open(sleeping, os.O_RDONLY)
+    sampler.inspect()
+    os.close(sampler.process)
+    counters = PhaseCounters.read(os.pread(page, PAGE_BYTES, 0))
+
+    assert counters is not None
+    assert counters.seconds["backward"] > 0.0
+    assert (counters.idle_backward_seconds == 0.0) == is_used
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("device", [Device(is_used=True), None])
+def test_a_window_of_a_trace_has_what_a_device_does_in_it(tmp_path: Path, device: Device | None) -> None:
+    """It waits for the device before it begins and ends; on the CPU there is nothing to wait for."""
+    settings = {"file": str(tmp_path / "one"), "steps": [1, 2], "seconds": None}
+    recording = Recording(settings, lambda: b"{}\n", CollectorPause, lambda: device)
+    recording._open()
+    num_begun = 0 if device is None else device.num_waits
+    recording._close()
+    about = json.loads((tmp_path / "one.about").read_text())
+
+    assert about["problem"] == ""
+    assert about["begun_ns"] < about["ended_ns"]
+    if device is not None:
+        assert (num_begun, device.num_waits) == (1, 2)
 
 
 @pytest.fixture

@@ -63,8 +63,9 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
         kind = contract.device_type or "accelerator"
         raise BackendError(
             f"poprun gave this instance {kind} {', '.join(map(str, contract.devices))}, and torch "
-            f"{torch.__version__} sees {num_devices()} devices of type {found_type()}: install a torch that is built for the accelerator and the "
-            f"driver of this machine (`poprun --doctor` tells which), or compute on the CPU: poprun --offline-mode"
+            f"{torch.__version__} sees {num_devices()} devices of type {found_type()}: install a torch that is built "
+            "for the accelerator and the driver of this machine (`poprun --doctor` tells which), or compute on the "
+            "CPU: poprun --offline-mode"
         )
     else:
         ordinals = contract.devices

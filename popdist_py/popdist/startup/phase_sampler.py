@@ -14,6 +14,7 @@ import time
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import Any
 
     Place = tuple[str, int, str]  # a file, a line in it, and the function
     Phases = dict[str, str]  # of the functions of one file; "" is for all others
@@ -121,6 +122,13 @@ def is_own(file: str) -> bool:
     return not file.startswith(_OWN_FOLDER) and not any(part in file for part in _LIBRARIES)
 
 
+def used_device() -> Any:  # noqa: ANN401 - a module, or None
+    """Return torch's module for the kind of device that this program has used, such as torch.cuda, or None."""
+    torch = sys.modules.get("torch")
+    kinds = (getattr(torch, name, None) for name in ("cuda", "xpu"))
+    return next((kind for kind in kinds if kind is not None and kind.is_initialized()), None)
+
+
 class CollectorPause:
     """A time in which Python 3.11 collects no garbage, so that a thread may read the frames of another.
 
@@ -218,7 +226,8 @@ class PhaseSampler:
         is_idle &= b") R " not in state  # a thread that wants a core does not wait for others
         self._has_begun |= phase in (DATA, FORWARD, BACKWARD, OPTIMIZER)
         self._seconds[phase if self._has_begun else START] += seconds
-        if phase == BACKWARD and is_idle and is_inside:
+        # on a device the main thread sleeps while the device, and a thread of autograd's, work
+        if phase == BACKWARD and is_idle and is_inside and used_device() is None:
             self._idle_seconds += seconds
         if b") D " in state:
             self._disk_seconds += seconds

@@ -36,9 +36,10 @@ def begin(
     after_import: Callable[[str, Callable[[Any], None]], None],
     read_recorder: Callable[[], bytes],
     make_pause: Callable[[], AbstractContextManager[None]],
+    used_device: Callable[[], Any],
 ) -> None:
     """Record what the environment asks for, once torch has been imported; frames are read in such pauses."""
-    recording = Recording(json.loads(os.environ[SETTINGS]), read_recorder, make_pause)
+    recording = Recording(json.loads(os.environ[SETTINGS]), read_recorder, make_pause, used_device)
     after_import("torch", recording.prepare)
     atexit.register(recording.end_program)
     os.register_at_fork(after_in_child=recording.go_on_in_child)
@@ -76,6 +77,7 @@ class Recording:
         settings: dict[str, Any],
         read_recorder: Callable[[], bytes],
         make_pause: Callable[[], AbstractContextManager[None]],
+        used_device: Callable[[], Any],
     ) -> None:
         self._file: str = settings["file"]
         self._seconds: float = settings["seconds"] or 0.0
@@ -83,6 +85,7 @@ class Recording:
         self._first, self._stop = steps
         self._read_recorder = read_recorder
         self._make_pause = make_pause
+        self._used_device = used_device
         self._num_steps = 0
         self._optimizer: Callable[[], object] = lambda: None
         self._profile: Any = None
@@ -151,10 +154,11 @@ class Recording:
         try:
             self._about = {"thread": threading.get_native_id(), "exchanges": [ask_clock()]}
             activities = [profilers.ProfilerActivity.CPU]
-            if sys.modules["torch"].cuda.is_initialized():
-                activities.append(profilers.ProfilerActivity.CUDA)
+            if (device := self._used_device()) is not None:
+                activities.append(getattr(profilers.ProfilerActivity, device.__name__.rpartition(".")[2].upper()))
             self._profile = self._others.own = profilers.profile(activities=activities)
             self._profile.start()
+            self._wait_for_device()
             self._waits.begin()
         except Exception as error:  # noqa: BLE001 - the program goes on as without it
             self._finish(f"torch's profiler cannot start: {error}")
@@ -167,6 +171,7 @@ class Recording:
     def _close(self, problem: str = "") -> None:
         """End the window, and write what was recorded."""
         profile, self._profile, self._shared[0] = self._profile, None, 0
+        self._wait_for_device()
         self._about["ended_ns"] = time.time_ns()
         self._about["waits"] = self._waits.end()
         try:
@@ -178,6 +183,15 @@ class Recording:
         except Exception as error:  # noqa: BLE001 - as above
             problem = f"its trace cannot be written: {error}"
         self._finish(problem)
+
+    def _wait_for_device(self) -> None:
+        """Wait for what the program has queued on its device, which is steps behind the program."""
+        device = self._used_device()
+        try:
+            if device is not None:
+                device.synchronize()
+        except Exception:  # noqa: BLE001 - an error of the device is the program's own, which hears of it itself
+            return
 
     def _calls(self) -> list[list[Any]]:
         """Group, number, name and time of the collectives that torch's recorder has seen in the window."""

@@ -65,8 +65,9 @@ def begin() -> None:
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
     if TRACE in os.environ:  # after that: at exit, what is registered last is called first
-        make_pause = load_module("startup", "phase_sampler").CollectorPause
-        load_module("startup", "recording").begin(finder.call, lambda: read_recorder(page, signals), make_pause)
+        sampler = load_module("startup", "phase_sampler")
+        recording, pause = load_module("startup", "recording"), sampler.CollectorPause
+        recording.begin(finder.call, lambda: read_recorder(page, signals), pause, sampler.used_device)
 
 
 def load_module(*place: str) -> ModuleType:
