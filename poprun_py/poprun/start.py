@@ -14,6 +14,7 @@ from poprun.job.loop import Attempt
 from poprun.job.record import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import JobIdentity
+from poprun.plan.advice import named
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
 from poprun.probe.limits import find_loopback_problem, raise_open_files, users_open_files
@@ -288,7 +289,27 @@ def _next_attempt(
                 raise
             screen.log(str(error))
         else:
+            if not plan.ending.restarts_anyway and _has_lost_devices(plan, identity):
+                return None
             return replace(identity, network=network) if _pause(0.0, signals) else None
+
+
+def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
+    """Whether a device of a job of this machine has gone since it started; what is left is logged."""
+    if not plan.devices or identity.network is not None:
+        return False
+    from poprun.probe.gpus import find_devices  # noqa: PLC0415 - as above
+
+    found = find_devices(os.environ)
+    there = [gpu.name for gpu in found.gpus]
+    lost = [name for name in identity.devices_of(plan, 0).devices if name not in there]
+    if lost:
+        left = "; ".join(found.problems) or f"{named('GPU', there)} {'is' if len(there) == 1 else 'are'} left"
+        screen.log(
+            f"not started again: {named('GPU', lost)} of the job cannot be found any more: {left}; reset the "
+            "device, or start the job on what is left (--restart-anyway starts it all the same)"
+        )
+    return bool(lost)
 
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:

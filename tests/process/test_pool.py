@@ -379,6 +379,44 @@ def test_vipu(vipu: Callable[..., Finished]) -> None:
     assert vipu("remove", "partition", "p").out == "remove partition (p): success\n"
 
 
+def test_a_job_whose_gpu_has_gone_is_not_started_again(poprun: Poprun, pool: Path, tmp_path: Path) -> None:
+    """A GPU that fell off the bus comes back with a reset only; what is left is said."""
+    smi = tmp_path / "nvidia-smi"
+    second = f"[ -e {tmp_path}/gone ] || echo 1, GPU-1"
+    smi.write_text(f"#!/bin/sh\ncase $2 in *gpu=index*) echo 0, GPU-0; {second};; esac\n")
+    smi.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = (*LOCAL, "--pool", str(pool), "-n2", "--max-restarts", "3")
+    loses = poprun(*words, "sh", "-c", f"touch {tmp_path}/gone; exit 3", env=env)
+
+    assert loses.code == 3
+    assert "not started again: GPU 1 of the job cannot be found any more: GPU 0 is left; reset" in loses.err
+    (tmp_path / "gone").unlink()
+    keeps = poprun(*words[:-1], "1", "sh", "-c", "exit 3", env=env)
+    assert "cannot be found any more" not in keeps.err
+
+
+def test_instances_share_gpus_where_the_user_lets_them(
+    poprun: Poprun, pool: Path, gpus: dict[str, str], tmp_path: Path
+) -> None:
+    """The job holds the two that it may use; the start says once that they are shared, and without it how to."""
+    report = tmp_path / "report.json"
+    masked = {**gpus, "CUDA_VISIBLE_DEVICES": "3,5"}
+    words = (*LOCAL, "--pool", str(pool), "-n3", "--report", str(report))
+    show = ("sh", "-c", "echo sees $CUDA_VISIBLE_DEVICES, has $POPDIST_DEVICES, $POPDIST_SHARES_DEVICE")
+    shared = poprun(*words, "--share-devices", *show, env=masked).succeeded()
+    told = json.loads(report.read_text())
+
+    assert sorted(line.partition(":")[2] for line in shared.out.splitlines()) == [
+        "sees 3,5, has 0, 1",
+        "sees 3,5, has 0, 1",
+        "sees 3,5, has 1, 1",
+    ]
+    assert shared.err.count("3 instances share GPUs 3, 5: their tensors are exchanged over the memory") == 1
+    assert [lease["held"] for lease in told["leases"]] == [["GPU 3", "GPU 5"]]
+    assert "and --share-devices lets instances share them" in poprun(*words, *show, env=masked).succeeded().err
+
+
 @pytest.fixture
 def gpus(tmp_path: Path) -> dict[str, str]:
     """Variables of a machine with 8 GPUs, as an ``nvidia-smi`` of the test's tells of them."""
