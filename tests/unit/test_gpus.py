@@ -303,13 +303,12 @@ def test_a_container_without_its_devices(tmp_path: Path, tools: Tools, find: Fin
         ({}, ["0", "1", "2", "3"], [64] * 4),
         ({"ZE_AFFINITY_MASK": "1,3"}, ["1", "3"], [64] * 2),
         ({"ZE_AFFINITY_MASK": "0.1,1.0"}, ["1", "2"], [64] * 2),
-        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, ["0", "1"], [128] * 2),
-        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "1"}, ["1"], [128]),
+        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, ["0.0", "0.1", "1.0", "1.1"], [64] * 4),
         ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "0.1,1"}, ["0.1", "1.0", "1.1"], [64] * 3),
     ],
 )
 def test_tiles_of_intel(variables: dict[str, str], found: list[str], sizes: list[int]) -> None:
-    """They are devices, unless the user asks for cards; a mask may name tiles of cards."""
+    """They are devices, whatever Level Zero calls them; a mask may name tiles, or all of a card."""
     listed = read_intel((CARDS, PROCESSES), TILES)
     seen = visible_devices(INTEL, listed, variables)
 

@@ -94,50 +94,43 @@ class _Link:
 
 def cut_record(text: bytes) -> Message:
     """Of what the recorders hold, JSON in a line each: groups, how far each is, their last calls; else nothing."""
-    groups: list[dict[str, Any]] = []
-    for record, by_group in _records(text):
-        try:
-            groups += [_cut_group(name, entries, record) for name, entries in by_group.items()]
-        except _MALFORMED:
-            continue
+    try:
+        groups = [_cut_group(*group) for group in _groups_in(text)]
+    except _MALFORMED:
+        return {}
     return {"groups": groups} if groups else {}
 
 
 def list_calls(text: bytes) -> Message:
     """Of what the recorders hold, JSON in a line each: when each collective was called, by group; else nothing."""
-    groups: dict[str, dict[str, Any]] = {}
-    for record, by_group in _records(text):
-        try:
-            groups |= {
-                name: {
-                    "ranks": _ranks(name, record),
-                    "numbers": [int(entry["collective_seq_id"]) for entry in entries],
-                    "microseconds": [int(entry["time_created_ns"]) // 1000 for entry in entries],
-                }
-                for name, calls in by_group.items()
-                if (entries := [entry for entry in calls if not entry.get("is_p2p")])
-            }
-        except _MALFORMED:
-            continue
-    return {**groups}
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for name, calls, record in _groups_in(text):
+            if entries := [entry for entry in calls if not entry.get("is_p2p")]:
+                numbers = [int(entry["collective_seq_id"]) for entry in entries]
+                microseconds = [int(entry["time_created_ns"]) // 1000 for entry in entries]
+                found[name] = {"ranks": _ranks(name, record), "numbers": numbers, "microseconds": microseconds}
+    except _MALFORMED:
+        return {}
+    return {**found}
 
 
-_MALFORMED: Final = (ProtocolError, AttributeError, KeyError, IndexError, TypeError, ValueError)
+_MALFORMED: Final = (AttributeError, KeyError, IndexError, TypeError, ValueError)
 
 
-def _records(text: bytes) -> Iterator[tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]]:
-    """The record in each line that holds one, with its entries by group."""
+def _groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
+    """Each group with its entries, and the record that holds them; a line that is no JSON holds none."""
     for line in text.split(b"\n"):
-        by_group: dict[str, list[dict[str, Any]]] = {}
         try:
             record: dict[str, Any] = decode(line)
-            for entry in record.get("entries") or []:
-                backend = str(entry.get("profiling_name")).partition(":")[0]
-                own = f":{backend}" if backend in _OWN_GROUPS else ""
-                by_group.setdefault(f"{entry['process_group'][0]}{own}", []).append(entry)
-        except _MALFORMED:
+        except ProtocolError:
             continue
-        yield record, by_group
+        by_group: dict[str, list[dict[str, Any]]] = {}
+        for entry in record.get("entries") or []:
+            backend = str(entry.get("profiling_name")).partition(":")[0]
+            own = f":{backend}" if backend in _OWN_GROUPS else ""
+            by_group.setdefault(f"{entry['process_group'][0]}{own}", []).append(entry)
+        yield from ((name, entries, record) for name, entries in by_group.items())
 
 
 def _ranks(name: str, record: dict[str, Any]) -> object:

@@ -10,9 +10,11 @@ _NO_MEMORY: Final = re.compile(
     rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate {_SIZE}"
     rf"(?:\. (GPU \d+) has a total capacity of {_SIZE})?(?: of which {_SIZE})?"
 )
-_AT_FAULT: Final = re.compile(
+AT_FAULT: Final = re.compile(
     r"(?:CUDA|HIP) error: (device-side assert triggered|an illegal memory access was encountered)"
 )
+"""An exception that says that a kernel has failed, of which lines above the traceback may tell."""
+
 _ASSERTION: Final = re.compile(r".*\bassertion .*failed", re.IGNORECASE)
 _NO_ROOM: Final = re.compile(r"shared memory segment /dev/shm/nccl\S+.*No space left on device")
 
@@ -43,7 +45,7 @@ def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
         left = f" {free} are free" if free else ""
         said = f"out of memory on {device or 'its device'}: it asked for {wanted}{of}{left}"
         return DeviceFailure(said=said, advice=_LESS_MEMORY)
-    if fault := _AT_FAULT.search(text):
+    if fault := AT_FAULT.search(text):
         assertion = find_assertion(lines)
         return DeviceFailure(said=assertion or f"{fault[1]} on its device", advice=_BLOCKING)
     if _NO_ROOM.search(text):
@@ -54,8 +56,3 @@ def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
 def find_assertion(lines: Sequence[str]) -> str:
     """Return the last line in which a kernel says which assertion has failed; empty where there is none."""
     return next((line.strip() for line in reversed(lines) if _ASSERTION.match(line)), "")
-
-
-def is_at_fault(summary: str) -> bool:
-    """Whether an exception says that a kernel has failed, which the lines above the traceback explain."""
-    return bool(_AT_FAULT.search(summary))

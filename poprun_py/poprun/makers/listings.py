@@ -158,19 +158,10 @@ def _holders(processes: str, card: str) -> Iterator[int]:
 
 
 def arrange_tiles(devices: Sequence[Listed], environment: Mapping[str, str]) -> Sequence[Listed]:
-    """Return the devices as Level Zero numbers them: tiles, unless the user asks for cards with tiles in them."""
-    if environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() != "COMPOSITE":
-        return [replace(it, name=str(number), whole=it.name) for number, it in enumerate(devices)]
-    if "." in environment.get("ZE_AFFINITY_MASK", ""):
+    """Return tiles with the names that Level Zero gives them: numbers, or of card and tile."""
+    if environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE":
         return devices
-    cards = dict[str, Listed]()
-    for it in devices:
-        card = replace(it, name=it.whole or it.name, uuid=it.address, whole="")
-        before = cards.get(card.name)
-        cards[card.name] = (
-            card if before is None else replace(before, memory_bytes=before.memory_bytes + card.memory_bytes)
-        )
-    return [*cards.values()]
+    return [replace(it, name=str(number), whole=it.name) for number, it in enumerate(devices)]
 
 
 def _first_number(text: str) -> int:

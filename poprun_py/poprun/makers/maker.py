@@ -26,7 +26,7 @@ class Maker:
     name: str
     device_type: str  # torch's name of the type of its devices
     mask: str  # the variable with which poprun gives a program its devices
-    aliases: tuple[str, ...] = ()  # variables that the runtime reads where ``mask`` is not set
+    aliases: tuple[str, ...] = ()  # variables that its runtime reads where ``mask`` is not set
     outer_masks: tuple[
         str, ...
     ] = ()  # variables that hide devices first; the names in ``mask`` count what they leave
@@ -134,7 +134,7 @@ PASSED_PREFIXES: Final = (
 )
 """How the variables begin that go to programs on other hosts. The outer masks hold for their own host only."""
 
-CACHES: Final = {"CUDA_CACHE_PATH": "cuda", "MIOPEN_USER_DB_PATH": "miopen", "SYCL_CACHE_DIR": "sycl"}
+CACHES: Final = {"CUDA_CACHE_PATH": "cuda", "MIOPEN_USER_DB_PATH": "miopen"}
 """Variables that say where compiled kernels are kept, and the folder of each in the directory for all of them."""
 
 DETERMINISM: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

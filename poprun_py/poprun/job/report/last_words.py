@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from popdist import contract
-from poprun.makers.failures import find_assertion, is_at_fault
+from poprun.makers.failures import AT_FAULT, find_assertion
 from poprun.text.screen import without_codes
 
 MAX_EXCERPT_LINES: Final = 9
@@ -109,7 +109,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
         return LastWords(summary=excerpt[-1].strip() if excerpt else "", lines=tuple(excerpt))
     excerpt = [_shorten(line) for line in _condense(chosen, tracebacks)[:MAX_EXCERPT_LINES]]
     summary = _first_words(chosen) or chosen.header
-    if is_at_fault(summary) and (assertion := find_assertion(lines[: chosen.at])):
+    if AT_FAULT.search(summary) and (assertion := find_assertion(lines[: chosen.at])):
         excerpt = [assertion, *excerpt][:MAX_EXCERPT_LINES]
     return LastWords(summary=summary, place=_place(chosen.frames), lines=tuple(excerpt))
 
