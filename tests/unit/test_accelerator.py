@@ -53,7 +53,9 @@ def test_a_torch_that_does_not_see_what_poprun_dealt(monkeypatch: pytest.MonkeyP
     """Is named, before the program fails with words of torch's."""
     dealt = Contract(devices=(2,))
     stand_in(monkeypatch)
-    with pytest.raises(popdist.BackendError, match=r"gave this instance accelerator 2, and torch .* sees 2 .*poprun --doctor"):
+    with pytest.raises(
+        popdist.BackendError, match=r"gave this instance accelerator 2, and torch .* sees 2 .*poprun --doctor"
+    ):
         accelerator.devices_of(dealt, are_dealt=True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     with pytest.raises(popdist.BackendError, match=r"sees 0"):

@@ -60,12 +60,11 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
     elif contract.devices and (
         max(contract.devices) >= num_devices() or contract.device_type not in ("", found_type())
     ):
-        kind = contract.device_type or "accelerator"
+        given = f"{contract.device_type or 'accelerator'} {', '.join(map(str, contract.devices))}"
         raise BackendError(
-            f"poprun gave this instance {kind} {', '.join(map(str, contract.devices))}, and torch "
-            f"{torch.__version__} sees {num_devices()} devices of type {found_type()}: install a torch that is built "
-            "for the accelerator and the driver of this machine (`poprun --doctor` tells which), or compute on the "
-            "CPU: poprun --offline-mode"
+            f"poprun gave this instance {given}, and torch {torch.__version__} sees {num_devices()} devices of type "
+            f"{found_type()}: install a torch that is built for the accelerator and the driver of this machine "
+            "(`poprun --doctor` tells which), or compute on the CPU: poprun --offline-mode"
         )
     else:
         ordinals = contract.devices
