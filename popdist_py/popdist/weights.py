@@ -95,7 +95,7 @@ def checksum(weights: Weights) -> str:
 def is_in_memory(weight: Tensor) -> bool:
     """Whether the numbers of ``weight`` are here; those of a phased model may be in its store."""
     part = part_itself(weight)
-    absent = getattr(part, "_popdist_absent", None)  # of popdist.parallel.phased_layers.make_absent
+    absent = getattr(part, "_popdist_absent", None)  # of popdist.phases.phased_layers.make_absent
     return absent is None or absent.data_ptr() != part.data_ptr()
 
 

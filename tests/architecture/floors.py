@@ -15,6 +15,7 @@ _LOWEST_FIRST: Final = {
     "popdist": "errors layout local_tensors tree stack_signal startup < contract torch_private extension"
     " < environments progress accelerators < host_memory < transport < groups < process_group < context"
     " < collectives < metrics weights < instances gradients < data < training packing < checks < optim < sharded"
+    " < phases"
     " < parallel < checkpoint compat stubs tensorflow onnx poptorch launching preemption < popdist_core popart",
     "poptorch": "errors enums environment _impl profiling < _logging custom_types < options losses testing"
     " < blocks poptorch_core optim data < executor ops",

@@ -40,7 +40,7 @@ HEAVY = words("torch mpi4py rich numpy")
 
 TORCH_FACING = words(
     "local_tensors torch_private accelerators transport host_memory process_group groups collectives gradients "
-    "training checks optim sharded data packing parallel weights instances launching checkpoint stubs "
+    "training checks optim sharded data packing phases parallel weights instances launching checkpoint stubs "
     "preemption onnx"
 )
 

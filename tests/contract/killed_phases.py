@@ -24,7 +24,7 @@ from torch import nn
 import popdist
 import popdist.checkpoint.tensor_files
 from popdist.checkpoint import load_latest, save
-from popdist.parallel.store_file import StoreThreads, Transfer
+from popdist.phases.store_file import StoreThreads, Transfer
 from tests.contract.killed_training import Life, run_job
 
 SPLITS = (1, 2, 4)

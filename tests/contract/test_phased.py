@@ -1,7 +1,7 @@
 """Models of which a few layers at a time are in memory: they learn what they learn in memory, bit by bit.
 
-Holds popdist.parallel.phased_sums, popdist.parallel.phase_memory, popdist.parallel.phased_layers,
-popdist.parallel.phased_calls, popdist.parallel.phased_model and popdist.parallel.phased_run.
+Holds popdist.phases.phased_sums, popdist.phases.phase_memory, popdist.phases.phased_layers,
+popdist.phases.phased_calls, popdist.phases.phased_model and popdist.phases.phased_run.
 """
 
 from pathlib import Path

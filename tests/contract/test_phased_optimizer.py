@@ -1,6 +1,6 @@
 """The optimizer of a model in phases among several instances: tests/unit has it in a job of one.
 
-Holds popdist.parallel.phased_optimizer.
+Holds popdist.phases.phased_optimizer.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A module that is measured without its weights, against popsize's equations and real tensors.
 
-Holds popdist.parallel, popdist.parallel.measures.operation_meter.
+Holds popdist.parallel, popdist.parallel.measures.operation_meter and popdist.phases.repeated_layers.
 """
 
 import json

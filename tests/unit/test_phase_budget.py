@@ -1,6 +1,6 @@
 """The memory that a model in phases may use: sizes in words, refusals, and the same bits with what is planned.
 
-Holds popdist.parallel.measures.phase_budget.
+Holds popdist.phases.phase_budget.
 """
 
 import re
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import popdist
 from popdist.errors import WeightsError
 from popdist.parallel import PhasedOptimizer, phased
-from popdist.parallel.measures.phase_budget import limit_of
+from popdist.phases.phase_budget import limit_of
 
 
 @pytest.fixture(autouse=True)

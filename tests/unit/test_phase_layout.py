@@ -3,7 +3,7 @@
 import torch
 
 from popdist.local_tensors import TensorForm
-from popdist.parallel.phase_layout import BLOCK_BYTES, deal, lay_out, total_bytes
+from popdist.phases.phase_layout import BLOCK_BYTES, deal, lay_out, total_bytes
 
 
 def test_each_tensor_begins_with_a_block() -> None:

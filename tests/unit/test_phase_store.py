@@ -1,6 +1,6 @@
 """A store keeps bytes in a folder or in host memory, and refuses a place that would not do; here in a job of one.
 
-Holds popdist.parallel.store_file.
+Holds popdist.phases.store_file.
 """
 
 import os
@@ -16,9 +16,9 @@ import torch
 import popdist
 from popdist import context
 from popdist.local_tensors import TensorForm
-from popdist.parallel.phase_layout import BLOCK_BYTES, Region
-from popdist.parallel.phase_store import PhaseStore
-from popdist.parallel.store_file import PIECE_BYTES, digest_of_pieces, make_buffer
+from popdist.phases.phase_layout import BLOCK_BYTES, Region
+from popdist.phases.phase_store import PhaseStore
+from popdist.phases.store_file import PIECE_BYTES, digest_of_pieces, make_buffer
 
 WEIGHT = TensorForm.of(torch.zeros(3, 700))
 FORMS = {"weight": WEIGHT, "bias": TensorForm.of(torch.zeros(3))}

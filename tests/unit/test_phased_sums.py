@@ -1,6 +1,6 @@
 """Sums of gradients that wait in a store, against the tree over all of them.
 
-Holds popdist.parallel.phased_sums.
+Holds popdist.phases.phased_sums.
 """
 
 from itertools import product
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.layout import ReplicaLayout
-from popdist.parallel.phased_sums import PieceGradient, StepSums, merges_of, node_weights
+from popdist.phases.phased_sums import PieceGradient, StepSums, merges_of, node_weights
 from popdist.tree import Node, TreeSum, aligned_nodes, finish
 
 SIZE = 5

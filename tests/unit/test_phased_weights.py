@@ -1,6 +1,6 @@
 """The weights of a model made a few layers at a time: the values of the model in memory, and refusals by name.
 
-Holds popdist.parallel.phased_weights.
+Holds popdist.phases.phased_weights.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from popdist.errors import WeightsError
-from popdist.parallel.phased_weights import unit_weights
+from popdist.phases.phased_weights import unit_weights
 from tests.running import run
 
 

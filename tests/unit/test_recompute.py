@@ -1,6 +1,6 @@
 """Layers that the backward pass computes again: the same bits, and the memory that popsize predicts.
 
-Holds popdist.parallel.recompute.
+Holds popdist.phases.recompute.
 """
 
 import copy

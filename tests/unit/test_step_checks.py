@@ -11,7 +11,7 @@ import popdist
 from popdist.checks.step_checks import is_checked
 from popdist.checks.tensor_changes import sum_parameters
 from popdist.context import Checks
-from popdist.parallel.phased_layers import make_absent
+from popdist.phases.phased_layers import make_absent
 
 DTYPES = (
     torch.float32,

@@ -33,7 +33,7 @@ from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
 from popdist.collectives import broadcast_object, gather_bytes, gather_json
 from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
-from popdist.parallel.phase_store import PhaseStore
+from popdist.phases.phase_store import PhaseStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from popdist.checkpoint.stored_tensors import StoredPiece
 from popdist.errors import CheckpointError
 from popdist.layout import Parallelism
 from popdist.local_tensors import TensorForm
-from popdist.parallel.store_file import digest_of_pieces, is_in_pieces
+from popdist.phases.store_file import digest_of_pieces, is_in_pieces
 
 FORMAT: Final = 2
 FORMAT_WITH_STORES: Final = 3

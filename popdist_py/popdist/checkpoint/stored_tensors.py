@@ -14,11 +14,11 @@ from popdist.checkpoint.encoding import Json
 from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted, piece_of
 from popdist.errors import CheckpointError
 from popdist.local_tensors import TensorForm, local_part
-from popdist.parallel.phase_layout import Region, whole_blocks
-from popdist.parallel.phase_store import PhaseStore
+from popdist.phases.phase_layout import Region, whole_blocks
+from popdist.phases.phase_store import PhaseStore
 
 if TYPE_CHECKING:
-    from popdist.parallel.store_file import StoreFile
+    from popdist.phases.store_file import StoreFile
 
 BATCH_BYTES: Final = 16 << 20
 """How much is read before it is written into a store: or one tensor, if it is larger."""

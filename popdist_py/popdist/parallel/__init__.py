@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
-from popdist.parallel.phased_model import PhasedModel, phased
-from popdist.parallel.phased_optimizer import PhasedOptimizer
-from popdist.parallel.recompute import recompute
+from popdist.phases.phased_model import PhasedModel, phased
+from popdist.phases.phased_optimizer import PhasedOptimizer
+from popdist.phases.recompute import recompute
 
 if TYPE_CHECKING:
     from popdist.parallel.apply_mapping import Roles as Roles

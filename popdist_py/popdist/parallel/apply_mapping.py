@@ -27,7 +27,7 @@ from popdist.data.shard_randomness import sharded_randomness
 from popdist.errors import BatchError, ContractError, WeightsError, name_first
 from popdist.local_tensors import is_distributed, local_part
 from popdist.parallel.mesh import DIMENSIONS, device_mesh
-from popdist.parallel.recompute import recompute
+from popdist.phases.recompute import recompute
 from popsize.errors import MappingError
 from popsize.mapping import Mapping, check_model, loaded
 from popsize.model import Layer, Model, Split

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from popdist.accelerators import accelerator
 from popdist.errors import DescriptionError
 from popdist.parallel.measures.operation_meter import OperationMeter, Stretch, Weight, tensors_in
+from popdist.phases.repeated_layers import repeated_layers
 from popdist.torch_private import fake_tensors, seen_operations
 from popsize.catalogue import model_text
 from popsize.model import Layer, Model, Split
@@ -88,33 +88,6 @@ def describe(
         divisors=tuple(divisors) if meter.can_divide else (("largest_tensor_group", 1),),
         tied_parameters=float(sum(it.numel for it in meter.weights.values() if len(_owners(it, meter)) > 1)),
     )
-
-
-def repeated_layers(module: nn.Module) -> set[nn.Module]:
-    """The repeated layers: of the type of the longest run in a list, wherever such a run is."""
-    runs = runs_of_layers(module)
-    kind = type(max(runs, key=len)[0]) if runs else None
-    return {member for run in runs for member in run if type(member) is kind}
-
-
-def runs_of_layers(module: nn.Module) -> list[list[nn.Module]]:
-    """The runs of modules of one type in lists, those within others left out."""
-    runs: list[list[nn.Module]] = []
-
-    def search(parent: nn.Module) -> None:
-        inside: set[nn.Module] = set()
-        if isinstance(parent, nn.ModuleList | nn.Sequential):
-            for kind, run in groupby(parent, type):
-                members = list(run)
-                if len(members) > 1 and not issubclass(kind, nn.ModuleList | nn.Sequential):
-                    runs.append(members)
-                    inside.update(members)
-        for child in parent.children():
-            if child not in inside:
-                search(child)
-
-    search(module)
-    return runs
 
 
 def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:  # noqa: ANN401 - as above

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it all the same
 
 from popdist.errors import BackendError, StoreError
-from popdist.parallel.store_file import StoreFile, StoreThreads, allocate, make_buffer
+from popdist.phases.store_file import StoreFile, StoreThreads, allocate, make_buffer
 from popdist.torch_private import connect_gloo
 
 _PHASE_SECONDS: Final = 0.3

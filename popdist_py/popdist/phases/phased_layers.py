@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from popdist.errors import BatchError, MicroBatchError, WeightsError
 from popdist.local_tensors import part_itself
-from popdist.parallel.describe import runs_of_layers
-from popdist.parallel.recompute import chosen_layers
+from popdist.phases.recompute import chosen_layers
+from popdist.phases.repeated_layers import runs_of_layers
 from popdist.torch_private import is_compiled_in_place, num_gradient_hooks, num_writes
 
 _LOOP: Final = """

@@ -23,13 +23,13 @@ from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
-from popdist.parallel.measures.phase_budget import give_back_memory, limit_of
-from popdist.parallel.phase_store import HOST_MEMORY, PhaseStore
-from popdist.parallel.phased_calls import install
-from popdist.parallel.phased_layers import find_layers, make_absent
-from popdist.parallel.phased_run import PhasedRun
-from popdist.parallel.phased_sums import GradientBarrier, RunningStep
-from popdist.parallel.phased_weights import Initialize, unit_weights
+from popdist.phases.phase_budget import give_back_memory, limit_of
+from popdist.phases.phase_store import HOST_MEMORY, PhaseStore
+from popdist.phases.phased_calls import install
+from popdist.phases.phased_layers import find_layers, make_absent
+from popdist.phases.phased_run import PhasedRun
+from popdist.phases.phased_sums import GradientBarrier, RunningStep
+from popdist.phases.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import CheckMaker, ModelSteps, WholeStep

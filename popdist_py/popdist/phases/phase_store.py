@@ -24,8 +24,8 @@ from popdist.groups import Group
 from popdist.host_memory import forks
 from popdist.host_memory.segments import open_through_proc
 from popdist.local_tensors import TensorForm, local_part
-from popdist.parallel.phase_layout import BLOCK_BYTES, Region, lay_out, total_bytes
-from popdist.parallel.store_file import StoreFile, StoreThreads, allocate
+from popdist.phases.phase_layout import BLOCK_BYTES, Region, lay_out, total_bytes
+from popdist.phases.store_file import StoreFile, StoreThreads, allocate
 from popdist.transport.hosts import machine
 
 HOST_MEMORY: Final = "host"

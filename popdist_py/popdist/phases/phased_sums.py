@@ -28,7 +28,7 @@ from popdist.gradients.reduction import ABANDON_SECONDS
 from popdist.gradients.step_headers import MeanOrSum
 from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
-from popdist.parallel.phase_memory import Ranges, StoredSums
+from popdist.phases.phase_memory import Ranges, StoredSums
 from popdist.tree import TreeSum
 
 _LINE_BYTES: Final = 64

@@ -24,7 +24,7 @@ from torch import Tensor
 from popdist.errors import StoreError
 from popdist.host_memory import forks
 from popdist.local_tensors import TensorForm
-from popdist.parallel.phase_layout import BLOCK_BYTES, Region, whole_blocks
+from popdist.phases.phase_layout import BLOCK_BYTES, Region, whole_blocks
 
 PIECE_BYTES: Final = 8 << 20
 """How much a thread reads or writes at a time: with two threads more is not faster."""

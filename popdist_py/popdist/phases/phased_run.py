@@ -28,12 +28,12 @@ from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
 from popdist.groups import Group, as_words
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, local_part, part_itself, placed_as
-from popdist.parallel.measures.phase_budget import PhaseBudget
-from popdist.parallel.phase_layout import deal
-from popdist.parallel.phase_memory import Content, PhaseMemory, Ranges, StoredPieces, StoredSums
-from popdist.parallel.phase_store import PhaseStore, StoredTensors
-from popdist.parallel.phased_calls import check_same
-from popdist.parallel.phased_layers import (
+from popdist.phases.phase_budget import PhaseBudget
+from popdist.phases.phase_layout import deal
+from popdist.phases.phase_memory import Content, PhaseMemory, Ranges, StoredPieces, StoredSums
+from popdist.phases.phase_store import PhaseStore, StoredTensors
+from popdist.phases.phased_calls import check_same
+from popdist.phases.phased_layers import (
     CallCounts,
     PhasedLayers,
     PhasePiece,
@@ -43,7 +43,7 @@ from popdist.parallel.phased_layers import (
     writing,
     written_error,
 )
-from popdist.parallel.phased_sums import (
+from popdist.phases.phased_sums import (
     InstanceSums,
     PieceGradient,
     RunningStep,
@@ -54,7 +54,7 @@ from popdist.parallel.phased_sums import (
 from popsize.phases import even_cuts
 
 if TYPE_CHECKING:
-    from popdist.parallel.phased_optimizer import PhasedOptimizer
+    from popdist.phases.phased_optimizer import PhasedOptimizer
 
 Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
 """Updates a parameter by its gradient, with the memory of the optimizer's state for it."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from popdist.errors import WeightsError, name_first
 from popdist.gradients.buffers import LARGE
 from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
-from popdist.parallel.describe import repeated_layers
+from popdist.phases.repeated_layers import repeated_layers
 from popdist.torch_private import num_writes
 from popdist.training.batch_norm import GroupedNorm
 from popdist.training.micro_batches import leaves_of

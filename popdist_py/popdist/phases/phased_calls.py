@@ -20,8 +20,8 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from popdist.errors import WeightsError, name_first
 from popdist.local_tensors import TensorForm, part_itself
-from popdist.parallel.phased_layers import LayerRunner, PhasedLayers, Unit
-from popdist.parallel.recompute import LayerState, SameOutputs, digest_of_tensors, without_caches
+from popdist.phases.phased_layers import LayerRunner, PhasedLayers, Unit
+from popdist.phases.recompute import LayerState, SameOutputs, digest_of_tensors, without_caches
 from popdist.torch_private import num_writes, skip_tracing
 from popdist.training.micro_batches import leaves_of, map_nest
 

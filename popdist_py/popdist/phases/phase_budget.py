@@ -20,8 +20,8 @@ import torch
 
 from popdist.errors import WeightsError
 from popdist.local_tensors import part_itself
-from popdist.parallel.phase_memory import Content, PhaseMemory
-from popdist.parallel.phased_layers import Unit
+from popdist.phases.phase_memory import Content, PhaseMemory
+from popdist.phases.phased_layers import Unit
 from popsize.hardware import bytes_of
 from popsize.phases import Loop, PhasePlan, StoreSpeed, UnitCost, memory_with, plan_phases, plan_with
 

@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.parallel.phase_layout import Region
-from popdist.parallel.phase_store import StoredTensors
-from popdist.parallel.phased_layers import PhasedLayers, PhasePiece, make_absent
-from popdist.parallel.store_file import StoreFile, make_buffer
+from popdist.phases.phase_layout import Region
+from popdist.phases.phase_store import StoredTensors
+from popdist.phases.phased_layers import PhasedLayers, PhasePiece, make_absent
+from popdist.phases.store_file import StoreFile, make_buffer
 
 What: TypeAlias = Literal["weights", "state", "sum"]
 

@@ -1,0 +1,32 @@
+"""Which modules of a model are its layers: those that it repeats in lists."""
+
+from itertools import groupby
+
+from torch import nn
+
+
+def repeated_layers(module: nn.Module) -> set[nn.Module]:
+    """The repeated layers: of the type of the longest run in a list, wherever such a run is."""
+    runs = runs_of_layers(module)
+    kind = type(max(runs, key=len)[0]) if runs else None
+    return {member for run in runs for member in run if type(member) is kind}
+
+
+def runs_of_layers(module: nn.Module) -> list[list[nn.Module]]:
+    """The runs of modules of one type in lists, those within others left out."""
+    runs: list[list[nn.Module]] = []
+
+    def search(parent: nn.Module) -> None:
+        inside: set[nn.Module] = set()
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            for kind, run in groupby(parent, type):
+                members = list(run)
+                if len(members) > 1 and not issubclass(kind, nn.ModuleList | nn.Sequential):
+                    runs.append(members)
+                    inside.update(members)
+        for child in parent.children():
+            if child not in inside:
+                search(child)
+
+    search(module)
+    return runs
