@@ -1,7 +1,7 @@
 """Models of which a few layers at a time are in memory: they learn what they learn in memory, bit by bit.
 
 Holds popdist.phases.phased_sums, popdist.phases.phase_memory, popdist.phases.phased_layers,
-popdist.phases.phased_calls, popdist.phases.phased_model and popdist.phases.phased_run.
+popdist.phases.phased_calls, popdist.phases.phased_model, popdist.phases.phased_run and popdist.phases.phased_step.
 """
 
 from pathlib import Path

@@ -12,39 +12,44 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.layout import ReplicaLayout
-from popdist.phases.phased_sums import PieceGradient, StepSums, merges_of, node_weights
+from popdist.phases.phased_sums import PieceGradient, PieceSum, held_weights, merges_of
 from popdist.tree import Node, TreeSum, aligned_nodes, finish
 
 SIZE = 5
 
 
-class Store:
-    """Where sums wait."""
+class Plane:
+    """Where a sum waits."""
 
-    def __init__(self, gradient: PieceGradient, num_planes: int) -> None:
+    place = ("sum", 0)
+    held: Tensor | None = None
+
+
+class Memory:
+    """The room from which sums go to their planes."""
+
+    def __init__(self, gradient: PieceGradient) -> None:
         self._room = gradient.make()
-        self._planes: list[Tensor | None] = [None] * num_planes
 
-    def room(self, piece: int) -> Tensor:
+    def room(self, place: tuple[str, int]) -> Tensor:
         """The room, from which another sum is gone."""
-        assert not piece
+        assert place == Plane.place
         return self._room.fill_(255)
 
-    def is_room(self, piece: int, value: Tensor) -> bool:
+    def is_room(self, place: tuple[str, int], value: Tensor) -> bool:
         """Whether it is."""
-        assert not piece
+        assert place == Plane.place
         return value is self._room
 
-    def load(self, piece: int, plane: int) -> Tensor:
+    def load(self, plane: Plane) -> Tensor:
         """The sum, which is not read twice."""
-        held, self._planes[plane] = self._planes[plane], None
+        held, plane.held = plane.held, None
         assert held is not None
-        return self.room(piece).copy_(held)
+        return self.room(plane.place).copy_(held)
 
-    def keep(self, piece: int, plane: int) -> None:
+    def write_behind(self, plane: Plane) -> None:
         """A copy."""
-        assert not piece
-        self._planes[plane] = self._room.clone()
+        plane.held = self._room.clone()
 
 
 def sums_of(layout: ReplicaLayout, instance: int, accumulation: int, filled: set[int]) -> list[Tensor]:
@@ -54,15 +59,16 @@ def sums_of(layout: ReplicaLayout, instance: int, accumulation: int, filled: set
     merges, num_planes = merges_of(layout, instance, accumulation)
     first = instance * len(merges)
     weights = [weight_at(first + number) for number in range(len(merges))]
-    places: Any = Store(gradient, num_planes)
-    sums = StepSums({0: gradient}, merges, weights, lambda: 3.0, places)
+    planes: Any = [Plane() for _ in range(num_planes)]
+    memory: Any = Memory(gradient)
+    own = PieceSum(gradient, merges, weights, lambda: 3.0, planes, memory)
     mine = sorted(filled & {*range(len(merges))})
     for number in mine[:-1]:
         parameter.grad = gradient_at(first + number)
-        sums.push(0, number, number + 1)
+        own.push(number, number + 1)
     if mine:
         parameter.grad = gradient_at(first + mine[-1])
-    return [gradient.gradient(it).slots[0] for it in sums.total(0, mine[-1] if mine else -1)]
+    return [gradient.gradient(it).slots[0] for it in own.total(mine[-1] if mine else -1)]
 
 
 def gradient_at(place: int) -> Tensor:
@@ -103,5 +109,6 @@ def test_weights_are_added_as_gradients_are() -> None:
     """One number for each node."""
     layout = ReplicaLayout(num_replicas=6, num_instances=2)
 
-    assert node_weights(layout, 0, 2, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) == [(0.1 + 0.2) + (0.3 + 0.4), 0.5 + 0.6]
-    assert node_weights(layout, 1, 1, [1.0, 2.0, 3.0]) == [1.0, 2.0 + 3.0]
+    *_, nodes = held_weights(layout, 0, 2, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert nodes == [(0.1 + 0.2) + (0.3 + 0.4), 0.5 + 0.6]
+    assert [*held_weights(layout, 1, 1, [1.0, 2.0, 3.0])] == [[1.0], [1.0, 2.0], [1.0, 2.0 + 3.0]]

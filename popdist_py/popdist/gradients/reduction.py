@@ -290,7 +290,8 @@ class GradientSum:
         memory = self._memory
         for nodes in zip(*(node.tensors for node in own), strict=True):
             add_instances(self._group, memory.layout, list(nodes))
-        if memory.overlap is None and self._begun is not None:  # all instances are together here
+        has_buffers = bool(self._gradients.flat_buffers)
+        if has_buffers and memory.overlap is None and self._begun is not None:  # all instances are together here
             channel = self._group.backend.channel([buffer.device for buffer in self._gradients.flat_buffers])
             if channel is not None:
                 local = self._group.backend.local_collectives

@@ -20,7 +20,7 @@ import torch
 
 from popdist.errors import WeightsError
 from popdist.local_tensors import part_itself
-from popdist.phases.phase_memory import Content, PhaseMemory
+from popdist.phases.phase_memory import PhaseMemory
 from popdist.phases.phased_layers import Unit
 from popsize.hardware import bytes_of
 from popsize.phases import Loop, PhasePlan, StoreSpeed, UnitCost, memory_with, plan_phases, plan_with
@@ -196,14 +196,14 @@ class PhaseBudget:
 
     def _cost(self, unit: Unit) -> UnitCost:
         """What ``unit`` takes; weights that others have, too, are updated with the first one."""
-        times, sizes, number = self._times[unit.index], self._memory.sizes, self._loop.num_micro_batches
+        times, size, number = self._times[unit.index], self._memory.size, self._loop.num_micro_batches
         own = [piece for piece in unit.pieces if piece.units[0] == unit.index]
         trained = [(name, it) for piece in own for name, it in piece.named if it.requires_grad]
         return UnitCost(
-            weight_bytes=sum(sizes[Content("weights", piece.index)] for piece in unit.pieces),
+            weight_bytes=sum(size("weights", piece.index) for piece in unit.pieces),
             updated_bytes=sum(part_itself(it).nbytes for name, it in trained if name in self._owned),
             gradient_bytes=sum(part_itself(it).nbytes for _, it in trained),
-            state_bytes=sum(sizes.get(Content("state", piece.index), 0) for piece in own),
+            state_bytes=sum(size("state", piece.index) for piece in own),
             input_bytes=0.0,  # what layers keep and need is in use beside phases: see _note_memory
             running_bytes=0.0,
             forward_seconds=times.forward_seconds / number,

@@ -57,6 +57,7 @@ class PhaseStore:
     """The store of one model on one host; made by :meth:`open`.
 
     Attributes:
+        tensors: Those of each file, by its name.
         weights: The weights by name, in a file of theirs.
         host_index: The number of this instance among those that share the store.
         host_size: How many share it.
@@ -77,6 +78,7 @@ class PhaseStore:
         self._group, self._first = group, sharing[0]
         self._threads = StoreThreads(device)
         self._files: list[StoreFile] = []
+        self.tensors: dict[str, StoredTensors] = {}
         self._close = weakref.finalize(self, _close_all, self._threads, self._files, folder)
 
     @classmethod
@@ -178,7 +180,8 @@ class PhaseStore:
             raise
         file = StoreFile(descriptor, path, num_bytes, self._threads)
         self._files.append(file)
-        return StoredTensors(file=file, regions=regions, forms=forms)
+        self.tensors[name] = StoredTensors(file=file, regions=regions, forms=forms)
+        return self.tensors[name]
 
 
 class _Folder:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,7 @@ from popdist.data.randomness import checked_seed
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import WeightsError, name_first, whole_number
 from popdist.gradients.buffers import check_buffers
-from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
-from popdist.gradients.memory import GradientMemory, OldGradients
-from popdist.gradients.reduction import GradientSum
-from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
+from popdist.gradients.step_headers import MeanOrSum
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
@@ -28,12 +25,11 @@ from popdist.phases.phase_store import HOST_MEMORY, PhaseStore
 from popdist.phases.phased_calls import install
 from popdist.phases.phased_layers import find_layers, make_absent
 from popdist.phases.phased_run import PhasedRun
-from popdist.phases.phased_sums import GradientBarrier, RunningStep
+from popdist.phases.phased_step import PhasedSteps
 from popdist.phases.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split
-from popdist.training.model_steps import CheckMaker, ModelSteps, WholeStep
-from popdist.training.step import LoneStep, Step
+from popdist.training.model_steps import WholeStep
 from popdist.weights import broadcast_tensors
 
 _REFUSED: Final = {
@@ -122,7 +118,7 @@ class PhasedModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, steps: "PhasedSteps") -> None:
+    def __init__(self, steps: PhasedSteps) -> None:
         super().__init__()
         self.module = steps.module
         self.phased_run, self.store, self.randomness = steps.run, steps.run.store, steps.randomness
@@ -337,82 +333,3 @@ def _write(store: PhaseStore, group: Group, tensors: Mapping[str, Tensor]) -> No
     if store.host_index == 0:
         for name, part in parts.items():
             store.weights.write(name, part)
-
-
-class PhasedSteps(ModelSteps):
-    """The steps of a phased model."""
-
-    make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
-
-    def __init__(self, module: nn.Module, layout: ReplicaLayout, *, seed: int | None, run: PhasedRun) -> None:
-        self.run = run
-        super().__init__(module, layout, seed=seed, checks_finite=False, gradient_dtype=None, norm_size=1)
-
-    def _make_step(self, checks: StepChecks, old: OldGradients, accumulation: int) -> "PhasedStep":
-        memory = GradientMemory(context.data_parallel_group(), self.layout, GradientLayout(()))
-        buffers = self.buffers if self.layout.num_replicas > 1 else None
-        total = _NoGradients(memory, buffers, checks, old)
-        step = PhasedStep(memory, self.buffers, total, checks, accumulation=accumulation, checks_finite=False)
-        step.run = self.run
-        return step
-
-    def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
-        self.run.check_ready(self.module)
-        step, contents, counts = super()._begin_loop(asked)
-        try:
-            filled = [number for number, content in enumerate(contents) if content is not None]
-            cast("PhasedStep", step).begin_run(asked.reduction, counts, max(filled, default=-1))
-        except BaseException:
-            self.abandon()
-            raise
-        return step, contents, counts
-
-
-class _NoGradients(GradientSum):
-    """What the instances say to each other in a step whose gradients are added layer by layer."""
-
-    def _sum(self, over: float, parts: object, *, are_early_right: bool) -> FlatGradient:
-        del over, parts, are_early_right
-        return self._tree.values[0]
-
-
-class PhasedStep(Step):
-    """One step of a phased model."""
-
-    run: PhasedRun
-
-    def begin_run(self, reduction: MeanOrSum, weights: Sequence[float], last: int) -> None:
-        """Begin it, with what each micro batch weighs, and the last one that has samples."""
-        step = RunningStep(
-            accumulation=self.accumulation,
-            reduction=reduction,
-            weights=weights,
-            last=last,
-            scale=self._sum.weight_scale,
-            total_weight=self._memory.total_weight,
-            barrier=GradientBarrier(context.data_parallel_group()),
-        )
-        self.run.begin_step(step)
-
-    def begin_micro_batch(self, index: int, weight: float) -> int:
-        """Begin micro batch ``index``; gives its replica in the job."""
-        replica = super().begin_micro_batch(index, weight)
-        self.run.begin_micro_batch(index)
-        return replica
-
-    def add(self, weight: float) -> None:
-        """Add the gradients of the next micro batch that are not added yet."""
-        self.run.end_micro_batch()
-        super().add(weight)
-
-    def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
-        """Make all gradients final, and the buffers those of the whole job's step."""
-        self._sum.weight_scale()
-        self.run.finish()
-        super().finish(reduction, add=add)
-
-    def abandon(self) -> None:
-        """Leave without gradients, and say so to the others, unless all know already. Never raises."""
-        if self.run.abandon():
-            self._sum.is_awaited = False  # they know that there is no gradient
-        super().abandon()

@@ -5,10 +5,10 @@ stack, of which each micro batch takes some from the top.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -25,10 +25,9 @@ from popdist.gradients.flat_buffers import (
     scale_flat,
 )
 from popdist.gradients.reduction import ABANDON_SECONDS
-from popdist.gradients.step_headers import MeanOrSum
 from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
-from popdist.phases.phase_memory import Ranges, StoredSums
+from popdist.phases.phase_memory import Address, PhaseMemory
 from popdist.tree import TreeSum
 
 _LINE_BYTES: Final = 64
@@ -40,40 +39,33 @@ _CHUNKS: Final = (1 << 12, 1 << 16, 1 << 20)
 """Lengths of what the instances add at once: memory that they share is of one of these sizes."""
 
 
+def held_weights(
+    layout: ReplicaLayout, instance: int, accumulation: int, weights: Sequence[float]
+) -> Iterator[list[float]]:
+    """Yield what an instance holds after each of its micro batches: their weights, added as gradients are."""
+    of_job: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=layout.replicas_of(instance).start)
+    for begin in range(0, len(weights), accumulation):
+        of_replica: TreeSum[float] = TreeSum(accumulation, operator.add)
+        for weight in weights[begin : begin + accumulation]:
+            of_replica.push(weight)
+            if of_replica.position < accumulation:
+                yield of_job.values + of_replica.values
+        of_job.push(of_replica.total)
+        yield of_job.values
+
+
 @lru_cache(maxsize=16)
 def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[tuple[int, ...], int]:
     """For each micro batch of an instance how many of the sums before it its gradient is added to.
 
     And the most sums that wait on any instance while a micro batch computes.
     """
-    counts = [_merges_of(layout, it, accumulation) for it in range(layout.num_instances)]
-    return tuple(counts[instance]), max(map(_most_waiting, counts))
-
-
-def _merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> list[int]:
-    counts: list[int] = []
-
-    def add(left: int, _right: int) -> int:
-        counts[-1] += 1
-        return left
-
-    replicas = layout.replicas_of(instance)
-    of_job: TreeSum[int] = TreeSum(layout.num_replicas, add, start=replicas.start)
-    for _ in replicas:
-        of_replica: TreeSum[int] = TreeSum(accumulation, add)
-        for _ in range(accumulation):
-            counts.append(0)
-            of_replica.push(0)
-        of_job.push(of_replica.total)
-    return counts
-
-
-def _most_waiting(merges: Sequence[int]) -> int:
-    depth, most = 0, 0
-    for count in merges:
-        most = max(most, depth)
-        depth += 1 - count
-    return max(most, depth - 1)
+    weights = [0.0] * layout.num_local_replicas * accumulation
+    depths = [
+        [0, *map(len, held_weights(layout, it, accumulation, weights))] for it in range(layout.num_instances)
+    ]
+    merges = tuple(before + 1 - after for before, after in pairwise(depths[instance]))
+    return merges, max(depth for *before, last in depths for depth in (*before, last - 1))
 
 
 class PieceGradient:
@@ -182,8 +174,8 @@ class InstanceSums:
     """The sum over the instances of what each has added of the tree, in pieces of a bounded size."""
 
     def __init__(self, group: Group, layout: ReplicaLayout) -> None:
-        self._group = group
-        self._layout = layout
+        self.group = group
+        self.layout = layout
         self._nodes = nodes_of(layout, group.backend.instance_index)
         self._sums: dict[tuple[int, torch.dtype], tuple[RepeatedSum, list[FlatTensors]]] = {}
 
@@ -197,7 +189,7 @@ class InstanceSums:
             total, rooms = self._sum_of(size, own[0])
             for (room,), flat in zip(rooms, own, strict=True):
                 room[: stop - begin].copy_(flat[begin:stop])
-            (added,) = total.finish(self._group, self._layout, dict(zip(self._nodes, rooms, strict=True)))
+            (added,) = total.finish(self.group, self.layout, dict(zip(self._nodes, rooms, strict=True)))
             own[0][begin:stop].copy_(added[: stop - begin])
             begin = stop
 
@@ -209,111 +201,89 @@ class InstanceSums:
         return self._sums[size, like.dtype]
 
 
-class StepSums:
-    """The gradients of one step on this instance, piece by piece, as far as they are added."""
+class PieceSum:
+    """The gradient of one piece in one step, as far as it is added on this instance."""
 
     def __init__(
         self,
-        gradients: Mapping[int, PieceGradient],
+        gradient: PieceGradient,
         merges: Sequence[int],
         weights: Sequence[float],
         scale: Callable[[], float],
-        places: StoredSums,
+        planes: Sequence[Address],
+        memory: PhaseMemory,
     ) -> None:
-        self._gradients = gradients
+        """``planes`` are where sums wait; ``scale`` gives the divisor of ``weights``, those of micro batches."""
+        self.gradient = gradient
         self._merges = merges
-        self._weights = weights  # of each micro batch
-        self._scale = scale  # the divisor of weights
-        self._places = places
-        self._waiting: dict[int, list[bool]] = {piece: [] for piece in gradients}  # False for zeros
-        self._positions = dict.fromkeys(gradients, 0)
+        self._weights = weights
+        self._scale = scale
+        self._planes = planes
+        self._memory = memory
+        self._waiting: list[bool] = []  # False for zeros
+        self._position = 0
 
-    def awaited(self, piece: int, number: int) -> Ranges | None:
-        """Where the sum lies that is needed first when micro batch ``number`` is added; None for none."""
-        waiting = self._waiting[piece]
-        is_needed = waiting and waiting[-1] and self._merges[number]
-        return self._places.ranges(piece, len(waiting) - 1) if is_needed else None
+    def awaited(self, number: int) -> Sequence[Address]:
+        """Return where the sum lies that is needed first when micro batch ``number`` is added, if there is one."""
+        is_needed = self._waiting and self._waiting[-1] and self._merges[number]
+        return self._planes[len(self._waiting) - 1 : len(self._waiting)] if is_needed else ()
 
-    def push(self, piece: int, number: int, stop: int) -> Tensor | None:
+    def push(self, number: int, stop: int) -> Tensor | None:
         """Add what micro batch ``number`` has left in ``.grad``, and zeros for all others before ``stop``.
 
         Gives the newest sum, and None for zeros.
         """
         value: Tensor | None = None
-        for position in range(self._positions[piece], stop):
-            value = self._added(piece, position, has_gradient=position == number)
+        for position in range(self._position, stop):
+            value = self._added(position, has_gradient=position == number)
             if position + 1 < len(self._weights):
-                self._put_aside(piece, value)
-        self._positions[piece] = stop
+                self._put_aside(value)
+        self._position = stop
         return value
 
-    def total(self, piece: int, number: int) -> list[Tensor]:
+    def total(self, number: int) -> list[Tensor]:
         """What this instance has added, ``number`` being its last micro batch with samples: nodes of the tree."""
-        value = self.push(piece, number, len(self._weights))
+        value = self.push(number, len(self._weights))
         found: list[Tensor | None] = []
-        for plane, is_there in enumerate(self._waiting[piece]):
-            value = None if value is None else self._own_copy(piece, value)
-            found.append(self._places.load(piece, plane).clone() if is_there else None)
-        self._waiting[piece] = []
-        return [self._gradients[piece].make(zeros=True) if it is None else it for it in (*found, value)]
+        for plane, is_there in enumerate(self._waiting):
+            value = self._own_copy(value)
+            found.append(self._memory.load(self._planes[plane]).clone() if is_there else None)
+        self._waiting = []
+        return [self.gradient.make(zeros=True) if it is None else it for it in (*found, value)]
 
-    def _added(self, piece: int, position: int, *, has_gradient: bool) -> Tensor | None:
+    def _added(self, position: int, *, has_gradient: bool) -> Tensor | None:
         """The sum that a micro batch completes, in memory; None for zeros."""
-        gradient, waiting, merges = self._gradients[piece], self._waiting[piece], self._merges[position]
+        gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
         weight = self._weights[position] if has_gradient else 0.0
         if weight and gradient.is_there:
             is_new = not merges and position + 1 < len(self._weights)
-            value = self._places.room(piece) if is_new else gradient.make()
+            value = self._memory.room(self._planes[0].place) if is_new else gradient.make()
             gradient.move_in(value, weight / self._scale())
         if has_gradient:
             gradient.layout.clear()
         for _ in range(merges):
-            if waiting.pop():
-                value = None if value is None else self._own_copy(piece, value)
-                held = self._places.load(piece, len(waiting))
+            if self._waiting.pop():
+                value = self._own_copy(value)
+                held = self._memory.load(self._planes[len(self._waiting)])
                 gradient.add(held, value)
                 value = held
             elif value is not None:
                 gradient.add(value, None)
         return value
 
-    def _own_copy(self, piece: int, value: Tensor) -> Tensor:
+    def _is_in_room(self, value: Tensor) -> bool:
+        return bool(self._planes) and self._memory.is_room(self._planes[0].place, value)
+
+    def _own_copy(self, value: Tensor | None) -> Tensor | None:
         """``value``, or a copy if it lies where the next sum is read."""
-        return value.clone() if self._places.is_room(piece, value) else value
+        return value.clone() if value is not None and self._is_in_room(value) else value
 
-    def _put_aside(self, piece: int, value: Tensor | None) -> None:
+    def _put_aside(self, value: Tensor | None) -> None:
         """Let a sum wait, None for zeros."""
-        waiting = self._waiting[piece]
         if value is not None:
-            if not self._places.is_room(piece, value):
-                self._places.room(piece)[: len(value)].copy_(value)
-            self._places.keep(piece, len(waiting))
-        waiting.append(value is not None)
-
-
-def node_weights(layout: ReplicaLayout, instance: int, accumulation: int, weights: Sequence[float]) -> list[float]:
-    """The weights of an instance's micro batches, added as far as its gradients are."""
-    of_job: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=layout.replicas_of(instance).start)
-    for begin in range(0, len(weights), accumulation):
-        of_replica: TreeSum[float] = TreeSum(accumulation, operator.add)
-        for weight in weights[begin : begin + accumulation]:
-            of_replica.push(weight)
-        of_job.push(of_replica.total)
-    return of_job.values
-
-
-@dataclass(kw_only=True)
-class RunningStep:
-    """A step while its loop runs: what is asked of it, and how far it is."""
-
-    accumulation: int
-    reduction: MeanOrSum
-    weights: Sequence[float]  # of each micro batch of this instance
-    last: int  # the last micro batch of this instance that has samples; -1 for none
-    scale: Callable[[float | None], float]  # the divisor of weights; waits for all instances
-    total_weight: Callable[[list[list[int]]], float]
-    barrier: GradientBarrier
-    sums: StepSums = field(init=False)
-    number: int = -1  # of the micro batch that runs, or ran last
-    over: float = 1.0
+            plane = self._planes[len(self._waiting)]
+            if not self._is_in_room(value):
+                self._memory.room(plane.place)[: len(value)].copy_(value)
+            self._memory.write_behind(plane)
+        self._waiting.append(value is not None)
