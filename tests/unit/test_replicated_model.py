@@ -1,6 +1,6 @@
 """The wrapper is the module it wraps, in every way a program looks at it; here in a job of one.
 
-Holds popdist.training.ddp_answers.
+Holds popdist.training.ddp_answers and popdist.training.wrapping_model.
 """
 
 import copy

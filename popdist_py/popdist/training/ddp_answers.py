@@ -44,13 +44,13 @@ _OPTIONS: Final = {
 }
 """Keyword arguments of DistributedDataParallel."""
 
-_ATTRIBUTES: Final = {
+ATTRIBUTES: Final = {
     "require_backward_grad_sync": _ACCUMULATION,
     "join": _UNUSED,
     "reducer": _MEMORY,
     "register_comm_hook": f"{_MEMORY}; for bf16_compress_hook write ReplicatedModel(net, gradient_dtype=...)",
 }
-"""Attributes of DistributedDataParallel that programs use."""
+"""Attributes of DistributedDataParallel that programs use, each with what to write instead."""
 
 _SHARDED: Final = "give it the bare module, and have popdist.ShardedOptimizer share the optimizer's state"
 _WRAPPERS: Final = {
@@ -70,11 +70,6 @@ def refuse_options(options: Mapping[str, object]) -> None:
             raise TypeError(f"ReplicatedModel.__init__() got an unexpected keyword argument {name!r}")
     for name in options:
         raise WeightsError(f"ReplicatedModel(..., {name}=...) is an option of torch's DDP: {_OPTIONS[name]}")
-
-
-def answer(attribute: str) -> str | None:
-    """What to write instead of an attribute of DistributedDataParallel; None if it is none."""
-    return _ATTRIBUTES.get(attribute)
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from popdist import context
 from popdist.accelerators import accelerator
-from popdist.data.randomness import ReplicaRandomness, checked_seed
+from popdist.data.randomness import checked_seed
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, whole_number
 from popdist.gradients.buffers import check_buffers
@@ -19,17 +19,18 @@ from popdist.gradients.flat_buffers import check_gradient_dtype
 from popdist.gradients.step_headers import MeanOrSum
 from popdist.local_tensors import is_distributed
 from popdist.training.batch_norm import group_norms
-from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrappers
+from popdist.training.ddp_answers import ATTRIBUTES, refuse_module, refuse_options, refuse_wrappers
 from popdist.training.micro_batches import Nest, Split, to_device
 from popdist.training.model_steps import ModelSteps, WholeStep
 from popdist.training.norm_sync import check_group_size
 from popdist.training.pipeline import Arguments, pipeline_of
+from popdist.training.wrapping_model import WrappingModel
 from popdist.weights import broadcast_weights
 
 R = TypeVar("R")
 
 
-class ReplicatedModel(nn.Module):
+class ReplicatedModel(WrappingModel):
     """Wraps ``module`` so that each step's gradient is the mean over all replicas of the job.
 
     Makes the weights of all instances those of instance 0, after ``popdist.init()`` where the program has not
@@ -77,7 +78,13 @@ class ReplicatedModel(nn.Module):
         ContractError, BackendError: As ``popdist.init()``.
     """
 
-    module: nn.Module
+    _title = "ReplicatedModel"
+    _advice = ATTRIBUTES
+    _not_after = (
+        "after the module was wrapped, so instances may have different weights: change the module before "
+        "ReplicatedModel(module); or change model.module on all instances, then call "
+        "popdist.broadcast_weights(model), and make the optimizer then"
+    )
 
     def __init__(  # noqa: PLR0913 - what a model can be told
         self,
@@ -135,11 +142,6 @@ class ReplicatedModel(nn.Module):
             norm_size=norm_size,
         )
         self._model_steps.automatic.watch()
-
-    @property
-    def randomness(self) -> ReplicaRandomness:
-        """The random states of this instance's replicas; part of what a checkpoint saves."""
-        return self._model_steps.randomness
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's own forward pass."""
@@ -380,49 +382,6 @@ class ReplicatedModel(nn.Module):
         """
         return self._model_steps.automatic.suspended()
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_model_steps" not in self.__dict__:
-                raise
-            module = self._model_steps.module
-            advice = None if hasattr(module, name) else answer(name)
-            if advice is not None:
-                raise AttributeError(f"ReplicatedModel has no {name!r}: {advice}") from None
-            return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
-        """Set an attribute of the module; a WeightsError for a weight, and for what belongs to DDP."""
-        if "_model_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        elif isinstance(value, nn.Module | nn.Parameter) or name == "module":
-            raise WeightsError(_not_after(f"model.{name} = ..."))
-        elif not hasattr(self.module, name) and (advice := answer(name)) is not None:
-            raise WeightsError(f"model.{name} = {value!r}: {advice}")
-        else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if hasattr(self.module, name) and name not in self.__dict__:
-            delattr(self.module, name)
-        else:
-            super().__delattr__(name)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own signature
-        """Register a buffer of the module, which must have the same values on all instances."""
-        self.module.register_buffer(name, tensor, persistent)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refused: see :meth:`__setattr__`."""
-        raise WeightsError(_not_after(f"model.register_parameter({name!r}, {type(param).__name__})"))
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refused: see :meth:`__setattr__`."""
-        raise WeightsError(_not_after(f"model.add_module({name!r}, {type(module).__name__})"))
-
-    register_module = add_module
-
     def state_dict(  # type: ignore[override]  # torch's stubs leave out the positional arguments it takes
         self,
         *args: Any,  # noqa: ANN401 - torch's own signature
@@ -444,22 +403,6 @@ class ReplicatedModel(nn.Module):
         loaded = self.module.load_state_dict(state_dict, *args, **kwargs)
         self._model_steps.buffers.clear_outside_writes()
         return loaded
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as above
-        """The module's parameters under its own names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - as above
-        """The module's buffers under its own names."""
-        return self.module.named_buffers(*args, **kwargs)
-
-
-def _not_after(what: str) -> str:
-    return (
-        f"{what} after the module was wrapped, so instances may have different weights: change the module before "
-        "ReplicatedModel(module); or change model.module on all instances, then call "
-        "popdist.broadcast_weights(model), and make the optimizer then"
-    )
 
 
 def _inside_another_module(_model: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: object) -> None:
