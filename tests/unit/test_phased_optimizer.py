@@ -261,7 +261,7 @@ def test_what_cannot_be_stepped_one_by_one_is_refused(
     model = in_phases(make_net())
     with pytest.raises(popdist.OptimizerError, match=message):
         PhasedOptimizer(model, kind, **settings)
-    assert model.phased_run.optimizer is None
+    assert model.phased_steps.run.optimizer is None
 
 
 def test_muon_treats_each_matrix_alone(in_phases: MakeModel) -> None:

@@ -6,7 +6,7 @@ the layer in another way than as its result, and raises an error that names the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from itertools import chain
@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
-from popdist.errors import WeightsError, name_first
-from popdist.local_tensors import TensorForm, part_itself
-from popdist.phases.phased_layers import LayerRunner, PhasedLayers, Unit
+from popdist.errors import WeightsError
+from popdist.local_tensors import part_itself
+from popdist.phases.phased_layers import Unit
+from popdist.phases.phased_run import PhasedRun
 from popdist.phases.recompute import LayerState, SameOutputs, digest_of_tensors, without_caches
 from popdist.torch_private import num_writes, skip_tracing
 from popdist.training.micro_batches import leaves_of, map_nest
@@ -41,49 +42,31 @@ _WORDS_OF_TORCH: Final = {
 _OTHER_LAYERS: Final = "or name a larger module that holds the layer and what it shares, layers=[...]"
 
 
-def check_same(module: nn.Module, layers: PhasedLayers, forms: Mapping[str, TensorForm]) -> None:
-    """Check that ``module`` has these layers and parameters, whose parts that are here have these forms."""
-    names = {id(it): name for piece in layers.pieces for name, it in piece.named}
-    now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
-    changed = [name for key, name in names.items() if key not in now]
-    for key, (name, part) in now.items():
-        form = forms[names[key]] if key in names else None
-        if form is None or (form.dtype, form.shape) != (part.dtype, tuple(part.shape)):
-            changed.append(name)
-    changed += [it.name for it in layers.units if not isinstance(it.module.forward, PhasedForward)]
-    if changed:
-        raise WeightsError(
-            f"{name_first([*dict.fromkeys(changed)])} of {type(module).__name__}: added, replaced, moved or "
-            "removed after phased(), whose store has the weights that it had. Change a module before, as adapters "
-            "and dtypes, and then call phased(module)"
-        )
-
-
-def install(layers: PhasedLayers, runner: LayerRunner) -> None:
-    """Have all units compute by way of ``runner`` from now on."""
-    for unit in layers.units:
+def install(run: PhasedRun) -> None:
+    """Have all units compute by way of ``run`` from now on."""
+    for unit in run.layers.units:
         module: Any = unit.module
-        module.forward = PhasedForward(unit, runner)
+        module.forward = PhasedForward(unit, run)
         if not isinstance(module, torch.jit.ScriptModule):
             # hooks of the program's own may read the weights, as those of torch.nn.utils.weight_norm do
-            module.register_forward_pre_hook(partial(_bring_weights, unit, runner), prepend=True)
-    for piece in layers.pieces:
+            module.register_forward_pre_hook(partial(_bring_weights, unit, run), prepend=True)
+    for piece in run.layers.pieces:
         for name, parameter in piece.named if piece.units else ():
-            runner.calls.watch(piece, name, parameter)
+            run.calls.watch(piece, name, parameter)
 
 
 @skip_tracing
-def _bring_weights(unit: Unit, runner: LayerRunner, *_: object) -> None:
-    runner.bring(unit)
+def _bring_weights(unit: Unit, run: PhasedRun, *_: object) -> None:
+    run.bring(unit)
 
 
 class PhasedForward:
     """The object that takes the place of a unit's ``forward``."""
 
-    def __init__(self, unit: Unit, runner: LayerRunner) -> None:
+    def __init__(self, unit: Unit, run: PhasedRun) -> None:
         self.unit = unit
         self.forward: Callable[..., Any] = unit.module.forward
-        self.runner = runner
+        self.run = run
         self.written: dict[int, set[int]] = {}  # the inputs that the layer writes, by the number of its inputs
         self.same = SameOutputs(unit.module, unit.name, "phased() computes a layer again in the backward pass")
         self._is_parametrized = any(map(is_parametrized, unit.module.modules()))
@@ -97,7 +80,7 @@ class PhasedForward:
         structure = _take_out((args, kwargs), inputs)
         is_passed_back = self.unit.is_trained or any(it.requires_grad for it in inputs)
         if not torch.is_grad_enabled() or not is_passed_back:
-            with self.runner.running(self.unit, backward=False):
+            with self.run.running(self.unit, backward=False):
                 return self.forward(*args, **kwargs)
         self._check_weights()
         if any(hasattr(it, "get_seq_length") for it in chain(args, kwargs.values())):
@@ -205,7 +188,7 @@ class _Call:
     """One call of a unit: what its second computation needs beside the inputs, and what the call has returned."""
 
     def __init__(self, owner: PhasedForward, structure: Any) -> None:  # noqa: ANN401 - as for _take_out
-        self.unit, self.runner = owner.unit, owner.runner
+        self.unit, self.run = owner.unit, owner.run
         # of inputs that the layer writes, or gives back to its caller, by place
         self.copies: dict[int, Tensor] = {}
         self.owned: frozenset[int] = frozenset()  # the places of copies
@@ -219,7 +202,7 @@ class _Call:
         self._has_run = False
         self._digest: str | None = None
         self._state = LayerState(owner.unit.module)
-        device = owner.runner.device
+        device = owner.run.device
         self._devices = [device] if device.type == "cuda" else []
         self._micro_batch: object = None
         self._torch_state = torch.get_rng_state()
@@ -234,14 +217,14 @@ class _Call:
 
     def first(self, inputs: Sequence[Tensor]) -> None:
         """Compute the forward pass, and record what it returns."""
-        self._micro_batch = self.runner.calls.begin(self.unit, self._cache)
+        self._micro_batch = self.run.calls.begin(self.unit, self._cache)
         self._differentiable = [place for place, it in enumerate(inputs) if it.requires_grad]
         known = self._owner.written.get(len(inputs))  # None in the first call, which shows what the layer writes
         places = range(len(inputs)) if known is None else known
         self.copies = {place: inputs[place].detach().clone() for place in places}
         entered = self._entered(inputs, lambda _: self._refuse)
         with ExitStack() as stack:
-            stack.enter_context(self.runner.running(self.unit, backward=False))
+            stack.enter_context(self.run.running(self.unit, backward=False))
             stack.enter_context(self._state.watched())
             stack.enter_context(self._casting(is_first=True))
             stack.enter_context(saved_tensors_hooks(lambda _: None, self._refuse))
@@ -336,10 +319,10 @@ class _Call:
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs; add the gradients of the weights to their ``.grad``."""
-        calls = self.runner.calls
+        calls = self.run.calls
         calls.check(self.unit, self._micro_batch)
         found: dict[int, Tensor] = {}
-        with self.runner.running(self.unit, backward=True):
+        with self.run.running(self.unit, backward=True):
             with self._as_first(), self._casting(is_first=False):
                 entered = self._entered(tensors, lambda place: partial(found.__setitem__, place))
                 results: list[Tensor] = []
@@ -357,7 +340,7 @@ class _Call:
                 pairs.clear()
                 with _explained(self.unit):
                     torch.autograd.backward(roots, given)
-            self.runner.end_call(self.unit, self._cache)
+            self.run.end_call(self.unit, self._cache)
         return [found.get(place) for place in range(len(tensors))]
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -383,7 +366,7 @@ class _Call:
 
     def _add_casts(self) -> None:
         """Add gradients of weights that autocast casts as in memory, where one cast serves several calls."""
-        calls = self.runner.calls
+        calls = self.run.calls
         for piece in self.unit.pieces:
             for parameter in piece.parameters if calls.is_cast_shared(piece, self._cache) else ():
                 if parameter.requires_grad and parameter.dtype == torch.float32 and parameter.dim():

@@ -5,18 +5,18 @@ as NaN.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from popdist.errors import BatchError, MicroBatchError, WeightsError
-from popdist.local_tensors import part_itself
+from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
+from popdist.local_tensors import TensorForm, part_itself
 from popdist.phases.recompute import chosen_layers
 from popdist.phases.repeated_layers import runs_of_layers
 from popdist.torch_private import is_compiled_in_place, num_gradient_hooks, num_writes
@@ -144,6 +144,24 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
         ),
         pieces=tuple(pieces),
     )
+
+
+def check_same(layers: PhasedLayers, module: nn.Module, forms: Mapping[str, TensorForm]) -> None:
+    """Check that ``module`` has these layers and parameters, whose parts that are here have these forms."""
+    names = {id(it): name for piece in layers.pieces for name, it in piece.named}
+    now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
+    changed = [name for key, name in names.items() if key not in now]
+    for key, (name, part) in now.items():
+        form = forms[names[key]] if key in names else None
+        if form is None or (form.dtype, form.shape) != (part.dtype, tuple(part.shape)):
+            changed.append(name)
+    changed += [it.name for it in layers.units if getattr(it.module.forward, "unit", None) is not it]
+    if changed:
+        raise WeightsError(
+            f"{name_first([*dict.fromkeys(changed)])} of {type(module).__name__}: added, replaced, moved or "
+            "removed after phased(), whose store has the weights that it had. Change a module before, as adapters "
+            "and dtypes, and then call phased(module)"
+        )
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:
@@ -314,19 +332,3 @@ def _refuse_hooks(piece: PhasePiece) -> None:
                 "memory the hook gets the sum of both calls' gradients, here each by itself. Remove the hook, or "
                 "name a larger module that makes both calls, layers=[...]"
             )
-
-
-class LayerRunner(Protocol):
-    """What runs the passes of units: it brings their weights, and takes their gradients."""
-
-    device: torch.device  # of the weights
-    calls: CallCounts
-
-    def bring(self, unit: Unit) -> None:
-        """Have the weights of ``unit`` in memory until another unit needs its place."""
-
-    def running(self, unit: Unit, *, backward: bool) -> AbstractContextManager[None]:
-        """Return a context in which the weights of ``unit`` are in memory."""
-
-    def end_call(self, unit: Unit, cache: object) -> None:
-        """Take the gradients that a backward pass of ``unit`` has left in ``.grad``."""

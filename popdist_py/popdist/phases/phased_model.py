@@ -9,7 +9,6 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from popdist import context
 from popdist.data.randomness import checked_seed
@@ -30,6 +29,7 @@ from popdist.phases.phased_weights import Initialize, unit_weights
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import WholeStep
+from popdist.training.wrapping_model import WrappingModel
 from popdist.weights import broadcast_tensors
 
 _REFUSED: Final = {
@@ -97,11 +97,11 @@ def phased(  # noqa: PLR0913 - what a model can be told
     run.budget.limit_bytes = limit_bytes
     run.cut(num_phases or len(run.layers.units))
     give_back_memory()
-    install(run.layers, run)
+    install(run)
     return PhasedModel(PhasedSteps(module, layout, seed=seed, run=run))
 
 
-class PhasedModel(nn.Module):
+class PhasedModel(WrappingModel):
     """A module of which a few layers are in memory at a time: what :func:`phased` returns.
 
     ``forward``, the names of parameters and buffers, the keys of ``state_dict`` and all else that it has not
@@ -113,33 +113,36 @@ class PhasedModel(nn.Module):
         phase_seconds: What each phase took in the last step, computing and waiting.
         predicted_seconds: What a step takes as planned; None until two steps have ended.
         randomness: The random states of this instance's replicas, which a checkpoint saves.
-        phased_run: What brings and takes weights; of use to a PhasedOptimizer.
+        phased_steps: Its steps, of use to a PhasedOptimizer.
     """
 
-    module: nn.Module
+    _title = "a phased model"
+    _advice = _REFUSED
+    _not_after = "after phased(): change a module before, as its store has no room"
+    _model_steps: PhasedSteps
 
     def __init__(self, steps: PhasedSteps) -> None:
         super().__init__()
         self.module = steps.module
-        self.phased_run, self.store, self.randomness = steps.run, steps.run.store, steps.randomness
+        self.phased_steps, self.store = steps, steps.run.store
         self._close = weakref.finalize(self, _close, steps.run)
-        self._steps = steps  # from now on other attributes are the module's
+        self._model_steps = steps
 
     @property
     def phase_seconds(self) -> tuple[float, ...]:
         """What each phase took in the last step, computing and waiting, in all of its passes together."""
-        return tuple(self.phased_run.memory.phase_seconds)
+        return tuple(self.phased_steps.run.memory.phase_seconds)
 
     @property
     def predicted_seconds(self) -> float | None:
         """What a step takes as planned; None until two steps have ended, which are measured for the plan."""
-        return self.phased_run.budget.predicted_seconds
+        return self.phased_steps.run.budget.predicted_seconds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's own forward pass."""
-        self.phased_run.check_forward()
-        if self._steps.layout.num_replicas > 1:
-            return self._steps.forward(partial(self.module, *args, **kwargs))
+        self.phased_steps.check_forward()
+        if self.phased_steps.layout.num_replicas > 1:
+            return self.phased_steps.forward(partial(self.module, *args, **kwargs))
         return self.module(*args, **kwargs)
 
     def micro_batches(
@@ -152,27 +155,9 @@ class PhasedModel(nn.Module):
         split: Split | None = None,
     ) -> Iterator[Nest]:
         """Split this instance's combined batch into its replicas' micro batches: as ``ReplicatedModel``."""
-        return self._steps.micro_batches(WholeStep(batch, accumulation, reduction, weights, split, add=False))
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in _REFUSED:
-                raise AttributeError(f"a phased model has no {name!r}: {_REFUSED[name]}") from None
-            if "_steps" not in self.__dict__:
-                raise
-            return getattr(self._steps.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
-        if "_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        elif isinstance(value, nn.Module | Parameter):
-            raise WeightsError(
-                f"model.{name} = ... after phased(): change a module before, as its store has no room"
-            )
-        else:
-            setattr(self.module, name, value)
+        return self.phased_steps.micro_batches(
+            WholeStep(batch, accumulation, reduction, weights, split, add=False)
+        )
 
     def __reduce__(self) -> NoReturn:
         raise WeightsError(
@@ -197,16 +182,16 @@ class PhasedModel(nn.Module):
             StoreError: If the last step is half made.
         """
         check_buffers(self.module)
-        if not kwargs.pop("keep_vars", False) and not self.phased_run.is_unfinished:
+        if not kwargs.pop("keep_vars", False) and not self.phased_steps.is_unfinished:
             self.store.check_whole()
-        self.phased_run.check_unwritten()
-        self.phased_run.memory.wait()
+        self.phased_steps.run.check_unwritten()
+        self.phased_steps.run.memory.wait()
         state: dict[str, Any] = self.module.state_dict(*args, keep_vars=True, **kwargs)
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:  # noqa: ANN401 - what a state dict may have
         """What stands for ``value`` in a state dict."""
-        name = self.phased_run.names.get(id(value))
+        name = self.phased_steps.run.names.get(id(value))
         if name is not None:
             return placed_as(value, self.store.weights.mapped(name))
         return value.detach() if isinstance(value, Tensor) else value
@@ -223,7 +208,7 @@ class PhasedModel(nn.Module):
             WeightsError: If ``strict`` and there are such keys, or a weight has another shape: nothing has changed
                 then.
         """
-        run, own = self.phased_run, self.module.state_dict(keep_vars=True)
+        run, own = self.phased_steps.run, self.module.state_dict(keep_vars=True)
         self.store.check_open()
         found = {key: run.names[id(it)] for key, it in own.items() if id(it) in run.names and key in state_dict}
         missing = [key for key in own if key not in state_dict]
@@ -242,16 +227,8 @@ class PhasedModel(nn.Module):
         run.reload()
         others = {key: value for key, value in state_dict.items() if key not in found}
         keys = self.module.load_state_dict(others, strict=False)
-        self._steps.buffers.clear_outside_writes()
+        self.phased_steps.buffers.clear_outside_writes()
         return type(keys)(missing, unexpected)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:  # noqa: ANN401 - torch's own
-        """The module's parameters under its own names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - torch's own
-        """The module's buffers under its own names."""
-        return self.module.named_buffers(*args, **kwargs)
 
     def close(self) -> None:
         """Release the store and its threads; the model cannot be used any more."""

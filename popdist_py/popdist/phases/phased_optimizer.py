@@ -154,12 +154,13 @@ class PhasedOptimizer(Optimizer):
         **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
     ) -> None:
         check_flags(OptimizerError, step_in_backward=step_in_backward)
-        self._run: Any = getattr(model, "phased_run", None)
-        if self._run is None:
+        self._steps: Any = getattr(model, "phased_steps", None)
+        if self._steps is None:
             raise OptimizerError(
                 f"PhasedOptimizer takes a model from popdist.parallel.phased(), not a {type(model).__name__}"
             )
-        self._run.check_same(model.module)
+        self._run: Any = self._steps.run
+        self._steps.check_same()
         given: object = optimizer_class
         if not (isinstance(given, type) and issubclass(given, Optimizer)):
             raise OptimizerError(f"PhasedOptimizer takes a class of optimizers, not {optimizer_class!r}")
@@ -250,10 +251,10 @@ class PhasedOptimizer(Optimizer):
                 "model.micro_batches(), so call step() without a closure after that loop"
             )
         if self.step_in_backward:
-            self._run.finish_step()
+            self._steps.finish_step()
         else:
             self.begin_update()
-            self._run.finish_step(self._update_from_store)
+            self._steps.finish_step(self._update_from_store)
             self.end_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's own

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.collectives import gather_json
-from popdist.errors import BatchError, CollectiveError
+from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.memory import GradientMemory, OldGradients
-from popdist.gradients.optimizer_steps import mark_reduced
+from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
@@ -25,7 +25,7 @@ from popdist.groups import as_words
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, local_part, part_itself, placed_as
 from popdist.phases.phase_memory import Address
-from popdist.phases.phased_layers import PhasePiece, writing
+from popdist.phases.phased_layers import PhasePiece, check_same, writing
 from popdist.phases.phased_run import PhasedRun, Update
 from popdist.phases.phased_sums import GradientBarrier, PieceGradient, PieceSum, held_weights, merges_of
 from popdist.training.micro_batches import Nest
@@ -34,28 +34,92 @@ from popdist.training.step import LoneStep, Step
 
 
 class PhasedSteps(ModelSteps):
-    """The steps of a phased model."""
+    """The steps of a phased model: each is a loop over micro batches, and the optimizer's step behind it."""
 
     make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
 
     def __init__(self, module: nn.Module, layout: ReplicaLayout, *, seed: int | None, run: PhasedRun) -> None:
         self.run = run
+        self.running: PhasedStep | None = None  # the step whose optimizer's step has not ended
         super().__init__(module, layout, seed=seed, checks_finite=False, gradient_dtype=None, norm_size=1)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a loop has ended, and the optimizer's step has not."""
+        return self.running is not None and not self.running.is_open
+
+    def check_same(self) -> None:
+        """Check that the module has the parameters and layers that it had, as they were."""
+        check_same(self.run.layers, self.module, self.run.store.weights.forms)
+        self.run.check_unwritten()
+
+    def check_forward(self) -> None:
+        """Check that all weights are those of one step."""
+        if self.run.store.is_torn and self.running is not None:
+            raise BatchError(
+                "a forward pass of a phased model after the backward pass of a step's last micro batch, which "
+                "updates weights: call optimizer.step() behind the loop, and evaluate then"
+            )
+        self.run.store.check_whole()
+        self.run.check_unwritten()
+
+    def _check_ready(self) -> None:
+        """Check that a step may begin."""
+        self.check_same()
+        optimizer = self.run.optimizer_now()
+        left = [it for piece in self.run.layers.pieces for it in piece.parameters if it.grad is not None]
+        if self.is_unfinished and (optimizer.step_in_backward or not all(is_used(it.grad) for it in left)):
+            leave_out = "" if optimizer.step_in_backward else ", or optimizer.zero_grad() to leave out a step"
+            raise GradientError(
+                "a loop over micro batches has ended, and optimizer.step() was not called before the next one: "
+                f"call it after each loop, as it waits until all weights are written{leave_out}"
+            )
+        self.run.store.check_whole()
+        for parameter in left:
+            parameter.grad = None
 
     def _make_step(self, checks: StepChecks, old: OldGradients, accumulation: int) -> "PhasedStep":
         return PhasedStep(self.run, self.buffers, checks, old, accumulation)
 
     def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
-        self.run.check_ready(self.module)
+        self._check_ready()
         step, contents, counts = super()._begin_loop(asked)
         try:
             if isinstance(step, PhasedStep):
+                self.running = step
                 filled = [number for number, content in enumerate(contents) if content is not None]
                 step.begin_loop(asked.reduction, counts, max(filled, default=-1))
         except BaseException:
             self.abandon()
             raise
         return step, contents, counts
+
+    def abandon(self, *, index: int | None = None) -> None:
+        """End the step, if there is one, without a gradient on any instance. Never raises."""
+        self.running = self.running if self.step is None else None
+        super().abandon(index=index)
+
+    def finish_step(self, update: Update | None = None) -> None:
+        """End the optimizer's step: wait until all instances have written all weights.
+
+        ``update`` updates those whose gradients are in the store.
+        """
+        run = self.run
+        run.store.check_open()
+        if self.running is None or self.running.is_open:
+            raise MicroBatchError(
+                "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
+                "last call"
+            )
+        step, self.running = self.running, None  # whatever fails from here on: no second step on changed weights
+        if update is not None:
+            step.update_phases(update)
+        run.memory.begin_writing()
+        run.store.end_step(run.memory.wait)
+        if run.store.host_size > 1:
+            run.memory.forget("weights", [it for it in step.trained if not run.owned.issuperset(it.names)])
+        run.memory.end_step()
+        run.budget.end_step(run.order)
 
 
 class PhasedStep(Step):
@@ -83,7 +147,7 @@ class PhasedStep(Step):
         """Begin the loop, with what each micro batch weighs, and the last one that has samples."""
         self._reduction, self._weights, self._last = reduction, weights, last
         run = self._run
-        run.step, self.is_open = self, True
+        self.is_open = True
         self.trained = [piece for piece in run.layers.pieces if piece.is_trained]
         gradients = {piece.index: PieceGradient(piece.named) for piece in self.trained}
         merges, num_planes = merges_of(self._layout, self._group.backend.instance_index, self.accumulation)
@@ -92,7 +156,7 @@ class PhasedStep(Step):
             planes = run.memory.addresses.get(("sum", index), [])[1:]
             scale = self._sum.weight_scale
             self._sums[index] = PieceSum(gradient, merges, weights, scale, planes, run.memory)
-        run.memory.wanted_back = self._wanted_back
+        run.memory.wanted_back, run.take_gradients = self._wanted_back, self._take_gradients
         run.memory.begin_step()
         run.budget.begin_step(len(weights), updates_apart=not run.optimizer_now().step_in_backward)
 
@@ -137,7 +201,7 @@ class PhasedStep(Step):
         self._run.memory.begin_writing()
         super().add(weight)
 
-    def end_call(self, pieces: Iterable[PhasePiece]) -> None:
+    def _take_gradients(self, pieces: Iterable[PhasePiece]) -> None:
         """Take the gradients of ``pieces``, which are complete in this micro batch."""
         for piece in pieces:
             if piece.index in self._sums:
@@ -166,7 +230,7 @@ class PhasedStep(Step):
         """Leave without gradients, and say so to the others, unless all know already. Never raises."""
         if self.is_open and self._barrier.abandon(self._sum.weight_scale):
             self._sum.is_awaited = False  # they know that there is no gradient
-        self.is_open, self._run.step = False, None
+        self.is_open = False
         self._run.calls.end_micro_batch()
         for piece in self._run.layers.pieces:
             for parameter in piece.parameters:
