@@ -9,9 +9,8 @@ import torch
 import popdist
 from popdist import context
 from popdist.local_tensors import TensorForm
-from popdist.phases.phase_layout import BLOCK_BYTES
 from popdist.phases.phase_store import PhaseStore
-from popdist.phases.store_file import make_buffer
+from popdist.phases.store_file import BLOCK_BYTES, make_buffer
 from tests.running import DEADLINE_SECONDS
 
 FORMS = {"weight": TensorForm.of(torch.zeros(1024)), "bias": TensorForm.of(torch.zeros(3))}

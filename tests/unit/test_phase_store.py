@@ -16,9 +16,8 @@ import torch
 import popdist
 from popdist import context
 from popdist.local_tensors import TensorForm
-from popdist.phases.phase_layout import BLOCK_BYTES, Region
 from popdist.phases.phase_store import PhaseStore
-from popdist.phases.store_file import PIECE_BYTES, digest_of_pieces, make_buffer
+from popdist.phases.store_file import BLOCK_BYTES, PIECE_BYTES, Region, digest_of_pieces, make_buffer
 
 WEIGHT = TensorForm.of(torch.zeros(3, 700))
 FORMS = {"weight": WEIGHT, "bias": TensorForm.of(torch.zeros(3))}

@@ -79,7 +79,7 @@ def test_a_checksum_is_of_numbers_and_not_of_memory() -> None:
     assert sum_parameters(module_of(rows.t().contiguous().t())).word == expected
     assert sum_parameters(module_of(places[1:])).word == expected
     one, stored = torch.ones(()).expand(1), module_of(rows, torch.zeros(4, 4))
-    make_absent([*stored.parameters()][1])
+    make_absent([*stored.parameters()][1], torch.device("cpu"))
     assert sum_parameters(module_of(one)).word == sum_parameters(module_of(torch.ones(1))).word
     assert sum_parameters(stored).word == expected  # a weight that waits in a store
     lazy = nn.ModuleList([module_of(rows), nn.LazyLinear(3), nn.Linear(2, 2, device="meta")])

@@ -4,15 +4,12 @@ The first steps have one layer a phase, which needs least memory. What a process
 phases, torch included, is what it will have with larger ones, too.
 """
 
-import ctypes
-import mmap
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
-from pathlib import Path
 from time import perf_counter
 from typing import Final
 
@@ -22,6 +19,7 @@ from popdist.errors import WeightsError
 from popdist.local_tensors import part_itself
 from popdist.phases.phase_memory import PhaseMemory
 from popdist.phases.phased_layers import Unit
+from popdist.phases.used_memory import give_back_memory, peak_bytes, reset_peak, resident_bytes
 from popsize.hardware import bytes_of
 from popsize.phases import Loop, PhasePlan, StoreSpeed, UnitCost, memory_with, plan_phases, plan_with
 
@@ -34,9 +32,6 @@ _NUM_SHOWN: Final = 3
 _SPARE: Final = 0.02
 """The share of a limit that is left for what differs from step to step."""
 
-_STATUS: Final = Path("/proc/self/status")
-_STATM: Final = Path("/proc/self/statm")
-
 
 def limit_of(memory: str | int) -> int:
     """The bytes that ``memory`` says: a number, or a text such as ``2 GB`` or ``1.5 GiB``."""
@@ -44,12 +39,6 @@ def limit_of(memory: str | int) -> int:
     if size is None:
         raise WeightsError(f"memory={memory!r} is no size: give bytes, or a text such as '2 GB' or '1.5 GiB'")
     return size
-
-
-def give_back_memory() -> None:
-    """Have malloc give back to the system what is free now; it may be as much as a layer takes several times."""
-    with suppress(AttributeError):  # another library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,7 +81,7 @@ class PhaseBudget:
         if self._is_measuring:
             self._times = {unit.index: _Times() for unit in self._memory.layers.units}
         if not self._num_steps:
-            give_back_memory()
+            give_back_memory(self._memory.device)
             self._check_room()
             self._next_peak()
             self._peak_bytes = 0
@@ -108,7 +97,7 @@ class PhaseBudget:
         times, is_first = self._times[unit.index], not self._num_steps
         if is_first:
             self._next_peak()
-        before, self._inside = _resident_bytes(self._memory.device), 0.0
+        before, self._inside = resident_bytes(self._memory.device), 0.0
         start = self._computed()
         yield
         seconds = self._computed() - start - self._inside
@@ -153,8 +142,8 @@ class PhaseBudget:
         if self.limit_bytes is None or device.type != "cpu":
             return
         most = self.limit_bytes * (1 - _SPARE) - self._needed.get(unit.index, inf)
-        if _resident_bytes(device) > most:
-            give_back_memory()
+        if resident_bytes(device) > most:
+            give_back_memory(device)
 
     def _note_memory(self) -> None:
         """Note what the first step has shown of memory."""
@@ -169,9 +158,9 @@ class PhaseBudget:
 
     def _next_peak(self) -> int:
         """The most memory that the process has had since the last call."""
-        peak = _peak_bytes(self._memory.device)
+        peak = peak_bytes(self._memory.device)
         self._peak_bytes = max(self._peak_bytes, peak)
-        _reset_peak(self._memory.device)
+        reset_peak(self._memory.device)
         return peak
 
     def _check_room(self) -> None:
@@ -180,7 +169,7 @@ class PhaseBudget:
             return
         units = [self._cost(unit) for unit in self._memory.layers.units]
         slots = memory_with(units, range(len(units)), self._loop)
-        now = _resident_bytes(self._memory.device)
+        now = resident_bytes(self._memory.device)
         if now + slots.total > self.limit_bytes:
             raise WeightsError(
                 f"memory={_words(self.limit_bytes)!r} is too little for phases of one layer each: this process "
@@ -190,8 +179,8 @@ class PhaseBudget:
 
     def _computed(self) -> float:
         """Seconds until now in which nothing was waited for."""
-        if self._memory.device.type == "cuda":
-            torch.cuda.synchronize(self._memory.device)
+        if self._memory.device.type != "cpu":
+            torch.accelerator.synchronize(self._memory.device)
         return perf_counter() - self._memory.waited_seconds
 
     def _cost(self, unit: Unit) -> UnitCost:
@@ -250,30 +239,6 @@ class PhaseBudget:
         """Print a line for a person."""
         if self._is_first:
             sys.stderr.write(f"popdist: {text}\n")
-
-
-def _reset_peak(device: torch.device) -> None:
-    """From now on :func:`_peak_bytes` is counted."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):  # then it is that of the whole life of the process, which is not less
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """The most memory that the process has had, on ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    rows = dict(row.split(":", 1) for row in _STATUS.read_text(encoding="ascii").splitlines() if ":" in row)
-    return int(rows["VmHWM"].split()[0]) * 1024
-
-
-def _resident_bytes(device: torch.device) -> int:
-    """The memory that the process has on ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
 def _words(size: float) -> str:

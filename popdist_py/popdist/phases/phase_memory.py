@@ -16,10 +16,10 @@ from typing import Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.phases.phase_layout import Region
 from popdist.phases.phase_store import StoredTensors
 from popdist.phases.phased_layers import PhasedLayers, PhasePiece, make_absent, set_data
-from popdist.phases.store_file import StoreFile, make_buffer
+from popdist.phases.store_file import Ready, Region, StoreFile, make_buffer, recorded
+from popdist.phases.used_memory import give_back_memory
 
 What: TypeAlias = Literal["weights", "state", "sum"]
 
@@ -108,6 +108,7 @@ class PhaseMemory:
         self.phases = [tuple(it) for it in phases]
         self.phase_of = {unit: number for number, units in enumerate(self.phases) for unit in units}
         self._slots = []
+        give_back_memory(self.device)  # the slots that were there before
         sizes = [self._rooms(number)[1] for number in range(len(self.phases))]
         most = [max(part) for part in (sizes[::2], sizes[1::2]) if part]
         most += [self._rooms(RESIDENT)[1]] if self.layers.resident else []
@@ -215,7 +216,8 @@ class PhaseMemory:
     def _write(self, slot: _Slot) -> None:
         """Begin to write what was changed in ``slot``."""
         if slot.unwritten:
-            slot.writing = self._mover.submit(self._move, "write", _joined(slot, slot.unwritten))
+            moves, ready = _joined(slot, slot.unwritten), recorded(self.device)
+            slot.writing = self._mover.submit(self._move, "write", moves, ready)
             slot.unwritten = {}
 
     def _request(self, slot: _Slot, wanted: Iterable[Address]) -> None:
@@ -225,7 +227,8 @@ class PhaseMemory:
             return
         self._write(slot)
         parts = [(address, name) for address in lacking for name in address.offsets]
-        reading = self._mover.submit(self._move, "read", _joined(slot, parts))
+        moves, ready = _joined(slot, parts), recorded(self.device)
+        reading = self._mover.submit(self._move, "read", moves, ready)
         slot.present |= {address.place: (address, reading) for address in lacking}
 
     def _bring(self, slot: _Slot, wanted: Sequence[Address]) -> None:
@@ -296,10 +299,10 @@ class PhaseMemory:
         finally:
             self.waited_seconds += perf_counter() - start
 
-    def _move(self, kind: Literal["read", "write"], moves: "Sequence[Move]") -> None:
+    def _move(self, kind: Literal["read", "write"], moves: "Sequence[Move]", ready: Ready) -> None:
         """Read or write, one after another in a thread, and note how fast that was."""
         start = perf_counter()
-        transfers = [getattr(file, kind)(place, memory) for file, place, memory in moves]
+        transfers = [getattr(file, kind)(place, memory, ready) for file, place, memory in moves]
         for transfer in transfers:
             transfer.wait()
         num_bytes, seconds = self._moved[kind]
@@ -332,7 +335,7 @@ class PhaseMemory:
         """Take the memory of the weights of the current phase away."""
         for piece in [] if self._current is None else self.pieces_of(self._current[0]):
             for parameter in piece.parameters:
-                make_absent(parameter)
+                make_absent(parameter, self.device)
         self._current = None
 
     def close(self) -> None:

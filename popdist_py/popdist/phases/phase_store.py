@@ -24,8 +24,7 @@ from popdist.groups import Group
 from popdist.host_memory import forks
 from popdist.host_memory.segments import open_through_proc
 from popdist.local_tensors import TensorForm, local_part
-from popdist.phases.phase_layout import BLOCK_BYTES, Region, lay_out, total_bytes
-from popdist.phases.store_file import StoreFile, StoreThreads, allocate
+from popdist.phases.store_file import BLOCK_BYTES, Region, StoreFile, StoreThreads, allocate, lay_out
 from popdist.transport.hosts import machine
 
 HOST_MEMORY: Final = "host"
@@ -61,6 +60,7 @@ class PhaseStore:
         weights: The weights by name, in a file of theirs.
         host_index: The number of this instance among those that share the store.
         host_size: How many share it.
+        device: Where the model computes.
         step: The last step that was begun.
         is_torn: Whether that step has not ended, so that some of the weights are those of the step before.
     """
@@ -76,6 +76,7 @@ class PhaseStore:
         self.step, self.is_torn = 0, False
         self.folder = folder
         self._group, self._first = group, sharing[0]
+        self.device = device
         self._threads = StoreThreads(device)
         self._files: list[StoreFile] = []
         self.tensors: dict[str, StoredTensors] = {}
@@ -161,7 +162,7 @@ class PhaseStore:
     def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
         """Make the file ``weights``, ``state`` or ``gradients`` with room for tensors; all instances call it."""
         regions = lay_out(forms)
-        num_bytes = max(total_bytes(regions), BLOCK_BYTES)
+        num_bytes = max([BLOCK_BYTES, *(it.end for it in regions.values())])
         path = None if self.folder is None else self.folder.path / name
         descriptor = -1
         try:

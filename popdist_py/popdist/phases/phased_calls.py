@@ -203,10 +203,10 @@ class _Call:
         self._digest: str | None = None
         self._state = LayerState(owner.unit.module)
         device = owner.run.device
-        self._devices = [device] if device.type == "cuda" else []
+        self._devices = [] if device.type == "cpu" else [device]
         self._micro_batch: object = None
         self._torch_state = torch.get_rng_state()
-        self._cuda_states = [torch.cuda.get_rng_state(it) for it in self._devices]
+        self._device_states = [torch.get_device_module(it).get_rng_state(it) for it in self._devices]
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
@@ -377,10 +377,11 @@ class _Call:
     @contextmanager
     def _as_first(self) -> Iterator[None]:
         """With the states of generators, and the buffers, of the forward pass."""
-        with torch.random.fork_rng(self._devices), self._state.restored():
+        kind = self.run.device.type
+        with torch.random.fork_rng(self._devices, device_type=kind), self._state.restored():
             torch.set_rng_state(self._torch_state)
-            for device, state in zip(self._devices, self._cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+            for device, state in zip(self._devices, self._device_states, strict=True):
+                torch.get_device_module(device).set_rng_state(state, device)
             yield
 
 

@@ -170,12 +170,12 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
         part_itself(parameter).data = data
 
 
-def make_absent(parameter: Parameter) -> None:
-    """Take the memory of ``parameter`` away: it keeps its shape and dtype, and reads as NaN."""
+def make_absent(parameter: Parameter, device: torch.device) -> None:
+    """Take the memory of ``parameter`` away: it keeps its shape and dtype, and reads as NaN, on ``device``."""
     part: Any = part_itself(parameter)
     if not hasattr(part, "_popdist_absent"):  # a number of its own: one that is written is no other's
         is_float = part.is_floating_point() or part.is_complex()
-        part._popdist_absent = torch.full((), nan if is_float else 0, dtype=part.dtype, device=part.device)  # noqa: SLF001 - ours
+        part._popdist_absent = torch.full((), nan if is_float else 0, dtype=part.dtype, device=device)  # noqa: SLF001 - ours
     set_data(parameter, part._popdist_absent.expand(part.shape))  # noqa: SLF001 - ours
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from popdist import context
@@ -19,13 +18,14 @@ from popdist.gradients.step_headers import MeanOrSum
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
-from popdist.phases.phase_budget import give_back_memory, limit_of
+from popdist.phases.phase_budget import limit_of
 from popdist.phases.phase_store import HOST_MEMORY, PhaseStore
 from popdist.phases.phased_calls import install
 from popdist.phases.phased_layers import find_layers, make_absent
 from popdist.phases.phased_run import PhasedRun
 from popdist.phases.phased_step import PhasedSteps
-from popdist.phases.phased_weights import Initialize, unit_weights
+from popdist.phases.phased_weights import Initialize, move_buffers, unit_weights
+from popdist.phases.used_memory import give_back_memory
 from popdist.training.ddp_answers import refuse_module
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import WholeStep
@@ -67,8 +67,8 @@ def phased(  # noqa: PLR0913 - what a model can be told
     module, or one that holds layers, has directly stay in memory.
 
     Args:
-        module: A model in memory, or on the meta device: its weights are then made layer by layer. All instances
-            have the weights of instance 0.
+        module: A model in memory, which computes where its weights are; or on the meta device: its weights are
+            then made layer by layer, for ``popdist.device()``. All instances have the weights of instance 0.
         memory: The most memory that this process may use, torch and the model included: ``"2 GB"``, or bytes; on a
             GPU the memory of that. The first step runs with one layer in a phase, and is measured for the plan.
         phases: How many, in place of ``memory``: of about equal bytes.
@@ -96,7 +96,7 @@ def phased(  # noqa: PLR0913 - what a model can be told
     run = _stored(module, store, layers, layout, initialize, weights)
     run.budget.limit_bytes = limit_bytes
     run.cut(num_phases or len(run.layers.units))
-    give_back_memory()
+    give_back_memory(run.device)
     install(run)
     return PhasedModel(PhasedSteps(module, layout, seed=seed, run=run))
 
@@ -280,19 +280,22 @@ def _stored(
         store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
     found = find_layers(module, layers)
     forms = {name: TensorForm.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
-    device = next((it.device for it in module.parameters() if not it.is_meta), torch.device("cpu"))
+    device = next((it.device for it in module.parameters() if not it.is_meta), None)
+    is_meta, device = device is None, device or context.device()
     made = PhaseStore.open(store, forms, group=group, device=device)
     try:
         units = [unit.module for unit in found.units]
         for tensors in unit_weights(module, units, initialize=initialize, weights=weights):
             _write(made, group, tensors)
             for name in tensors:
-                make_absent(module.get_parameter(name))
+                make_absent(module.get_parameter(name), device)
             tensors.clear()
-            give_back_memory()  # before the next layer is made
+            give_back_memory(device)  # before the next layer is made
         found = find_layers(module, units)
         for piece in found.resident:
             _write(made, group, {name: it.detach() for name, it in piece.named})
+        if is_meta:
+            move_buffers(module, device)
         if len(group.instances) > 1:
             broadcast_tensors(group, 0, list(module.buffers()))
         made.wait_for_host()

@@ -1,7 +1,7 @@
 """Passes of a phased model on this instance: which weights come when, and where the optimizer's state lies."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,9 +12,8 @@ from torch.nn import Parameter
 from popdist.errors import OptimizerError
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
-from popdist.local_tensors import TensorForm, part_itself
+from popdist.local_tensors import TensorForm
 from popdist.phases.phase_budget import PhaseBudget
-from popdist.phases.phase_layout import deal
 from popdist.phases.phase_memory import Address, PhaseMemory
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, is_written, written_error
@@ -45,7 +44,7 @@ class PhasedRun:
     def __init__(self, layers: PhasedLayers, store: PhaseStore, group: Group, layout: ReplicaLayout) -> None:
         self.layers = layers
         self.store = store
-        self.memory = PhaseMemory(layers, part_itself(layers.pieces[0].parameters[0]).device)
+        self.memory = PhaseMemory(layers, store.device)
         self.device = self.memory.device
         self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
         sizes = [{name: store.weights.regions[name].num_bytes for name in it.names} for it in layers.pieces]
@@ -147,3 +146,23 @@ class PhasedRun:
         """Read all weights anew, as what is in the store was changed, and is whole."""
         self.store.end_step()
         self.memory.forget("weights", self.layers.pieces)
+
+
+def deal(units: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:
+    """Give each parameter to one of a host's instances; within each unit they get about as many bytes.
+
+    A unit maps the names of its parameters to their bytes. The largest ones are dealt first, each to the instance
+    that has least: of this unit, then of all, then the first.
+    """
+    owners: dict[str, int] = {}
+    in_all = [0] * num_instances
+    for unit in units:
+        in_unit = [0] * num_instances
+        for name in sorted(unit, key=lambda name: -unit[name]):
+            if name in owners:  # tied with a parameter of an earlier unit
+                continue
+            owner = min(range(num_instances), key=lambda index: (in_unit[index], in_all[index], index))
+            owners[name] = owner
+            in_unit[owner] += unit[name]
+            in_all[owner] += unit[name]
+    return owners

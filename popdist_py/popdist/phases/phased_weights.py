@@ -48,6 +48,14 @@ def unit_weights(
     return _Maker(model, initialize, files).made(units)
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers of ``model`` to ``device``; one that several modules have stays one."""
+    moved = {buffer: buffer.to(device) for buffer in model.buffers()}
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, moved[buffer])
+
+
 class _Maker:
     """Makes the tensors of a model, some modules at a time."""
 

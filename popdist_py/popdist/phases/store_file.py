@@ -1,4 +1,6 @@
-"""A file of a store, or memory in place of it, which threads read and write in large pieces.
+"""A file of a store, or memory in place of it: where tensors lie in it, and threads that move large pieces.
+
+Each tensor begins at a multiple of ``BLOCK_BYTES``, as direct reads and writes need it.
 
 Reads and writes go past the page cache (O_DIRECT) where the file system has that; elsewhere each piece is dropped
 from the cache at once, so what a model has in its store never takes the memory that it is to save.
@@ -10,13 +12,14 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +27,9 @@ from torch import Tensor
 from popdist.errors import StoreError
 from popdist.host_memory import forks
 from popdist.local_tensors import TensorForm
-from popdist.phases.phase_layout import BLOCK_BYTES, Region, whole_blocks
+
+BLOCK_BYTES: Final = 4096
+"""Start, length and address of what is read and written directly are multiples of it."""
 
 PIECE_BYTES: Final = 8 << 20
 """How much a thread reads or writes at a time: with two threads more is not faster."""
@@ -40,6 +45,48 @@ _WAIT_SECONDS: Final = 600.0
 
 _CLONE: Final = 0x40049409
 """``FICLONE`` of ioctl(2): have a file share the blocks of another one until one of them is written."""
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """``num_bytes``, rounded up to whole blocks."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes of a file; it begins with a block, and nothing else lies in the last block that it needs."""
+
+    start: int
+    num_bytes: int
+
+    @property
+    def length(self) -> int:
+        """How much is read and written: whole blocks."""
+        return whole_blocks(self.num_bytes)
+
+    @property
+    def end(self) -> int:
+        """Where the next region may begin."""
+        return self.start + self.length
+
+
+def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
+    """The region of each tensor in one file, in their order."""
+    regions: dict[str, Region] = {}
+    start = 0
+    for name, form in forms.items():
+        regions[name] = Region(start=start, num_bytes=form.num_bytes)
+        start = regions[name].end
+    return regions
+
+
+Ready: TypeAlias = torch.Event | None
+"""What has to happen on a device before its memory is read or written; None for memory of the CPU."""
+
+
+def recorded(device: torch.device) -> Ready:
+    """Return when all has happened that this thread has asked of ``device`` until now, in its stream."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 
 def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned: bool = False) -> Tensor:
@@ -134,11 +181,11 @@ class StoreThreads:
             raise StoreError("the store is closed")
         return Transfer([self._threads.submit(piece) for piece in pieces])
 
-    def staging(self) -> tuple[Tensor, Any]:
+    def staging(self) -> tuple[Tensor, torch.Stream]:
         """Pinned memory for one piece, and a stream of the device, both of the thread that asks."""
         if not hasattr(self._own, "memory"):
             self._own.memory = make_buffer(PIECE_BYTES, is_pinned=True)
-            self._own.stream = torch.cuda.Stream(self._device)
+            self._own.stream = torch.Stream(self._device)
         return self._own.memory, self._own.stream
 
     def close(self) -> None:
@@ -167,16 +214,16 @@ class StoreFile:
         """What errors call it."""
         return "the store in host memory" if self.path is None else str(self.path)
 
-    def read(self, start: int, into: Tensor) -> Transfer:
-        """Begin to read from ``start`` on into a flat tensor of bytes, on the CPU or a CUDA device.
+    def read(self, start: int, into: Tensor, ready: Ready = None) -> Transfer:
+        """Begin to read from ``start`` on into a flat tensor of bytes, on a device when ``ready`` has happened.
 
         ``start``, the length and, on the CPU, the address are multiples of ``BLOCK_BYTES``.
         """
-        return self._begin(start, into, self._read_piece, self._read_to_device)
+        return self._begin(start, into, ready, self._read_piece, self._read_to_device)
 
-    def write(self, start: int, data: Tensor) -> Transfer:
+    def write(self, start: int, data: Tensor, ready: Ready = None) -> Transfer:
         """Begin to write a flat tensor of bytes; as :meth:`read`."""
-        return self._begin(start, data, self._write_piece, self._write_from_device)
+        return self._begin(start, data, ready, self._write_piece, self._write_from_device)
 
     def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
         """Write the values of ``tensor``, in the memory order of ``form``, and wait until it is done."""
@@ -250,12 +297,12 @@ class StoreFile:
         self,
         start: int,
         memory: Tensor,
+        ready: Ready,
         run: Callable[[int, memoryview], None],
-        run_on_device: Callable[[int, Tensor, Any], None],
+        run_on_device: Callable[[int, Tensor, torch.Event], None],
     ) -> Transfer:
-        is_on_cpu = memory.device.type == "cpu"
         length = len(memory)
-        if (start | length | (memory.data_ptr() if is_on_cpu else 0)) % BLOCK_BYTES:
+        if (start | length | (memory.data_ptr() if ready is None else 0)) % BLOCK_BYTES:
             raise StoreError(f"bytes {start} to {start + length} of {self.name} are not whole blocks")
         if not 0 <= start <= start + length <= self.num_bytes:
             raise StoreError(
@@ -264,9 +311,8 @@ class StoreFile:
         share = whole_blocks(-(-length // NUM_THREADS))  # so that no thread is idle
         size = min(PIECE_BYTES, max(share, _LEAST_PIECE_BYTES))
         parts = [(start + at, memory[at : at + size]) for at in range(0, length, size)]
-        if is_on_cpu:
+        if ready is None:
             return self._threads.start([partial(run, at, _view(part)) for at, part in parts])
-        ready = torch.cuda.current_stream(memory.device).record_event()
         return self._threads.start([partial(run_on_device, at, part, ready) for at, part in parts])
 
     def _read_piece(self, start: int, into: memoryview) -> None:
@@ -301,17 +347,17 @@ class StoreFile:
         if self.path is not None and self._direct is None:
             os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _read_to_device(self, start: int, into: Tensor, ready: Any) -> None:  # noqa: ANN401 - a CUDA event
+    def _read_to_device(self, start: int, into: Tensor, ready: torch.Event) -> None:
         memory, stream = self._threads.staging()
         self._read_piece(start, _view(memory[: len(into)]))
-        with torch.cuda.stream(stream):
+        with stream:
             stream.wait_event(ready)
             into.copy_(memory[: len(into)], non_blocking=True)
         stream.synchronize()
 
-    def _write_from_device(self, start: int, data: Tensor, ready: Any) -> None:  # noqa: ANN401 - as above
+    def _write_from_device(self, start: int, data: Tensor, ready: torch.Event) -> None:
         memory, stream = self._threads.staging()
-        with torch.cuda.stream(stream):
+        with stream:
             stream.wait_event(ready)
             memory[: len(data)].copy_(data, non_blocking=True)
         stream.synchronize()
