@@ -24,7 +24,6 @@ from popdist.local_tensors import TensorForm, is_distributed, local_part, placed
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.one_by_one import OF_SCALERS, OneByOne, State, settings_of
 from popdist.optim.pieces import PieceOptimizer, load_uncast, refuse_distributed
-from popdist.sharded.sharded_optimizer import digest_of_groups
 
 RECORD: Final = "record"
 """The name of the tensor that holds a parameter's small values, as JSON."""
@@ -267,15 +266,6 @@ class PhasedOptimizer(Optimizer):
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
 
-    def has_state(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` was updated before on this instance, so that its state must be read."""
-        return parameter in self.state
-
-    @property
-    def settings_number(self) -> int:
-        """A number that two instances have alike if their groups have the same settings."""
-        return digest_of_groups(self.param_groups, self.defaults)
-
     def begin_update(self) -> None:
         """Begin the updates of one step, with the settings that the groups have now."""
         handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
@@ -297,7 +287,8 @@ class PhasedOptimizer(Optimizer):
             weights.copy_(own)
         if not made:
             return
-        self._check_state(place, made)
+        if not form.fits(made):
+            self._refuse_state(place, made)
         for name in form.tensors:
             if made[name] is not state[name]:
                 state[name].copy_(made[name])
@@ -365,7 +356,8 @@ class PhasedOptimizer(Optimizer):
             weights = local_part(parameter)
             nowhere = torch.zeros((), dtype=weights.dtype, device=weights.device).expand(weights.shape)
             made = self._steppers[known.group].load(Parameter(nowhere), settings, saved)
-            self._check_state(known, made)
+            if not form.fits(made):
+                self._refuse_state(known, made)
             self.state[parameter] = {name: deepcopy(made[name]) for name in form.values}
             form.write_record(record, made)
             stored, place_of = self._run.stored_state(parameter), self.store.place_of
@@ -405,12 +397,8 @@ class PhasedOptimizer(Optimizer):
             name: values[name] if name in values else placed_as(parameter, stored[name]) for name in form.names
         }
 
-    def _check_state(self, place: _Place, made: State) -> None:
-        """An OptimizerError if a state has not the form that the store has room for."""
-        if not place.form.fits(made):
-            self._refuse_state(place, made)
-
     def _refuse_state(self, place: _Place, state: State) -> NoReturn:
+        """Refuse a state that has not the form for which the store has room."""
         raise OptimizerError(
             f"{self._optimizer_class.__name__} has {_in_words(state)} for {place.name}, and the store has room "
             f"for {_in_words(dict.fromkeys(place.form.names))}, as PhasedOptimizer was made with other settings: "

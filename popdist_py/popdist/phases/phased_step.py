@@ -28,6 +28,7 @@ from popdist.phases.phase_memory import Address
 from popdist.phases.phased_layers import PhasePiece, check_same, writing
 from popdist.phases.phased_run import PhasedRun, Update
 from popdist.phases.phased_sums import GradientBarrier, PieceGradient, PieceSum, held_weights, merges_of
+from popdist.sharded.sharded_optimizer import digest_of_groups
 from popdist.training.micro_batches import Nest
 from popdist.training.model_steps import CheckMaker, ModelSteps, WholeStep
 from popdist.training.step import LoneStep, Step
@@ -243,7 +244,7 @@ class PhasedStep(Step):
             return []
         optimizer, addresses = self._run.optimizer_now(), self._run.memory.addresses
         is_updated = not self.is_open or (self._number == self._last and optimizer.step_in_backward)
-        has_state = is_updated and any(map(optimizer.has_state, piece.parameters))
+        has_state = is_updated and not optimizer.state.keys().isdisjoint(piece.parameters)
         if self.is_open:
             gradient = self._sums[piece.index].awaited(self._number)
         else:
@@ -294,7 +295,8 @@ class PhasedStep(Step):
         scale = self._sum.weight_scale()
         instance = self._group.backend.instance_index
         *_, weights = held_weights(self._layout, instance, self.accumulation, self._weights)
-        numbers = self._barrier.wait_for_others([optimizer.settings_number, *as_words(weights)])
+        settings_number = digest_of_groups(optimizer.param_groups, optimizer.defaults)
+        numbers = self._barrier.wait_for_others([settings_number, *as_words(weights)])
         if len({settings for settings, *_ in numbers}) > 1:
             raise CollectiveError(
                 "the instances have optimizers with different settings, such as lr, so they would make different "
@@ -342,7 +344,7 @@ class PhasedStep(Step):
             return
         (weights,), (state,) = memory.addresses["weights", piece.index], memory.addresses["state", piece.index]
         memory.room(weights.place)  # waits for what is still written of them
-        is_new = len(mine) == len(own) and not any(map(optimizer.has_state, own))
+        is_new = len(mine) == len(own) and optimizer.state.keys().isdisjoint(own)
         views = state.views(memory.room(state.place) if is_new else memory.load(state))
         for parameter, name in mine.items():
             with run.budget.updating(piece.units), writing(parameter):
