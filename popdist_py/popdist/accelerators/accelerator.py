@@ -62,7 +62,7 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
     ):
         given = f"{contract.device_type or 'accelerator'} {', '.join(map(str, contract.devices))}"
         raise BackendError(
-            f"poprun gave this instance {given}, and torch {torch.__version__} sees {num_devices()} devices of type "
+            f"poprun gave this instance {given}, and torch {torch.__version__} sees {num_devices()} of type "
             f"{found_type()}: install a torch that is built for the accelerator and the driver of this machine "
             "(`poprun --doctor` tells which), or compute on the CPU: poprun --offline-mode"
         )
