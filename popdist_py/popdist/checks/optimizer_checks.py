@@ -4,7 +4,6 @@ A step on gradients that popdist has not reduced is compared with the steps of t
 three such steps of the optimizer, and in every 100th.
 """
 
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import Parameter
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,6 +23,7 @@ from popdist.checks.tensor_changes import find_difference, sum_tensors
 from popdist.errors import BackendError, GradientError, MicroBatchError, OptimizerError
 from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters_of, training_loop, with_closure
 from popdist.local_tensors import is_distributed
+from popdist.process_group.registration import remember_wrappers
 from popdist.training.outside_step import LOOP
 from popdist.training.step import joint_modules, lost_steps, modules_in, reduced_modules, running_steps
 
@@ -33,7 +32,7 @@ from popdist.training.step import joint_modules, lost_steps, modules_in, reduced
 def install() -> None:
     """Have these checks made in the steps of all optimizers of torch from now on."""
     register_optimizer_step_pre_hook(_check_optimizer_step)
-    register_module_module_registration_hook(_note_wrapper)
+    remember_wrappers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +90,6 @@ class LoneSteps:
 
 lone_steps: Final = LoneSteps()
 """Those of this process, of which poprun tells at its end: see `popdist.startup.lone_training`."""
-
-_wrappers: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""The modules of this process in which torch adds up the gradients of what they wrap."""
-
-
-def _note_wrapper(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
-    """Note a wrapper of torch's that gets the module it wraps."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded by whoever makes such a wrapper
-    kinds = (nn.parallel.DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
-    if isinstance(module, kinds):
-        _wrappers.add(module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +151,7 @@ def _are_reduced_by_torch(optimizer: Optimizer, gradients: Sequence[Any]) -> boo
     for gradient in filter(is_distributed, gradients):
         if any(rank not in own for rank in gradient.device_mesh.mesh.flatten().tolist()):
             return True
-    wrapped = {id(parameter) for wrapper in tuple(_wrappers) for parameter in wrapper.parameters()}
+    wrapped = {id(parameter) for wrapper in tuple(remember_wrappers()) for parameter in wrapper.parameters()}
     return any(id(parameter) in wrapped for parameter in parameters_of(optimizer))
 
 

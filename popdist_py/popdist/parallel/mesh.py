@@ -14,7 +14,7 @@ from popdist import context
 from popdist.contract import Contract
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import CollectiveError, ContractError, WeightsError, name_instances
-from popdist.process_group.registration import remember_ddp
+from popdist.process_group.registration import remember_wrappers
 
 DIMENSIONS: Final = ("replica", "pipeline", "tensor")
 """From the outermost to the innermost."""
@@ -43,8 +43,9 @@ def device_mesh() -> DeviceMesh:
             f"device_mesh() among {job.group.name(job.group.instances)}: all instances of the job make it "
             "together, so call it outside execute_on_instances"
         )
-    for wrapper in remember_ddp():
-        _refuse_ddp(wrapper, contract)
+    for wrapper in remember_wrappers():
+        if isinstance(wrapper, DistributedDataParallel):
+            _refuse_ddp(wrapper, contract)
     _watch_for_ddp()
     if job.mesh is None:
         context.ensure_default_group("device_mesh()")

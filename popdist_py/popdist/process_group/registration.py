@@ -6,6 +6,7 @@ nothing here opens or starts anything.
 
 import contextlib
 import os
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
@@ -15,7 +16,6 @@ from popdist.accelerators import TYPES
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
-    from torch.nn.parallel import DistributedDataParallel
 
 NAME: Final = "popdist"
 
@@ -31,19 +31,21 @@ def register() -> None:
         if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", *TYPES])
         if _INSTANCES_PER_REPLICA in os.environ:
-            remember_ddp()
+            remember_wrappers()
 
 
 @cache
-def remember_ddp() -> "WeakSet[DistributedDataParallel]":
-    """Every DistributedDataParallel that is made from now on."""
+def remember_wrappers() -> "WeakSet[nn.Module]":
+    """Return every module that is made from now on in which torch adds up gradients: DDP's, and FSDP's of old."""
     from torch.nn.modules.module import register_module_module_registration_hook  # noqa: PLC0415 - as above
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415 - as above
 
-    made: WeakSet[DistributedDataParallel] = WeakSet()
+    made: WeakSet[nn.Module] = WeakSet()
 
     def remember(wrapper: "nn.Module", _name: str, _module: object) -> None:
-        if isinstance(wrapper, DistributedDataParallel):
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded by whoever makes such a wrapper
+        is_fsdp = fsdp is not None and isinstance(wrapper, fsdp.FullyShardedDataParallel)
+        if is_fsdp or isinstance(wrapper, DistributedDataParallel):
             made.add(wrapper)
 
     register_module_module_registration_hook(remember)
