@@ -230,7 +230,7 @@ def test_one_folder_knows_the_makers() -> None:
     assert found == set()
 
 
-RUN_ANYWHERE = words("popdist.startup.recording popdist.startup.recorder_server")
+RUN_ANYWHERE = words("popdist.startup.recording popdist.startup.recorder_server popdist.startup.phase_sampler")
 """What runs in any Python of a job, and cannot import the folder."""
 
 
