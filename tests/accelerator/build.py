@@ -45,9 +45,7 @@ def _compile(made: Path) -> None:
             raise RuntimeError(f"the compiler's exit codes: {codes}")
         library = Path(folder, "simulated.so")
         torch_libraries = [f"-L{headers.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-        subprocess.run(["g++", "-shared", *map(str, objects.values()), *torch_libraries, "-o", str(library)], check=True)
+        subprocess.run(
+            ["g++", "-shared", *map(str, objects.values()), *torch_libraries, "-o", str(library)], check=True
+        )
         library.replace(made)
-
-
-if __name__ == "__main__":
-    print(library())

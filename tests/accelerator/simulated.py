@@ -17,7 +17,8 @@ from tests.accelerator.build import library
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 
-_initialized = True
+_initialized = False
+"""torch's name for whether the device is in use."""
 
 Event = partial(torch.Event, "simulated")
 
@@ -44,8 +45,14 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether memory of a device was used."""
-    return bool(torch._C._accelerator_isAllocatorInitialized())
+    """Whether this process has begun to use a device."""
+    return _initialized and not _is_in_bad_fork()
+
+
+def _lazy_init() -> None:
+    """Note that a device is used: torch 2.11 does not synchronize a device before it has called this function."""
+    global _initialized  # noqa: PLW0603 - torch reads it
+    _initialized = True
 
 
 def _is_in_bad_fork() -> bool:
@@ -95,7 +102,9 @@ def current_stream(device: DeviceLike = None) -> torch.Stream:
 
 def default_stream(device: DeviceLike = None) -> torch.Stream:
     """Return the stream that is current where no program has chosen any."""
-    return torch.Stream(stream_id=0, device_index=_index_of(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return torch.Stream(
+        stream_id=0, device_index=_index_of(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
+    )
 
 
 def set_stream(stream: torch.Stream) -> None:
