@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -78,6 +79,30 @@ Arena mapped_arena() {
   return arena;
 }
 
+struct sigaction before_us;
+
+// Says what happened, and leaves the rest to those before us; it may be called at any place of the program.
+void tell_of_host(int signal, siginfo_t* info, void* context) {
+  constexpr char text[] = "simulated fault: the host touched memory of a device\n";
+  auto address = reinterpret_cast<uintptr_t>(info->si_addr);
+  for (const auto& arena : memory().arenas)
+    if (address >= arena.begin && address < arena.begin + total_bytes() * kArenaPerMemory)
+      (void)!write(STDERR_FILENO, text, sizeof(text) - 1);
+  if (before_us.sa_flags & SA_SIGINFO)
+    before_us.sa_sigaction(signal, info, context);
+  else if (before_us.sa_handler != SIG_DFL && before_us.sa_handler != SIG_IGN)
+    before_us.sa_handler(signal);
+  else
+    sigaction(signal, &before_us, nullptr);
+}
+
+void watch_host() {
+  struct sigaction telling = {};
+  telling.sa_sigaction = &tell_of_host;
+  telling.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &telling, &before_us);
+}
+
 // The caller holds the lock.
 std::vector<Arena>& arenas() {
   auto& found = memory().arenas;
@@ -86,6 +111,7 @@ std::vector<Arena>& arenas() {
     for (DeviceIndex i = 0; i < num_devices(); ++i)
       found.push_back(mapped_arena());
     pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
+    watch_host();
     is_mapped = true;
   }
   return found;
