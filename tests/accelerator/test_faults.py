@@ -1,10 +1,13 @@
 """The simulated accelerator finds planted faults, and nothing in the same programs without them."""
 
+import shutil
 import sys
 
 import pytest
 
 from tests.running import run
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the accelerator is compiled by g++")
 
 _RACE = "RuntimeError: simulated race: "
 
