@@ -1,7 +1,7 @@
 """Pictures of a mapping in SVG: the cube of devices, and the phases over the layers."""
 
-from html import escape
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
+from itertools import accumulate, pairwise, product
 from typing import Final
 
 from popsize.duration import phase_plan
@@ -11,6 +11,7 @@ from popsize.mapping import Mapping
 from popsize.model import Model
 from popsize.search import Candidate
 from popsize.stages import stages_of
+from popsize.svg import document, element, escaped, rect, text
 from popsize.tables import heading, seconds
 
 _WIDTH, _HEIGHT = 118, 52
@@ -26,47 +27,42 @@ _HUES: Final = ("#dbe9f6", "#fde6cf", "#def0d8", "#f6dcdc", "#e8e0f1", "#efe5e0"
 
 
 def cube_svg(one: Candidate) -> str:
-    """The cube of a mapping: stages to the right, shards of a layer downwards, replicas behind each other."""
-    mapping, workload, model = one.mapping, one.workload, one.workload.model
-    drawn = {name: min(number, _SHOWN[name]) for name, number in _sizes(mapping).items()}
+    """Draw the cube of a mapping: stages to the right, shards of a layer downwards, replicas behind each other."""
+    mapping, workload = one.mapping, one.workload
+    sizes = {"stages": mapping.pipeline, "shards": mapping.tensor, "replicas": mapping.replicas}
+    drawn = {name: min(number, _SHOWN[name]) for name, number in sizes.items()}
     width = max(_LEAST, 2 * _MARGIN + drawn["stages"] * _WIDTH + drawn["replicas"] * _RIGHT)
-    front = _TOP + drawn["replicas"] * _UP
-    bottom = front + drawn["shards"] * _HEIGHT + 24
-    parts = [
-        _text(_MARGIN, 28, f"{model.name} on {mapping.num_devices} x {workload.machine.device.name}", 16),
-        _text(
-            _MARGIN,
-            48,
-            f"tensor {mapping.tensor} x pipeline {mapping.pipeline} x replicas {mapping.replicas}: "
-            f"{seconds(one.duration.total)} a step, {one.memory.total / GIB:.1f} GiB on the fullest device",
-            12,
-        ),
-    ]
-    words = [_stage_words(model, mapping, stage) for stage in range(drawn["stages"])]
-    for replica in reversed(range(drawn["replicas"])):
-        for stage in range(drawn["stages"]):
-            for shard in range(drawn["shards"]):
-                x = _MARGIN + replica * _RIGHT + stage * _WIDTH
-                y = front - replica * _UP + shard * _HEIGHT
-                title = f"replica {replica}, stage {stage}, shard {shard}: {', '.join(words[stage])}"
-                parts.append(_cell(x, y, _HUES[stage % len(_HUES)], words[stage] if replica == 0 else [], title))
-    if hidden := [f"{n - drawn[name]} more {name}" for name, n in _sizes(mapping).items() if n > drawn[name]]:
-        parts.append(_text(_MARGIN, bottom, f"not drawn: {', '.join(hidden)}", 12))
+    bottom = _TOP + drawn["replicas"] * _UP + drawn["shards"] * _HEIGHT + 24
+    title = f"{workload.model.name} on {mapping.num_devices} x {workload.machine.device.name}"
+    words = (
+        f"tensor {mapping.tensor} x pipeline {mapping.pipeline} x replicas {mapping.replicas}: "
+        f"{seconds(one.duration.total)} a step, {one.memory.total / GIB:.1f} GiB on the fullest device"
+    )
+    parts = [text(title, (_MARGIN, 28), 16), text(words, (_MARGIN, 48), 12), *_cells(one, drawn)]
+    if hidden := [f"{number - drawn[name]} more {name}" for name, number in sizes.items() if number > drawn[name]]:
+        parts.append(text(f"not drawn: {', '.join(hidden)}", (_MARGIN, bottom), 12))
         bottom += 24
     if mapping.phases > 1:
-        parts.append(_phases(one, bottom, width - 2 * _MARGIN))
+        parts += _phases(one, bottom, width - 2 * _MARGIN)
         bottom += 84
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom}" '
-        f'viewBox="0 0 {width} {bottom}" font-family="Helvetica, Arial, sans-serif" role="img">'
-        f"<title>{escape(heading(workload))}</title>"
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(parts)}</svg>\n'
-    )
+    paper, font = rect((width, bottom), fill="#ffffff"), "Helvetica, Arial, sans-serif"
+    return document(heading(workload), (width, bottom), paper, *parts, font_family=font, fill="#222", role="img")
 
 
-def _sizes(mapping: Mapping) -> dict[str, int]:
-    """How many devices each side of the cube has, by name."""
-    return {"stages": mapping.pipeline, "shards": mapping.tensor, "replicas": mapping.replicas}
+def _cells(one: Candidate, drawn: dict[str, int]) -> Iterator[str]:
+    """Draw the rectangle of each device; the first replica stands before the others, with words."""
+    words = [_stage_words(one.workload.model, one.mapping, stage) for stage in range(drawn["stages"])]
+    stages, shards, replicas = (range(drawn[name]) for name in ("stages", "shards", "replicas"))
+    for replica, stage, shard in product(reversed(replicas), stages, shards):
+        x = _MARGIN + replica * _RIGHT + stage * _WIDTH
+        y = _TOP + (len(replicas) - replica) * _UP + shard * _HEIGHT
+        about = f"replica {replica}, stage {stage}, shard {shard}: {', '.join(words[stage])}"
+        yield element(
+            "g",
+            element("title", escaped(about)),
+            rect((_WIDTH, _HEIGHT), (x, y), fill=_HUES[stage % len(_HUES)], stroke="#555"),
+            *(text(line, (x + 8, y + 17 + 14 * row), 11) for row, line in enumerate(words[stage]) if not replica),
+        )
 
 
 def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
@@ -80,8 +76,8 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
     return [*words, f"1/{mapping.tensor} of each"] if mapping.tensor > 1 else words
 
 
-def _phases(one: Candidate, top: int, width: int) -> str:
-    """The layers of a stage as a bar, cut into phases."""
+def _phases(one: Candidate, top: int, width: int) -> Iterator[str]:
+    """Draw the layers of a stage as a bar, cut into phases."""
     mapping, workload = one.mapping, one.workload
     words = f"{mapping.phases} phases of a stage: one is in memory, the next is read meanwhile"
     layers = [1] * mapping.phases
@@ -89,31 +85,12 @@ def _phases(one: Candidate, top: int, width: int) -> str:
         plan = phase_plan(workload, mapping)
         layers = [b - a for a, b in pairwise((*plan.cuts, len(phase_units(workload, mapping))))]
         words += f"; a step waits {seconds(plan.step.reading)} for reads, {seconds(plan.step.writing)} for writes"
-    parts = [_text(_MARGIN, top, words, 12)]
-    step = width / sum(layers)
-    for phase, (first, last) in enumerate(pairwise((0, *accumulate(layers)))):
-        x, wide = _MARGIN + first * step, (last - first) * step
-        parts.append(
-            f'<rect x="{x:.1f}" y="{top + 10}" width="{wide:.1f}" height="28" '
-            f'fill="{_HUES[phase % len(_HUES)]}" stroke="#555"/>'
-        )
-        if wide > _NARROWEST:
-            parts.append(_text(x + wide / 2 - 4, top + 28, str(phase + 1), 11))
+    yield text(words, (_MARGIN, top), 12)
+    ends = [_MARGIN + round(width * layer / sum(layers)) for layer in accumulate(layers, initial=0)]
+    for phase, (x, end) in enumerate(pairwise(ends)):
+        yield rect((end - x, 28), (x, top + 10), fill=_HUES[phase % len(_HUES)], stroke="#555")
+        if end - x > _NARROWEST:
+            yield text(str(phase + 1), ((x + end) // 2 - 4, top + 28), 11)
     number = sum(layers) if mapping.has_layer_phases else -(-workload.model.num_layers // mapping.pipeline)
-    parts.append(_text(_MARGIN, top + 54, f"layer 1 of {number}", 11))
-    parts.append(_text(_MARGIN + width - 60, top + 54, f"layer {number}", 11))
-    return "".join(parts)
-
-
-def _cell(x: float, y: float, fill: str, words: list[str], title: str) -> str:
-    """The rectangle of a device, with words in it."""
-    lines = "".join(_text(x + 8, y + 17 + 14 * row, line, 11) for row, line in enumerate(words[:3]))
-    return (
-        f'<g><title>{escape(title)}</title><rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'fill="{fill}" stroke="#555"/>{lines}</g>'
-    )
-
-
-def _text(x: float, y: float, words: str, size: int) -> str:
-    """A line of text in a picture."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="#222">{escape(words)}</text>'
+    yield text(f"layer 1 of {number}", (_MARGIN, top + 54), 11)
+    yield text(f"layer {number}", (_MARGIN + width - 60, top + 54), 11)

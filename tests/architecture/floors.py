@@ -8,7 +8,7 @@ from typing import Final
 from tests.architecture.source_tree import words
 
 _LOWEST_FIRST: Final = {
-    "popsize": "errors phases < hardware model < constants stages < catalogue < mapping < footprint < duration"
+    "popsize": "errors phases svg < hardware model < constants stages < catalogue < mapping < footprint < duration"
     " < search < cases tables < picture",
     "poprun": "errors < text < process < messages < makers < plan < probe < hosts < launch render < trace"
     " < devices page < job monitor emit doctor < cli vipu reports < start size < command < __main__",

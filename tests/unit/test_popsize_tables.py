@@ -127,6 +127,15 @@ def test_a_picture_is_well_formed(tensor: int, pipeline: int, replicas: int, pha
             assert 0 <= float(rect.attrib["y"]) <= float(root.attrib["height"]) - float(rect.attrib["height"])
 
 
+def test_a_picture_shows_any_name_of_a_model() -> None:
+    """A character that no XML document may contain is replaced, and markup stays text."""
+    named = replace(WORKLOAD, model=replace(WORKLOAD.model, name="\x1b<b>&amp;"))
+    root = ET.fromstring(cube_svg(predict(named, Mapping(replicas=64))))  # noqa: S314 - our own
+
+    assert root.findtext("{*}title", "").startswith("\ufffd<b>&amp;, ")
+    assert root.findtext("{*}text", "").startswith("\ufffd<b>&amp; on 64 x ")
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "-"), (0.0123, "12.3 ms"), (1.5, "1.50 s"), (99.99, "99.99 s"), (100.0, "100 s")]
 )

@@ -1,7 +1,7 @@
 """The plan as a picture: golden files, and what holds for any plan.
 
-Holds poprun.render.picture.documents, poprun.render.picture.blocks, poprun.render.picture.drawing and
-poprun.render.picture.scene.
+Holds poprun.render.picture.documents, poprun.render.picture.blocks, poprun.render.picture.drawing,
+poprun.render.picture.scene and popsize.svg.
 """
 
 import re
@@ -19,7 +19,7 @@ from poprun.plan.request import AskedMapping, VipuSettings
 from poprun.render import render_plan
 from poprun.render.picture.blocks import Block, grid
 from poprun.render.picture.drawing import MAX_WIDTH
-from poprun.render.picture.scene import Gap, HostScene, make_scene
+from poprun.render.picture.scene import make_scene
 from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.machines import TWO_SOCKETS, facts_of
@@ -139,19 +139,17 @@ def test_folding(asked: dict[str, Any], num_shown: int, num_left_out: int) -> No
     per_host = plan.num_instances_per_host
     shown, left_out = 0, 0
     for host in scene.hosts:
-        if isinstance(host, Gap):
-            left_out += len(host.items) * per_host
+        if isinstance(host, range):
+            left_out += len(host) * per_host
             continue
-        for instance in host.instances:
-            if isinstance(instance, Gap):
-                left_out += len(instance.items)
+        for instance in scene.instances(host):
+            if isinstance(instance, range):
+                left_out += len(instance)
             else:
                 shown += 1
 
     assert (shown, left_out) == (num_shown, num_left_out)
-    assert isinstance(scene.hosts[0], HostScene)
-    assert isinstance(scene.hosts[-1], HostScene)
-    assert scene.hosts[-1].index == len(plan.hosts) - 1
+    assert (scene.hosts[0], scene.hosts[-1]) == (0, len(plan.hosts) - 1)
 
 
 @pytest.mark.parametrize("num_ipus", [1, 4, 16, 64, 256, 1024, 2048, 65_536])
@@ -223,10 +221,10 @@ def test_what_is_framed(asked: dict[str, Any], domains: int, machines: int, band
 )
 def test_a_grid(count: int, size: tuple[int, int], max_width: int, columns: int) -> None:
     """Rows are full where that is near to the aspect, and no wider than they may be."""
-    drawn = grid([Block(*size, [str(index)]) for index in range(count)], 5, max_width)
+    drawn = grid([Block(size, [str(index)]) for index in range(count)], 5, max_width)
     rows = -(-count // columns)
 
-    assert (drawn.width, drawn.height) == (columns * (size[0] + 5) - 5, rows * (size[1] + 5) - 5)
+    assert drawn.size == (columns * (size[0] + 5) - 5, rows * (size[1] + 5) - 5)
     assert drawn.children[-1].startswith(f'<g transform="translate({(count - 1) % columns * (size[0] + 5)} ')
 
 

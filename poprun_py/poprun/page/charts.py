@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Final
 
-from poprun.render.picture.blocks import element, escaped
 from poprun.render.picture.drawing import NUM_HUES
 from poprun.text.ranges import describe_seconds, unit_of_bytes
+from popsize.svg import element, escaped
 
 Point = tuple[float, float]  # seconds since the job began, and a value
 

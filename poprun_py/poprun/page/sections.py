@@ -10,11 +10,11 @@ from poprun.page.charts import charts_of, render_charts
 from poprun.page.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict
-from poprun.render.picture.blocks import element, escaped
 from poprun.render.picture.documents import render_fragment
 from poprun.render.words import facts_of, size_of
 from poprun.text.ranges import describe_bytes, describe_rate, describe_seconds
 from poprun.text.screen import without_codes
+from popsize.svg import element, escaped
 
 _LEAST_SHARE: Final = 0.0005  # of a bar: what is smaller is not seen
 _MOST_BARS: Final = 64

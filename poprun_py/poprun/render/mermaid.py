@@ -9,7 +9,7 @@ from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.picture.drawing import NUM_HUES, hue_of
-from poprun.render.picture.scene import Framing, Gap, HostScene, framing, make_scene
+from poprun.render.picture.scene import Framing, Scene, framing, make_scene
 from poprun.render.words import (
     describe_more_hosts,
     describe_more_instances,
@@ -32,9 +32,9 @@ def render_mermaid(plan: LaunchPlan) -> str:
     scene = make_scene(plan, max_ipus=most, folded_ipus=least)
     framed = framing(scene)
     hosts = [
-        list(_host(plan, host, position, framed))
-        if isinstance(host, HostScene)
-        else [_gap(describe_more_hosts(plan, host.items), f"h{position}")]
+        [_gap(describe_more_hosts(plan, host), f"h{position}")]
+        if isinstance(host, range)
+        else list(_host(scene, host, position, framed))
         for position, host in enumerate(scene.hosts)
     ]
     size = framed.hosts_per_domain
@@ -47,22 +47,22 @@ def render_mermaid(plan: LaunchPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _host(plan: LaunchPlan, host: HostScene, position: int, framed: Framing) -> Iterator[str]:
-    num_domains = framed.domains_per_host
-    domains = "" if framed.has_domains else domains_of(plan, instances_of_host(plan, host.index))
-    yield f'  subgraph h{position}["{_escaped(", ".join(filter(None, [host.name, domains])))}"]'
+def _host(scene: Scene, host: int, position: int, framed: Framing) -> Iterator[str]:
+    plan, instances, num_domains = scene.plan, scene.instances(host), framed.domains_per_host
+    domains = "" if framed.has_domains else domains_of(plan, instances_of_host(plan, host))
+    yield f'  subgraph h{position}["{_escaped(", ".join(filter(None, [plan.hosts[host], domains])))}"]'
     yield "    direction TB"
-    names = [f"h{position}i{number}" for number in range(len(host.instances))]
+    names = [f"h{position}i{number}" for number in range(len(instances))]
     boxes = [
-        _gap(describe_more_instances(plan, scene.items), f"  {name}")
-        if isinstance(scene, Gap)
-        else _instance(plan, scene.plan, f"  {name}")
-        for name, scene in zip(names, host.instances, strict=True)
+        _gap(describe_more_instances(plan, part), f"  {name}")
+        if isinstance(part, range)
+        else _instance(plan, plan.instance(part), f"  {name}")
+        for name, part in zip(names, instances, strict=True)
     ]
     size = len(names) // num_domains
     for first in range(0, len(names), size):
         inside = [*boxes[first : first + size], *_indented(_links(names[first : first + size], columns=4))]
-        number = host.index * num_domains + first // size
+        number = host * num_domains + first // size
         yield from (
             inside if num_domains == 1 else _domain(f"h{position}d{first // size}", number, inside, "    ")
         )

@@ -10,10 +10,11 @@ from importlib.resources import files
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.picture.blocks import Block, cut, element, escaped, text, text_width
+from poprun.render.picture.blocks import Block
 from poprun.render.picture.drawing import draw
 from poprun.render.picture.scene import make_scene
 from poprun.render.words import facts_of, size_of
+from popsize.svg import cut, document, element, escaped, rect, text, text_width
 
 _MARGIN: Final = 24
 _LINE_HEIGHT: Final = 22
@@ -31,7 +32,7 @@ def render_svg(plan: LaunchPlan) -> str:
     """``plan`` as an SVG document."""
     drawing = draw(make_scene(plan), _with_title)
     title = f"poprun: {size_of(plan)}"
-    width = max(drawing.width, text_width(title, 17)) + 2 * _MARGIN
+    width = max(drawing.size[0], text_width(title, 17)) + 2 * _MARGIN
     lines = [("title", 17, title)]
     if plan.program:
         lines.append(("line", 13, shlex.join(plan.program)))
@@ -40,20 +41,9 @@ def render_svg(plan: LaunchPlan) -> str:
         for row, (name, size, words) in enumerate(lines)
     ]
     top = _MARGIN + len(heading) * _LINE_HEIGHT + 10
-    height = top + drawing.height + _MARGIN
-    document = element(
-        "svg",
-        element("title", escaped(title)),
-        element("style", "\n", _file("picture.css")),
-        element("rect", class_="paper", width=width, height=height),
-        *heading,
-        drawing.at(_MARGIN, top),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        width=width,
-        height=height,
-    )
-    return f"{document}\n"
+    paper = (width, top + drawing.size[1] + _MARGIN)
+    style = element("style", "\n", _file("picture.css"))
+    return document(title, paper, style, rect(paper, class_="paper"), *heading, drawing.at(_MARGIN, top))
 
 
 def render_fragment(plan: LaunchPlan) -> str:
@@ -79,7 +69,7 @@ def render_html(plan: LaunchPlan) -> str:
 
 def _picture(drawing: Block, role: str, label: str) -> str:
     """A drawing as an element of a page, with room for the lines at its edge."""
-    width, height = drawing.width + 2, drawing.height + 2
+    width, height = drawing.size[0] + 2, drawing.size[1] + 2
     box = f"-1 -1 {width} {height}"
     children = drawing.children
     return element("svg", *children, role=role, aria_label=label, viewBox=box, width=width, height=height)

@@ -7,22 +7,13 @@ everything is, but never illegible.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.picture.blocks import (
-    Block,
-    cut,
-    element,
-    grid,
-    middle,
-    place_in_grid,
-    size_of_grid,
-    text,
-    text_width,
-)
-from poprun.render.picture.scene import Framing, Gap, HostScene, InstanceScene, Scene, framing
+from poprun.render.picture.blocks import Block, Grid, grid
+from poprun.render.picture.scene import Framing, Scene, framing
 from poprun.render.words import (
     describe_host,
     describe_instance,
@@ -33,6 +24,7 @@ from poprun.render.words import (
     stands_for,
 )
 from poprun.text.ranges import counted, fold_numbers, numbered
+from popsize.svg import cut, element, middle, rect, text, text_width
 
 NUM_HUES: Final = 8
 
@@ -69,13 +61,13 @@ _SIZES: Final = (
 
 
 def draw(scene: Scene, describe: Description) -> Block:
-    """``scene`` as one block, with a legend below it."""
+    """Draw ``scene`` as one block, with a legend below it."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
-    picture = drawer.hosts()
+    (width, height), picture = (hosts := drawer.hosts()).size, hosts.children
     legend = _legend(drawer.framed, "/".join(scene.plan.parallelism.place_of(0)) or "replica")
-    children = [*picture.children, legend.at(0, picture.height + _LEGEND)]
-    return Block(max(picture.width, legend.width), picture.height + _LEGEND + legend.height, children)
+    size = (max(width, legend.size[0]), height + _LEGEND + legend.size[1])
+    return Block(size, [*picture, legend.at(0, height + _LEGEND)])
 
 
 class _Drawer:
@@ -84,157 +76,132 @@ class _Drawer:
     def __init__(self, scene: Scene, sizes: PartSizes, framed: Framing, describe: Description) -> None:
         self.scene, self.plan, self.sizes, self.framed = scene, scene.plan, sizes, framed
         self.describe = describe
-        num_chips = len(scene.first_instance.ipus)
-        self.chip_columns = _chip_columns(num_chips)
-        self.chips_size = size_of_grid(num_chips, self.chip_columns, sizes.chip, sizes.space)
-        self.has_words = sizes.is_wordy or self._widest_label(has_words=True) <= self.chips_size[0]
-        num_bars = len(self._bar_labels(scene.first_instance.plan, has_words=self.has_words))
-        num_parts, num_texts = num_bars + 3 + sizes.is_wordy, 1 + sizes.is_wordy
-        self.box_size = (
-            max(self.chips_size[0], self._widest_label(has_words=self.has_words)) + 2 * sizes.space,
-            num_texts * sizes.text + self.chips_size[1] + num_bars * sizes.bar + num_parts * sizes.space,
-        )
+        num_chips = len(scene.ipus(0))
+        self.chips = Grid(num_chips, _chip_columns(num_chips), sizes.chip, sizes.space)
+        width, height = self.chips.size
+        self.has_words = sizes.is_wordy or self._widest_label(has_words=True) <= width
+        num_bars = len(self._bar_labels(self.plan.instance(0), has_words=self.has_words))
+        heights = [sizes.text, height, *[sizes.bar] * num_bars, *[sizes.text] * sizes.is_wordy]
+        *self.tops, bottom = accumulate(heights, lambda top, it: top + it + sizes.space, initial=sizes.space)
+        self.box = (max(width, self._widest_label(has_words=self.has_words)) + 2 * sizes.space, bottom)
 
     def hosts(self) -> Block:
-        """The cards of all hosts, those of an IPU-Link domain of several hosts in a frame."""
-        space, count = self.sizes.space, self.framed.hosts_per_domain
-        first = self.host(self.scene.first_host)
+        """Draw the cards of all hosts, those of an IPU-Link domain of several hosts in a frame."""
+        space, framed = self.sizes.space, self.framed
+        size = self.host(0).size
         cards = [
-            self.gap("host", host.items, describe_more_hosts(self.plan, host.items), (first.width, first.height))
-            if isinstance(host, Gap)
+            self.gap("host", host, describe_more_hosts(self.plan, host), size)
+            if isinstance(host, range)
             else self.host(host)
             for host in self.scene.hosts
         ]
-        if count > 1:
-            cards = self.domains(cards, count, 4 * space, 3 * space)
+        if framed.hosts_per_domain > 1:
+            cards = self.frames("ild", cards, framed.hosts_per_domain, 3 * space, 4 * space)
         return grid(cards, 4 * space, MAX_WIDTH)
 
-    def host(self, host: HostScene) -> Block:
-        """A card with the host's name and its instances, in the frames of IPU-Machines and IPU-Link domains."""
-        sizes, space, framed = self.sizes, self.sizes.space, self.framed
+    def host(self, index: int) -> Block:
+        """Draw a card with a host's name and instances, in the frames of IPU-Machines and IPU-Link domains."""
+        plan, sizes, space, framed = self.plan, self.sizes, self.sizes.space, self.framed
         boxes = [
-            self.gap("instance", part.items, describe_more_instances(self.plan, part.items), self.box_size)
-            if isinstance(part, Gap)
-            else self.instance(part)
-            for part in host.instances
+            self.gap("instance", part, describe_more_instances(plan, part), self.box)
+            if isinstance(part, range)
+            else self.instance(plan.instance(part))
+            for part in self.scene.instances(index)
         ]
         if framed.instances_per_machine > 1:
-            boxes = self.machines(boxes)
+            boxes = self.frames("machine", boxes, framed.instances_per_machine, space, 2 * space)
         if framed.domains_per_host > 1:
             count = len(boxes) // framed.domains_per_host
-            boxes = self.domains(boxes, count, 2 * space, 2 * space, host.index * framed.domains_per_host)
-        inner = grid(boxes, 2 * space, self._room())
-        domains = "" if framed.has_domains else domains_of(self.plan, instances_of_host(self.plan, host.index))
+            boxes = self.frames("ild", boxes, count, 2 * space, 2 * space, index * framed.domains_per_host)
+        inner = grid(boxes, 2 * space, self._room)
+        domains = "" if framed.has_domains else domains_of(plan, instances_of_host(plan, index))
         domains_width, size = text_width(domains, sizes.text), sizes.text + 2
-        width = max(inner.width, text_width("m" * _MIN_NAME, size) + domains_width) + 4 * space
-        height = inner.height + sizes.heading + 2 * space
-        name = cut(host.name, width - 5 * space - domains_width, size)
+        width = max(inner.size[0], text_width("m" * _MIN_NAME, size) + domains_width) + 4 * space
+        height = inner.size[1] + sizes.heading + 2 * space
+        name = cut(plan.hosts[index], width - 5 * space - domains_width, size)
         children = [
-            element("rect", class_="card", width=width, height=height, rx=3 * space),
+            rect((width, height), class_="card", rx=3 * space),
             text(name, (2 * space + 1, middle(0, sizes.heading, size)), size, "name"),
         ]
         if domains:
             place = (width - 2 * space - domains_width // 2, middle(0, sizes.heading, sizes.text))
             children.append(text(domains, place, sizes.text, "note"))
-        children.append(inner.at((width - inner.width) // 2, sizes.heading))
-        return self.described("host", describe_host(self.plan, host.index), (width, height), children)
+        children.append(inner.at((width - inner.size[0]) // 2, sizes.heading))
+        return self.described("host", describe_host(plan, index), (width, height), children)
 
-    def machines(self, boxes: Sequence[Block]) -> list[Block]:
-        """Instances in the frames of their IPU-Machines."""
-        space, count = self.sizes.space, self.framed.instances_per_machine
-        inner = [grid(boxes[at : at + count], 2 * space, self._room()) for at in range(0, len(boxes), count)]
-        return [self.frame("machine", block, space, space) for block in inner]
-
-    def domains(
-        self, blocks: Sequence[Block], count: int, gap: int, padding: int, first_number: int = 0
+    def frames(
+        self, class_: str, blocks: Sequence[Block], count: int, padding: int, gap: int, first: int = 0
     ) -> list[Block]:
-        """Blocks in the frames of their IPU-Link domains, ``count`` in each, with the domains' numbers."""
-        sizes = self.sizes
-        inner = [grid(blocks[at : at + count], gap, self._room()) for at in range(0, len(blocks), count)]
-        heading = sizes.text + sizes.space + padding
-        place = (2 * sizes.space + 1, sizes.space + sizes.text)
-        return [
-            self.frame("ild", block, padding, heading, text(f"ILD {first_number + at}", place, sizes.text, "name"))
-            for at, block in enumerate(inner)
-        ]
+        """Draw frames around ``count`` blocks each; those of IPU-Link domains have numbers, from ``first`` on."""
+        size, space, frames = self.sizes.text, self.sizes.space, []
+        top = padding + size + space if class_ == "ild" else padding
+        for start in range(0, len(blocks), count):
+            inner = grid(blocks[start : start + count], gap, self._room)
+            width, height = inner.size[0] + 2 * padding, inner.size[1] + top + padding
+            words = text(f"ILD {first + start // count}", (2 * space + 1, space + size), size, "name")
+            frame = rect((width, height), class_=class_, rx=3 * space)
+            children = [frame, words if class_ == "ild" else "", inner.at(padding, top)]
+            frames.append(Block((width, height), children))
+        return frames
 
-    def frame(self, class_: str, inner: Block, padding: int, heading: int, name: str = "") -> Block:
-        """A frame around a block, ``heading`` pixels of it above."""
-        width, height = inner.width + 2 * padding, inner.height + heading + padding
-        rect = element("rect", class_=class_, width=width, height=height, rx=3 * self.sizes.space)
-        return Block(width, height, [rect, name, inner.at(padding, heading)])
-
-    def instance(self, scene: InstanceScene) -> Block:
-        """A box with the instance's number, its virtual IPUs and its replicas."""
-        sizes, instance, (width, height) = self.sizes, scene.plan, self.box_size
-        y = sizes.space + sizes.text
+    def instance(self, instance: InstancePlan) -> Block:
+        """Draw a box with an instance's number, its virtual IPUs and its replicas."""
+        sizes, size, width = self.sizes, self.sizes.text, self.box[0]
         title = _label("instance", [instance.index], has_words=self.has_words)
+        corner = ((width - self.chips.size[0]) // 2, self.tops[1])
+        class_ = "ipu odd" if self.framed.is_shaded and self.plan.ild_of(instance.index) % 2 else "ipu"
         children = [
-            element("rect", class_="box", width=width, height=height, rx=2 * sizes.space),
-            text(title, (width // 2, y - sizes.text // 8), sizes.text, "number"),
+            rect(self.box, class_="box", rx=2 * sizes.space),
+            text(title, (width // 2, self.tops[0] + size - size // 8), size, "number"),
+            *self.bands(corner),
         ]
-        y += sizes.space
-        left = (width - self.chips_size[0]) // 2
-        children += self.bands(len(scene.ipus), (left, y))
-        is_odd = self.framed.is_shaded and self.plan.ild_of(instance.index) % 2
-        for index, ipu in enumerate(scene.ipus):
-            chip_x, chip_y = place_in_grid(index, self.chip_columns, sizes.chip, sizes.space)
-            children.append(self.chip(ipu, (left + chip_x, y + chip_y), "ipu odd" if is_odd else "ipu"))
-        y += self.chips_size[1] + sizes.space
-        children += self.bars(instance, y)
+        for index, ipu in enumerate(self.scene.ipus(instance.index)):
+            word = "…" if isinstance(ipu, range) else f"IPU {ipu}" if sizes.is_wordy else str(ipu)
+            x, y = self.chips.place(index)
+            children += self.labelled(class_, word, (corner[0] + x, corner[1] + y), sizes.chip)
+        bars = self._bar_labels(instance, has_words=self.has_words)
+        for top, word in zip(self.tops[2:], bars, strict=False):
+            children += self.labelled("bar", word, (sizes.space, top), (width - 2 * sizes.space, sizes.bar))
         if sizes.is_wordy:
-            words = cut(stands_for(instance), width - sizes.space, sizes.text - 1)
-            place = (width // 2, height - sizes.space - sizes.text // 8)
-            children.append(text(words, place, sizes.text - 1, "note"))
+            words = cut(stands_for(instance), width - sizes.space, size - 1)
+            children.append(text(words, (width // 2, self.tops[-1] + size - size // 8), size - 1, "note"))
         hue = f"instance h{hue_of(self.plan, instance)}"
-        return self.described(hue, describe_instance(self.plan, instance), self.box_size, children)
+        return self.described(hue, describe_instance(self.plan, instance), self.box, children)
 
-    def bands(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
-        """Bands behind the virtual IPUs of an instance, one for each IPU-Machine: four in a row."""
-        (chip_width, chip_height), space = self.sizes.chip, self.sizes.space
-        side = space // 2 if self.chip_columns > IPUS_PER_MACHINE else space - 1
-        width = IPUS_PER_MACHINE * (chip_width + space) - space + 2 * side
-        for index in range(0, num_chips if self.framed.has_machines else 0, IPUS_PER_MACHINE):
-            x, y = place_in_grid(index, self.chip_columns, self.sizes.chip, space)
-            place = {"x": start[0] + x - side, "y": start[1] + y - space // 2 + 1}
-            yield element(
-                "rect", class_="machine band", width=width, height=chip_height + space - 2, rx=space, **place
-            )
+    def bands(self, corner: tuple[int, int]) -> Iterator[str]:
+        """Draw bands behind the virtual IPUs of an instance, one for each IPU-Machine: four in a row."""
+        (width, height), space = self.sizes.chip, self.sizes.space
+        side = space // 2 if self.chips.num_columns > IPUS_PER_MACHINE else space - 1
+        size = (IPUS_PER_MACHINE * (width + space) - space + 2 * side, height + space - 2)
+        for index in range(0, self.chips.num_cells if self.framed.has_machines else 0, IPUS_PER_MACHINE):
+            x, y = self.chips.place(index)
+            place = (corner[0] + x - side, corner[1] + y - space // 2 + 1)
+            yield rect(size, place, "machine band", rx=space)
 
-    def chip(self, ipu: int | Gap, place: tuple[int, int], class_: str) -> str:
-        """A virtual IPU, or the gap for many; those of neighbouring IPU-Link domains differ."""
-        (width, height), size = self.sizes.chip, self.sizes.text
-        word = "…" if isinstance(ipu, Gap) else f"IPU {ipu}" if self.sizes.is_wordy else str(ipu)
-        rect = element("rect", class_=class_, x=place[0], y=place[1], width=width, height=height, rx=size // 4)
-        return rect + text(word, (place[0] + width // 2, middle(place[1], height, size)), size)
-
-    def bars(self, instance: InstancePlan, y: int) -> Iterator[str]:
-        """A bar for each replica, or for the place in a shared one, or one for all of that."""
-        sizes, width = self.sizes, self.box_size[0] - 2 * self.sizes.space
-        for index, words in enumerate(self._bar_labels(instance, has_words=self.has_words)):
-            top = y + index * (sizes.bar + sizes.space)
-            place = {"x": sizes.space, "y": top, "width": width, "height": sizes.bar, "rx": sizes.text // 4}
-            yield element("rect", class_="bar", **place)
-            yield text(words, (sizes.space + width // 2, middle(top, sizes.bar, sizes.text)), sizes.text)
+    def labelled(self, class_: str, word: str, place: tuple[int, int], size: tuple[int, int]) -> tuple[str, str]:
+        """Draw a virtual IPU or a bar, with ``word`` in its middle."""
+        middle_of_line = (place[0] + size[0] // 2, middle(place[1], size[1], self.sizes.text))
+        return rect(size, place, class_, rx=self.sizes.text // 4), text(word, middle_of_line, self.sizes.text)
 
     def gap(self, noun: str, items: range, words: str, size: tuple[int, int]) -> Block:
-        """A dashed box for what is left out."""
+        """Draw a dashed box for what is left out."""
         (width, height), sizes = size, self.sizes
         line = sizes.text * 3 // 2
         count, nouns = counted(len(items), noun).split()
         told = [f"+ {count}", nouns, *words.splitlines()[1:]][: max(2, height // line - 1)]
         top = (height - len(told) * line) // 2 + sizes.text
-        children = [element("rect", class_="gap", width=width, height=height, rx=2 * sizes.space)]
+        children = [rect(size, class_="gap", rx=2 * sizes.space)]
         for row, part in enumerate(told):
             shown = cut(part, width - sizes.text, sizes.text)
             children.append(text(shown, (width // 2, top + row * line), sizes.text, "note" if row else "number"))
         return self.described("more", words, size, children)
 
     def described(self, class_: str, words: str, size: tuple[int, int], children: Sequence[str]) -> Block:
-        """A block that tells what it is, on a line of its own."""
+        """Return a block that tells what it is, on a line of its own."""
         first, attributes = self.describe(class_, words)
-        return Block(*size, [*first, *children, "\n"], {"class_": class_, **attributes})
+        return Block(size, [*first, *children, "\n"], {"class_": class_, **attributes})
 
+    @property
     def _room(self) -> int:
         """Width of what stands in a host: frames and cards around it take the rest."""
         return MAX_WIDTH - 16 * self.sizes.space
@@ -288,7 +255,7 @@ def _legend(framed: Framing, bar: str) -> Block:
     if framed.has_domains:
         shapes.append(("ild", "IPU-Link domain (ILD)"))
     for class_, words in shapes:
-        children.append(element("rect", class_=class_, x=x + 1, y=-11, width=20, height=13, rx=3))
+        children.append(rect((20, 13), (x + 1, -11), class_, rx=3))
         children.append(text(words, (x + 28, 0), 12, "line"))
         x += 52 + text_width(words, 12)
-    return Block(x, 6, [element("g", *children, class_="h0")])
+    return Block((x, 6), [element("g", *children, class_="h0")])
