@@ -64,10 +64,11 @@ def draw(scene: Scene, describe: Description) -> Block:
     """Draw ``scene`` as one block, with a legend below it."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
-    (width, height), picture = (hosts := drawer.hosts()).size, hosts.children
+    picture = drawer.hosts()
     legend = _legend(drawer.framed, "/".join(scene.plan.parallelism.place_of(0)) or "replica")
-    size = (max(width, legend.size[0]), height + _LEGEND + legend.size[1])
-    return Block(size, [*picture, legend.at(0, height + _LEGEND)])
+    top = picture.size[1] + _LEGEND
+    size = (max(picture.size[0], legend.size[0]), top + legend.size[1])
+    return Block(size, [*picture.children, legend.at(0, top)])
 
 
 class _Drawer:
@@ -79,22 +80,22 @@ class _Drawer:
         num_chips = len(scene.ipus(0))
         self.chips = Grid(num_chips, _chip_columns(num_chips), sizes.chip, sizes.space)
         width, height = self.chips.size
-        self.has_words = sizes.is_wordy or self._widest_label(has_words=True) <= width
-        num_bars = len(self._bar_labels(self.plan.instance(0), has_words=self.has_words))
+        self.has_words = True
+        self.has_words = sizes.is_wordy or self._widest_label() <= width
+        num_bars = len(self._bar_labels(self.plan.instance(0)))
         heights = [sizes.text, height, *[sizes.bar] * num_bars, *[sizes.text] * sizes.is_wordy]
         *self.tops, bottom = accumulate(heights, lambda top, it: top + it + sizes.space, initial=sizes.space)
-        self.box = (max(width, self._widest_label(has_words=self.has_words)) + 2 * sizes.space, bottom)
+        self.box = (max(width, self._widest_label()) + 2 * sizes.space, bottom)
 
     def hosts(self) -> Block:
         """Draw the cards of all hosts, those of an IPU-Link domain of several hosts in a frame."""
         space, framed = self.sizes.space, self.framed
-        size = self.host(0).size
-        cards = [
-            self.gap("host", host, describe_more_hosts(self.plan, host), size)
-            if isinstance(host, range)
-            else self.host(host)
-            for host in self.scene.hosts
-        ]
+        cards: list[Block] = []
+        for host in self.scene.hosts:
+            if isinstance(host, range):
+                cards.append(self.gap("host", host, describe_more_hosts(self.plan, host), cards[0].size))
+            else:
+                cards.append(self.host(host))
         if framed.hosts_per_domain > 1:
             cards = self.frames("ild", cards, framed.hosts_per_domain, 3 * space, 4 * space)
         return grid(cards, 4 * space, MAX_WIDTH)
@@ -147,7 +148,7 @@ class _Drawer:
     def instance(self, instance: InstancePlan) -> Block:
         """Draw a box with an instance's number, its virtual IPUs and its replicas."""
         sizes, size, width = self.sizes, self.sizes.text, self.box[0]
-        title = _label("instance", [instance.index], has_words=self.has_words)
+        title = self._label("instance", [instance.index])
         corner = ((width - self.chips.size[0]) // 2, self.tops[1])
         class_ = "ipu odd" if self.framed.is_shaded and self.plan.ild_of(instance.index) % 2 else "ipu"
         children = [
@@ -159,8 +160,7 @@ class _Drawer:
             word = "…" if isinstance(ipu, range) else f"IPU {ipu}" if sizes.is_wordy else str(ipu)
             x, y = self.chips.place(index)
             children += self.labelled(class_, word, (corner[0] + x, corner[1] + y), sizes.chip)
-        bars = self._bar_labels(instance, has_words=self.has_words)
-        for top, word in zip(self.tops[2:], bars, strict=False):
+        for top, word in zip(self.tops[2:], self._bar_labels(instance), strict=False):
             children += self.labelled("bar", word, (sizes.space, top), (width - 2 * sizes.space, sizes.bar))
         if sizes.is_wordy:
             words = cut(stands_for(instance), width - sizes.space, size - 1)
@@ -206,46 +206,42 @@ class _Drawer:
         """Width of what stands in a host: frames and cards around it take the rest."""
         return MAX_WIDTH - 16 * self.sizes.space
 
-    def _bar_labels(self, instance: InstancePlan, *, has_words: bool) -> list[str]:
-        """The texts of an instance's bars: a replica or a number of its place on each, or all on one."""
+    def _bar_labels(self, instance: InstancePlan) -> list[str]:
+        """Return the texts of an instance's bars: a replica or a number of its place on each, or all on one."""
         replicas, place = instance.replicas, self.plan.parallelism.place_of(instance.index)
-        if place and has_words and len(place) <= self.sizes.max_bars:
+        if place and self.has_words and len(place) <= self.sizes.max_bars:
             return [f"{name} {number}" for name, number in place.items()]
         if place:
             return ["/".join(map(str, place.values()))]
         if len(replicas) > self.sizes.max_bars:
-            return [_label("replica", replicas, has_words=has_words)]
-        return [_label("replica", [replica], has_words=has_words) for replica in replicas]
+            return [self._label("replica", replicas)]
+        return [self._label("replica", [replica]) for replica in replicas]
 
-    def _widest_label(self, *, has_words: bool) -> int:
-        """Width of the widest label of an instance: those with the highest numbers."""
+    def _widest_label(self) -> int:
+        """Return the width of the widest label of an instance: those with the highest numbers."""
         sizes, last = self.sizes, self.plan.instance(self.plan.num_instances - 1)
-        labels = [_label("instance", [last.index], has_words=has_words)]
-        labels += self._bar_labels(last, has_words=has_words)
+        labels = [self._label("instance", [last.index]), *self._bar_labels(last)]
         labels += [stands_for(last)[:24]] if sizes.is_wordy else []
         return max(text_width(words, sizes.text) for words in labels) + sizes.space
 
+    def _label(self, noun: str, numbers: Sequence[int]) -> str:
+        """Return what is written on an instance or a replica."""
+        return numbered(noun, numbers) if self.has_words else fold_numbers(numbers)
+
 
 def hue_of(plan: LaunchPlan, instance: InstancePlan) -> int:
-    """The colour of an instance: each has its own, or those of a shared replica have one."""
+    """Return the colour of an instance: each has its own, or those of a shared replica have one."""
     number = instance.part.replica if plan.parallelism.is_shared else instance.index
     return number % NUM_HUES
 
 
-def _label(noun: str, numbers: Sequence[int], *, has_words: bool) -> str:
-    """What is written on an instance or a replica."""
-    return numbered(noun, numbers) if has_words else fold_numbers(numbers)
-
-
 def _chip_columns(num_chips: int) -> int:
-    """How many virtual IPUs stand in a row: four, as in an IPU-Machine, or a multiple."""
-    if num_chips <= 4:  # noqa: PLR2004 - see above
-        return num_chips
-    return 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16  # noqa: PLR2004 - see above
+    """Return how many virtual IPUs stand in a row: four, as in an IPU-Machine, or a multiple."""
+    return min(num_chips, 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16)  # noqa: PLR2004 - see above
 
 
 def _legend(framed: Framing, bar: str) -> Block:
-    """A line that says what each shape is, such as a ``bar``; its origin is at the left of its base line."""
+    """Draw a line that says what each shape is, such as a ``bar``; its origin is at the left of its base line."""
     x, children = 0, []
     shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", bar)]
     if framed.is_shaded:
