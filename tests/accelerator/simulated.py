@@ -12,6 +12,10 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from tests.accelerator.build import library
 
@@ -102,9 +106,8 @@ def current_stream(device: DeviceLike = None) -> torch.Stream:
 
 def default_stream(device: DeviceLike = None) -> torch.Stream:
     """Return the stream that is current where no program has chosen any."""
-    return torch.Stream(
-        stream_id=0, device_index=_index_of(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
-    )
+    kind: Any = torch._C._autograd.DeviceType.PrivateUse1
+    return torch.Stream(stream_id=0, device_index=_index_of(device), device_type=int(kind))
 
 
 def set_stream(stream: torch.Stream) -> None:
@@ -201,9 +204,9 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def _register() -> None:
     torch.ops.load_library(str(library()))
-    torch.utils.rename_privateuse1_backend("simulated")
+    rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", sys.modules[__name__])
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 _register()
