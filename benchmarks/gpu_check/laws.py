@@ -1,0 +1,35 @@
+"""Part 12: laws of the test suite, with their tensors on the device."""
+
+from functools import partial
+from typing import Final
+
+from gpu_check.findings import Findings
+from gpu_check.jobs import PROGRAMS, Setting, at_once, poprun
+
+_MODULES: Final = (
+    "training",
+    "buffer",
+    "loop",
+    "old_gradient",
+    "overlap",
+    "batch_norm",
+    "checkpoint",
+    "collective",
+)
+"""Those whose laws a program can run that has no pytest."""
+
+
+def part_12(setting: Setting, findings: Findings) -> None:
+    """Run the laws of each module with one instance, and with two."""
+    program = str(PROGRAMS / "law_modules.py")
+    names = [f"tests.contract.{it}_laws" for it in _MODULES]
+    law = partial(poprun, setting, seconds=setting.seconds / (2 if setting.on_cuda else 4))
+    jobs = [(name, size) for name in names for size in ((2,) if setting.is_quick else (2, 1))]
+    ends = at_once(setting, [partial(law, size, [program, str(setting.folder), name]) for name, size in jobs])
+    num_held = 0
+    for (name, size), end in zip(jobs, ends, strict=True):
+        wrong = {it["law"].rpartition(".")[2]: it["wrong"] for it in end.results if it["wrong"]}
+        num_held += len({it["law"] for it in end.results}) - len(wrong)
+        title = f"{name.rpartition('.')[2]}, {size} instance{'s' * (size > 1)}"
+        findings.require(title, end.code == 0 and end.results and not wrong, wrong or end.trouble)
+    findings.measure(laws_held=num_held)

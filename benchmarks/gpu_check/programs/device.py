@@ -1,0 +1,44 @@
+"""The device that a program of the check computes on."""
+
+import json
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+from gpu_check.jobs import DEVICE, RESULT
+
+import popdist
+from popdist import context
+
+
+def chosen_device() -> torch.device:
+    """Return the device of this instance, after a line that says who chose it.
+
+    Where poprun dealt no device of the type that is checked, the check names one, and has popdist return it.
+    """
+    if module := os.environ.get("GPU_CHECK_DEVICE_MODULE"):
+        import_module(module)
+    asked = os.environ.get(DEVICE, "cpu")
+    try:
+        found = popdist.device()
+    except popdist.BackendError:
+        found = None
+    chosen_by = "poprun"
+    if found is None or found.type != asked:
+        found, chosen_by = torch.device("cpu") if asked == "cpu" else torch.device(asked, 0), "the check"
+        vars(context)["devices"] = lambda: (found,)
+    print(f"device {found}, chosen by {chosen_by}", flush=True)
+    return found
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def print_result(**values: Any) -> None:  # noqa: ANN401 - what JSON holds
+    """Print the result of the job from instance 0."""
+    if popdist.is_main():
+        print(f"{RESULT}{json.dumps(values)}", flush=True)

@@ -1,0 +1,77 @@
+"""Run laws of the test suite with tensors on the device that is checked: law_modules.py MODULE...
+
+A law makes its tensors by the functions of torch. Those that it gives no device are made on the checked device.
+"""
+
+import inspect
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from gpu_check.jobs import RESULT
+from gpu_check.programs.device import chosen_device
+from torch.overrides import TorchFunctionMode
+
+import popdist
+
+_NAMES: Final = "arange empty eye full linspace ones rand randint randn randperm tensor zeros"
+MAKERS: Final = frozenset(getattr(torch, name) for name in _NAMES.split())
+
+
+class OnDevice(TorchFunctionMode):
+    """A context in which tensors are made on a device; those of a generator of the CPU are copied to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 - torch's own form
+        _types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        given = dict(kwargs or {})
+        if func not in MAKERS or given.get("device") is not None:
+            return func(*args, **given)
+        generator = given.get("generator")
+        if generator is not None and generator.device.type == "cpu":
+            return func(*args, **given).to(self._device)
+        return func(*args, **given, device=self._device)
+
+
+def run_law(law: Callable[..., object], folder: Path) -> str:
+    """Run a law; return why it fails, empty if it holds."""
+    try:
+        law(*([folder] if inspect.signature(law).parameters else []))
+    except Exception as error:  # noqa: BLE001 - whatever it finds
+        words = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {words[0][:160]}"
+    return ""
+
+
+def main() -> None:
+    """Run the laws of the modules until one fails, and print each with what it found."""
+    device = chosen_device()
+    popdist.init(timeout_seconds=20)
+    folder = Path(popdist.broadcast_object(tempfile.mkdtemp(dir=sys.argv[1])))
+    for name in sys.argv[2:]:
+        laws = {key: law for key, law in vars(import_module(name)).items() if key.startswith("law_")}
+        for key, law in laws.items():
+            popdist.barrier()
+            with OnDevice(device) if device.type != "cpu" else nullcontext():
+                wrong = run_law(law, folder / key)
+            print(f"{RESULT}{json.dumps({'law': f'{name}.{key}', 'wrong': wrong})}", flush=True)
+            if wrong and popdist.num_instances() > 1:
+                return
+
+
+if __name__ == "__main__":
+    main()
