@@ -248,11 +248,11 @@ def test_a_gpu_on_which_others_compute_is_taken(
 
 def test_devices_are_in_slot_order(poprun: Poprun, pool: Path, gpus: dict[str, str]) -> None:
     """Every instance sees all devices of the job, in the order in which the user named them."""
-    program = "import os, popdist; print(os.environ['CUDA_VISIBLE_DEVICES'], popdist.device())"
+    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['POPDIST_DEVICES'])"
     words = (*LOCAL, "--pool", str(pool), "-n", "2", "--ipus-per-replica", "2", "--no-tag-output")
     finished = poprun(*words, sys.executable, "-c", program, env=gpus | {"CUDA_VISIBLE_DEVICES": "6,GPU-1,4,0"})
 
-    assert finished.succeeded().lines == ["6,GPU-1,4,0 cuda:0", "6,GPU-1,4,0 cuda:2"]
+    assert finished.succeeded().lines == ["6,GPU-1,4,0 0,1", "6,GPU-1,4,0 2,3"]
 
 
 def test_a_job_inside_a_job_runs_on_its_gpus(poprun: Poprun, pool: Path, gpus: dict[str, str]) -> None:

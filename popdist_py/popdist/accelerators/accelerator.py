@@ -61,10 +61,11 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
         max(contract.devices) >= num_devices() or contract.device_type not in ("", found_type())
     ):
         given = f"{contract.device_type or 'accelerator'} {', '.join(map(str, contract.devices))}"
+        seen = f"{num_devices()} of type {found_type()}" if num_devices() else "none"
         raise BackendError(
-            f"poprun gave this instance {given}, and torch {torch.__version__} sees {num_devices()} of type "
-            f"{found_type()}: install a torch that is built for the accelerator and the driver of this machine "
-            "(`poprun --doctor` tells which), or compute on the CPU: poprun --offline-mode"
+            f"poprun gave this instance {given}, and torch {torch.__version__} sees {seen}: install a torch that "
+            "is built for the accelerator and the driver of this machine (`poprun --doctor` tells which), or "
+            "compute on the CPU: poprun --offline-mode"
         )
     else:
         ordinals = contract.devices
