@@ -130,9 +130,10 @@ def gather_state(
 
 
 def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
-    """This instance's part of the state of one parameter, in memory of its own."""
+    """Return this instance's part of the state of one parameter: new tensors, on the parameter's device."""
+    device = parameter.whole.device
     return {
-        key: parameter.shard_of(value).clone()
+        key: parameter.shard_of(value).to(device, copy=True)
         if _is_of_elements(key, value, keys, parameter.whole.shape)
         else value.clone()
         if isinstance(value, Tensor)
