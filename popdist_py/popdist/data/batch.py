@@ -1,9 +1,9 @@
 """The batches of a loader: one step of this instance, micro batch by micro batch."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dis import opmap
-from inspect import currentframe
 from typing import Any, Final, NamedTuple, NoReturn
 
 from popdist.errors import BatchError
@@ -11,6 +11,13 @@ from popdist.layout import micro_batch_rows
 
 _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 """The instruction of Python that assigns the items of what can be iterated over to names."""
+
+
+def _num_names_unpacked() -> int:
+    """Return into how many names the caller's caller unpacks an object; 0 if the caller's caller does not."""
+    caller = sys._getframe(2)  # noqa: SLF001 - a frame that refers to itself would keep the loop's workers alive
+    code, place = caller.f_code.co_code, caller.f_lasti
+    return code[place + 1] if code[place] == _UNPACK else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +110,8 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        here = currentframe()
-        if here is not None and here.f_back is not None:
-            code, place = here.f_back.f_code.co_code, here.f_back.f_lasti
-            if code[place] == _UNPACK and code[place + 1] > 1:
-                raise BatchError(_taken_apart(f"unpacked into {code[place + 1]} names"))
+        if (num_names := _num_names_unpacked()) > 1:
+            raise BatchError(_taken_apart(f"unpacked into {num_names} names"))
         return self._contents()
 
     def _contents(self) -> Iterator[Any]:

@@ -48,10 +48,8 @@ class LastFinder:
         if name not in _SERVED:
             return None
         from importlib.machinery import ModuleSpec  # noqa: PLC0415 - every Python below the program pays for imports
-        from inspect import currentframe  # noqa: PLC0415 - as above
 
-        here = currentframe()
-        if here is None or not _is_import(here.f_back):  # the machinery does not say who asks
+        if not _is_import(sys._getframe(1)):  # noqa: SLF001 - the machinery does not say who asks
             return None
         for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = other.find_spec(name, path, target)
