@@ -307,11 +307,29 @@ def test_a_stuck_worker_of_a_data_loader_is_named(poprun: Poprun, tmp_path: Path
     assert late["evidence"]["helpers"][0]["stack"][-1] == f"{program}:12 in __getitem__"
 
 
-def test_programs_that_sleep_by_themselves_do_not_hang(poprun: Poprun) -> None:
-    """They are asked, and nobody stands in a collective: nothing is said, and nothing ended."""
-    nap = "import time; time.sleep(4)"
-    options = ("--launcher", "local", "-n", "2", "--hang-report", "1", "--hang-timeout", "1")
-    finished = poprun(*options, sys.executable, "-c", nap).succeeded()
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_programs_that_stand_still_by_themselves_are_ended(poprun: Poprun, num_instances: int) -> None:
+    """Nobody waits in a collective, and nobody computes: where all stand is said."""
+    options = ("--launcher", "local", "-n", str(num_instances), "--hang-report", "1", "--hang-timeout", "2")
+    finished = poprun(*options, sys.executable, "-c", "import threading; threading.Event().wait()")
+
+    assert finished.code == 75
+    assert "still, and nobody waits in a collective" in finished.told
+    assert re.search(r"instances? 0.*: at <string>:1, in <module>", finished.told)
+
+
+def test_a_program_that_computes_alone_is_not_ended(poprun: Poprun) -> None:
+    """Its processor time moves, or it tells of its progress."""
+    computing = """
+import os, time, popdist
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    if os.environ["RANK"] == "0":
+        time.sleep(0.1)
+        popdist.report(step=int(10 * time.monotonic()))
+"""
+    options = ("--launcher", "local", "-n", "2", "--hang-report", "1", "--hang-timeout", "2")
+    finished = poprun(*options, sys.executable, "-c", computing).succeeded()
 
     assert finished.err == ""
 

@@ -76,6 +76,12 @@ def test_only_one_instance_may_be_heard(launcher: Poprun) -> None:
     assert failing.code == 1
     assert "  | no data" in failing.err
 
+    printing = launcher(
+        *("-n", "2", "--only-output-from-instance", "1", sys.executable, "-c"),
+        "import os; os.environ['RANK'] == '1' or os.write(1, b'x' * 9999 + b' no data') and os._exit(1)",
+    )
+    assert re.search(r"  \| x+ … x* no data\n", printing.err)
+
 
 def test_lines_stay_whole_and_none_is_lost(launcher: Poprun) -> None:
     """Four instances that write torn lines as fast as they can."""

@@ -47,6 +47,15 @@ BROUGHT = (
     "  rank{}: all_reduce (sum) of 4 float32\n"
     "  rank {}: all_reduce (sum) of 5 float32"
 )
+MONITORED = "RuntimeError: Rank 2 failed to pass monitoredBarrier in 3000 ms"
+MODELS = (
+    "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has "
+    "inconsistent {} params."
+)
+LISTENS = (
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    "port: 37369, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
 BROKEN = "ConnectionResetError: [Errno 104] Connection reset by peer"
 
 
@@ -104,6 +113,49 @@ TABLE: list[Row] = [
         (),
     ),
     ("a server is gone", [STOPPED, ended(1, 1)], {1: traceback(BROKEN)}, Cause.EXCEPTION, (1,), ()),
+    (
+        "most end, and one goes on",
+        [ended(0, 0), ended(1, 0), ended(2, 1, 2.0)],
+        {2: traceback(CLOSED)},
+        Cause.MISMATCH,
+        (2,),
+        (),
+    ),
+    (
+        "two fail alike, and one of them is stopped while it ends",
+        [STOPPED, ended(1, 1), ended(2, 1, 2.0, stopped=True)],
+        {1: VALUE, 2: VALUE},
+        Cause.EXCEPTION,
+        (1, 2),
+        (),
+    ),
+    (
+        "does not come to a monitored barrier",
+        [ended(0, 1), ended(1, 1), ended(2, -15, 2.0, stopped=True)],
+        {0: traceback(MONITORED), 1: traceback(CLOSED)},
+        Cause.ABSENT,
+        (2,),
+        (1,),
+    ),
+    (
+        "models of several sizes",
+        [ended(0, 1), ended(1, 1), ended(2, 1)],
+        {
+            index: traceback(MODELS.format(index, own, other, theirs))
+            for index, own, other, theirs in ((0, 6, 1, 4), (1, 4, 0, 6), (2, 4, 0, 6))
+        },
+        Cause.MISMATCH,
+        (0,),
+        (1, 2),
+    ),
+    (
+        "has the rank of another",
+        [STOPPED, ended(1, 1)],
+        {1: traceback(LISTENS)},
+        Cause.EXCEPTION,
+        (1,),
+        (),
+    ),
     ("no memory", [STOPPED, ended(1, 1)], {1: traceback("MemoryError")}, Cause.OUT_OF_MEMORY, (1,), ()),
     (
         "no memory on the GPU",

@@ -229,8 +229,8 @@ def test_who_stands_in_a_collective_of_torch_waits_for_the_others() -> None:
 
 
 def test_a_suspicion_is_settled_by_where_the_programs_stand() -> None:
-    """Nobody in a collective: it is asked again later. Somebody: that is a hang until it computes."""
-    watch, statuses = HangWatch(), [idle(0, 7.0), idle(1, 8.0)]
+    """Nobody in a collective: asked again later, as one computes. Somebody: that is a hang until it computes."""
+    watch, statuses = HangWatch(), [idle(0, 7.0), idle(1, 1.0)]
     watch.update(statuses, NOW)
     seen = [(watch.is_suspected, watch.idle_seconds)]
     watch.note_calls({}, statuses, NOW - 2.0)
@@ -241,8 +241,20 @@ def test_a_suspicion_is_settled_by_where_the_programs_stand() -> None:
     seen.append((watch.is_suspected, watch.idle_seconds))
     watch.update([replace(statuses[0], busy_at_seconds=NOW + 1), statuses[1]], NOW + 3)
 
-    assert seen == [(True, 8.0), (True, 2.0), (False, 7.0)]
+    assert seen == [(True, 7.0), (True, 2.0), (False, 7.0)]
     assert watch.is_suspected
+
+
+def test_all_stand_still_where_nobody_computes_and_nobody_waits() -> None:
+    """As long as the instance has done so that computed last; a report of progress counts as computing."""
+    watch, statuses = HangWatch(), [idle(0, 7.0), replace(idle(1, 8.0), progressed_at_seconds=NOW - 5.0)]
+    watch.note_calls({}, statuses, NOW - 2.0)
+    watch.update(statuses, NOW)
+
+    assert watch.hang == Hang(idle_seconds=5.0, waiting={}, standing=(0, 1), is_told_by_programs=False)
+    assert describe_hang(watch.hang, statuses) == [
+        "no progress for 5 s: instances 0 and 1 stand still, and nobody waits in a collective"
+    ]
 
 
 def test_a_program_that_computes_does_not_wait_where_it_stands() -> None:

@@ -240,22 +240,32 @@ def test_a_long_message_leaves_no_heading_without_calls() -> None:
     assert said.summary == "RuntimeError: [Stage 1] failed to run forward:"
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "error"),
-    [
-        ("exception_group", "raise KeyError", "KeyError: 'two'"),
-        ("rich", "return 1 / rate", "ZeroDivisionError: division by zero"),
-    ],
-)
-def test_of_a_drawn_traceback_the_last_lines_are_shown(name: str, call: str, error: str) -> None:
-    """A group's tree, and rich's box: with the last exception, also after another traceback."""
-    lines = (RECORDED / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+def test_a_group_of_exceptions_is_read() -> None:
+    """Its place is known, and what the exceptions in it say, also after another traceback."""
+    lines = (RECORDED / "exception_group.txt").read_text(encoding="utf-8").splitlines()
+
+    for said in (words(*lines), words(TRACEBACK, CALL, "ValueError: first", "", *lines)):
+        assert (said.summary, said.place) == (
+            "ExceptionGroup: both failed (3 sub-exceptions)",
+            "/home/me/group.py:9",
+        )
+        assert said.lines[-4:] == (
+            "ExceptionGroup: both failed (3 sub-exceptions)",
+            "  ValueError: 1",
+            "  KeyError: 'two'",
+            "… 2 more lines",
+        )
+
+
+def test_of_a_drawn_traceback_the_last_lines_are_shown() -> None:
+    """Of rich's box: with the last exception, also after another traceback."""
+    lines = (RECORDED / "rich.txt").read_text(encoding="utf-8").splitlines()
     before = words(TRACEBACK, CALL, "ValueError: first", "", *lines).lines
 
-    for excerpt in (recorded(name), before):
+    for excerpt in (recorded("rich"), before):
         assert len(excerpt) == MAX_EXCERPT_LINES
-        assert any(call in line for line in excerpt)
-        assert any(error in line for line in excerpt)
+        assert any("return 1 / rate" in line for line in excerpt)
+        assert any("ZeroDivisionError: division by zero" in line for line in excerpt)
 
 
 def test_an_exception_that_python_ignored_is_not_the_cause() -> None:

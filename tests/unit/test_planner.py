@@ -23,7 +23,7 @@ def test_debugging_is_a_matter_of_variables() -> None:
     """What the user says of the same variables is left alone."""
     plan = planned(is_debugged=True, mpi_local_args=("-x", "PYTHONFAULTHANDLER=0"))
 
-    assert plan.variables == (("PYTHONFAULTHANDLER", "0"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+    assert plan.variables == (("PYTHONFAULTHANDLER", "0"), ("TORCH_DISTRIBUTED_DEBUG", "INFO"))
 
 
 def test_the_plan_for_nothing_asked() -> None:

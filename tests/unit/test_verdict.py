@@ -69,6 +69,16 @@ def running(num: int, *ended: int) -> list[InstanceStatus]:
     return [replace(it, state=InstanceState.ENDED, exit_code=0) if it.index in ended else it for it in made]
 
 
+def sized(name: str, size: int) -> GroupRecord:
+    """One call that is not done, of a tensor with so many elements."""
+    call = Call(name=name, number=6, sizes=((size,),), types=("float32",), is_done=False)
+    return GroupRecord(name="0", num_called=6, num_done=5, calls=(call,))
+
+
+_INIT: Frames = ((PROGRAM, 3, "<module>"), (f"{TORCH}/distributed/distributed_c10d.py", 1, "init_process_group"))
+AT_STORE: Frames = (*_INIT, (f"{TORCH}/distributed/rendezvous.py", 199, "_create_c10d_store"))
+IN_GLOO: Frames = (*_INIT, (f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper"))
+
 REDUCES = group("all_reduce", "all_reduce", "all_reduce")  # in the third, number 11
 BEHIND = group("all_reduce", "all_reduce", is_pending=False)  # has done two, up to number 10
 AT_BARRIER = group("all_reduce", "all_reduce", "barrier")
@@ -146,6 +156,58 @@ TABLE: list[tuple[str, Mapping[str, tuple[int, ...]], dict[int, InstanceEvidence
         (2,),
     ),
     ("does not record, sleeps", {IN_BACKWARD: (0,)}, {0: told(BACKWARD), 1: told(SLEEPING)}, Cause.ABSENT, (1,)),
+    (
+        "is stopped by a signal, one of three",
+        {IN_BACKWARD: (0, 1)},
+        {
+            0: told(BACKWARD, replace(REDUCES, ranks=(0, 1, 2))),
+            1: told(BACKWARD, REDUCES),
+            2: InstanceEvidence(stacks=Stacks(processes=("process 7: stopped by a signal",))),
+        },
+        Cause.ABSENT,
+        (2,),
+    ),
+    (
+        "uneven sizes are one kind, one of four",
+        {AT_END: (0, 1, 2, 3)},
+        {
+            **{index: told(BARRIER, sized("all_to_all", index + 1)) for index in range(3)},
+            3: told(BARRIER, sized("all_reduce", 4)),
+        },
+        Cause.MISMATCH,
+        (3,),
+    ),
+    (
+        "waits for a message",
+        {IN_BACKWARD: (0, 1), "recv() of torch.distributed": (2,)},
+        {0: told(BACKWARD, REDUCES), 1: told(BACKWARD, REDUCES), 2: told(SLEEPING, BEHIND)},
+        Cause.MISMATCH,
+        (2,),
+    ),
+    (
+        "does not find the store",
+        {"init_process_group() of torch.distributed": (0, 1, 2)},
+        {0: told(AT_STORE), 1: told(IN_GLOO), 2: told(AT_STORE)},
+        Cause.MISMATCH,
+        (2,),
+    ),
+    (
+        "leaves, and waits in MPI_Finalize",
+        {FINALIZE: (2,)},
+        {0: told(SLEEPING), 1: told(SLEEPING)},
+        Cause.EARLY_END,
+        (2,),
+    ),
+    (
+        "holds the lock of a file",
+        {IN_BACKWARD: (2,)},
+        {
+            **{index: replace(told(SLEEPING), awaited_locks=(("fd:00:7", "process 9"),)) for index in range(2)},
+            2: replace(told(BACKWARD), held_locks=("fd:00:7",)),
+        },
+        Cause.ABSENT,
+        (2,),
+    ),
     ("does not answer", {IN_BACKWARD: (0,)}, {0: told(BACKWARD)}, Cause.ABSENT, (1,)),
 ]
 
@@ -161,13 +223,14 @@ def test_the_table(
 ) -> None:
     """One row, one verdict; who waits is a victim."""
     waits = sorted(index for indices in waiting.values() for index in indices)
-    size = max(2, len(evidence))
+    size = max(2, len(evidence), *(index + 1 for index in waits))
     absent = tuple(index for index in range(size) if index not in waits)
     hang = Hang(idle_seconds=5, waiting=waiting, absent=absent)
     verdict = find_verdict_of_hang(hang, running(size), evidence, read_line)
 
     assert (verdict.cause, verdict.culprits) == (cause, culprits)
-    assert verdict.victims == tuple(index for index in waits if index not in culprits)
+    assert {*waits, *culprits} <= {*verdict.victims, *verdict.culprits}
+    assert not {*verdict.victims} & {*culprits}
     assert len(describe_verdict(verdict, Parallelism())) <= MAX_LINES
 
 
@@ -185,6 +248,55 @@ def test_one_that_has_ended_is_named() -> None:
         assert (found.cause, found.culprits, found.victims) == (Cause.EARLY_END, (1,), (0,))
     assert "join.Join" in find_verdict_of_hang(hang, running(2, 1), {}, read_line).advice
     assert "call barrier() on all instances" in find_verdict_of_hang(left, running(2), {}, read_line).advice
+
+
+def test_where_most_have_ended_the_others_are_the_odd_ones() -> None:
+    """Two of three have ended, and the third waits for them."""
+    hang = Hang(idle_seconds=5, waiting={IN_BACKWARD: (2,)}, ended=(0, 1))
+
+    found = find_verdict_of_hang(hang, running(3, 0, 1), {2: told(BACKWARD)}, read_line)
+
+    assert (found.cause, found.culprits) == (Cause.MISMATCH, (2,))
+
+
+def test_where_all_stand_still_their_lines_are_shown() -> None:
+    """Nobody is blamed, but an instance whose child has ended."""
+    hang = Hang(idle_seconds=5, waiting={}, standing=(0, 1, 2))
+    alone = replace(told(LOADING), ended_children=(9,))
+    evidence = {0: told(SLEEPING), 1: told(SLEEPING), 2: alone}
+
+    found = find_verdict_of_hang(hang, running(3), evidence, read_line)
+    nobody = find_verdict_of_hang(hang, running(3), {**evidence, 2: told(SLEEPING)}, read_line)
+
+    assert (found.cause, found.culprits) == (Cause.HELPER, (2,))
+    assert found.details == (
+        "instance 2 waits for its process 9, which has ended",
+        f"instances 0 and 1: at {PROGRAM}:15, in <module>: line 15",
+        f"instance 2: at {PROGRAM}:17, in <module>: line 17",
+    )
+    assert (nobody.cause, nobody.culprits) == (Cause.UNKNOWN, ())
+    assert nobody.details == (f"instances 0 to 2: at {PROGRAM}:15, in <module>: line 15",)
+
+
+def test_who_holds_a_lock_is_said() -> None:
+    """Another program, or an instance, and where that stands."""
+    waits = replace(told(SLEEPING), awaited_locks=(("fd:00:7", "process 9: sleeping"),))
+    hang = Hang(idle_seconds=5, waiting={}, standing=(0, 1))
+
+    at_backward = f"at {PROGRAM}:22, in <module>: line 22"
+    other = find_verdict_of_hang(hang, running(2), {0: waits, 1: waits}, read_line)
+    own = find_verdict_of_hang(
+        hang, running(2), {0: waits, 1: replace(told(BACKWARD), held_locks=("fd:00:7",))}, read_line
+    )
+
+    assert (other.culprits, other.details) == (
+        (),
+        ("instances 0 and 1 wait for the lock of a file: another program holds the lock, process 9: sleeping",),
+    )
+    assert (own.culprits, own.details) == (
+        (1,),
+        (f"instance 0 waits for the lock of a file: instance 1 holds the lock, and stands {at_backward}",),
+    )
 
 
 def test_a_verdict_is_told_with_calls_places_and_lines() -> None:

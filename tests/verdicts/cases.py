@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.job.verdict import Cause
+from tests.verdicts import endings
 
 _IMPORTS: Final = """
 import os, signal, sys, threading, time
@@ -181,6 +182,20 @@ def _case(  # noqa: PLR0913 - as many facts as a case has
     )
 
 
+def _of_three(what: str, program: str, *causes: Cause, culprits: tuple[int, ...] = (1,)) -> Case:
+    kind = "plain Python" if program == endings.LOST_CHILD else "torch, one of three"
+    return Case(
+        framework=kind,
+        what=what,
+        program=program,
+        causes=frozenset(causes),
+        culprits=culprits,
+        num_instances=3,
+        stands_still=True,
+    )
+
+
+_IN_C: Final = "import ctypes; [ctypes.{}(None).usleep(10**8) for _ in range(1000)]"
 _DDP, _FSDP, _PIPELINE = ("DDP", DDP), ("FSDP2", FSDP), ("pipelining", PIPELINE)
 _LOADER, _REPLICAS, _BACKEND = (
     ("DDP, data loader", LOADER),
@@ -270,6 +285,31 @@ CASES: Final = (
     _case(_JAX, "sleeps in its own code", SLEEP, Cause.ABSENT, still=True),
     _case(_JAX, "is killed (SIGKILL)", KILL, Cause.SIGNAL),
     _case(_JAX, "nothing: all goes well", "pass"),
+    _case(_DDP, "is stopped by SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)", Cause.ABSENT, num=3, still=True),
+    _case(_DDP, "sys.exit(0)", "sys.exit(0)", Cause.EARLY_END, num=3),
+    _case(_DDP, "raises a group", "raise ExceptionGroup('two', [ValueError('a'), OSError('b')])", Cause.EXCEPTION),
+    _case(_DDP, "finds no space left", "raise OSError(28, os.strerror(28), 'model.pt')", Cause.FULL_DISK),
+    _case(_DDP, "sleeps in C", _IN_C.format("CDLL"), Cause.ABSENT, num=3, still=True),
+    _case(_DDP, "sleeps in C, with the GIL", _IN_C.format("PyDLL"), Cause.ABSENT, num=3, still=True),
+    _case(_MPI, "sys.exit(0)", "sys.exit(0)", Cause.EARLY_END, num=3, still=True),
+    _of_three("one batch less", endings.ONE_BATCH_LESS, Cause.MISMATCH),
+    _of_three("one batch more", endings.ONE_BATCH_MORE, Cause.MISMATCH),
+    _of_three("another dtype", endings.OTHER_DTYPE, Cause.MISMATCH),
+    _of_three("a model of more parameters", endings.OTHER_MODEL, Cause.MISMATCH),
+    _of_three("late for a monitored barrier", endings.LATE_FOR_BARRIER, Cause.ABSENT),
+    _of_three("catches an exception and skips a call", endings.CAUGHT, Cause.MISMATCH),
+    _of_three("sleeps at exit", endings.AT_EXIT, Cause.ABSENT),
+    _of_three("receives what nobody sends", endings.MESSAGE, Cause.MISMATCH),
+    _of_three("another port", endings.OTHER_PORT, Cause.MISMATCH),
+    _of_three("the rank of another", endings.OTHER_RANK, Cause.EXCEPTION),
+    _of_three("gathers weights alone", endings.WHOLE_STATE, Cause.MISMATCH),
+    _of_three("does not issue an asynchronous call", endings.NOT_ISSUED, Cause.MISMATCH),
+    _of_three("its prefetching thread dies", endings.PREFETCH, Cause.EXCEPTION),
+    _of_three("its prefetching process dies", endings.FETCHER, Cause.ABSENT, Cause.HELPER, Cause.EXCEPTION),
+    _of_three("holds a lock for which others wait", endings.LOCK, Cause.ABSENT),
+    _of_three("another call than an uneven one", endings.UNEVEN, Cause.MISMATCH),
+    _of_three("a stale lock: all stand still", endings.STALE_LOCK, Cause.UNKNOWN, culprits=_NOT_KNOWN),
+    _of_three("its child has died", endings.LOST_CHILD, Cause.HELPER),
     _case(_DDP, "nothing: all goes well", "pass"),
     _case(_DDP, "nothing: rank 1 takes 3 s for a step", "time.sleep(3)"),
     _case(_FSDP, "nothing: all goes well", "pass"),

@@ -1,9 +1,10 @@
 """The batches of a loader: one step of this instance, micro batch by micro batch."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dis import opmap
+from inspect import currentframe
+from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from popdist.errors import BatchError
@@ -15,9 +16,17 @@ _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 
 def _num_names_unpacked() -> int:
     """Return into how many names the caller's caller unpacks an object; 0 if the caller's caller does not."""
-    caller = sys._getframe(2)  # noqa: SLF001 - a frame that refers to itself would keep the loop's workers alive
+    caller = _caller_of(
+        _caller_of(currentframe())
+    )  # a variable for this frame would keep the loop's workers alive
+    if caller is None:
+        return 0
     code, place = caller.f_code.co_code, caller.f_lasti
     return code[place + 1] if code[place] == _UNPACK else 0
+
+
+def _caller_of(frame: FrameType | None) -> FrameType | None:
+    return None if frame is None else frame.f_back
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,9 @@ class LastFinder:
         if name not in _SERVED:
             return None
         from importlib.machinery import ModuleSpec  # noqa: PLC0415 - every Python below the program pays for imports
+        from inspect import currentframe  # noqa: PLC0415 - as above
 
-        if not _is_import(sys._getframe(1)):  # noqa: SLF001 - the machinery does not say who asks
+        if not _is_from_import(currentframe()):  # the machinery does not say who asks
             return None
         for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = other.find_spec(name, path, target)
@@ -78,8 +79,9 @@ class _Loader:
             module.__dict__.update({name: names[name] for name in ("__doc__", "__getattr__", *names["__all__"])})
 
 
-def _is_import(frame: FrameType | None) -> bool:
-    """Whether ``frame``, which called the finder, belongs to an import, not to ``importlib.util.find_spec``."""
+def _is_from_import(finder_frame: FrameType | None) -> bool:
+    """Whether the frame that called the finder belongs to an import, not to ``importlib.util.find_spec``."""
+    frame = None if finder_frame is None else finder_frame.f_back
     if frame is None or frame.f_code.co_filename != _MACHINERY:
         return False
     while frame is not None and frame.f_code.co_filename == _MACHINERY:

@@ -20,6 +20,7 @@ from poprun.job.verdict import (
     Queue,
     Verdict,
     blame_different,
+    blame_ends,
     latest_own_frame,
     minority,
     place_text,
@@ -41,8 +42,13 @@ _DIFFERENT: Final = re.compile(
     r"|DDP expects same model across all ranks|are not in the same collective|inconsistent .* across ranks"
     r"|Detected mismatch between collectives on ranks"
 )
+_TOO_LONG: Final = "op.preamble.length <= op.nbytes"
+_PARAMETERS: Final = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
 _BROUGHT: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
 """A line of popdist's errors about calls that differ: who called what."""
+
+_LATE: Final = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+"""What rank 0 says of the ranks that did not come to torch's monitored barrier."""
 
 _LOADER_FAILED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited|has been)")
 _NO_SPACE: Final = re.compile(
@@ -73,6 +79,10 @@ def find_verdict_of_end(
         if (frame := latest_own_frame(it)) and index not in places
     }
     verdict = Verdict(victims=tuple(sorted(victims)), torn_down=stopped, places=places)
+    if late := _late_for_barrier(words, len(statuses)):
+        stood = tuple(f"instance {index} stood at {place}" for index in late if (place := verdict.place_of(index)))
+        others = tuple(index for index in verdict.victims if index not in late)
+        return replace(verdict, cause=Cause.ABSENT, culprits=late, victims=others, details=stood, advice=OWN_CODE)
     if any(_DIFFERENT.search(_last_lines(it)) for it in words.values()):
         return _different_ends(verdict, statuses, words, evidence)
     own = [it for it in failed if it.index not in victims]
@@ -97,7 +107,15 @@ def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -
 def is_torn(said: LastWords | None) -> bool:
     """Whether a program failed only because another one was lost, by its last words."""
     text = "" if said is None else _last_lines(said)
-    return bool(_TORN.search(text)) and not _NO_SPACE.search(text)  # of which NCCL makes an error of connections
+    is_own = _NO_SPACE.search(text) or "server socket has failed to listen" in text
+    return bool(_TORN.search(text)) and not is_own  # NCCL and torch call both an error of connections
+
+
+def _late_for_barrier(words: Mapping[int, LastWords], num_instances: int) -> tuple[int, ...]:
+    """Return the ranks that did not come to a monitored barrier of all instances; none if there was no such."""
+    said = (match for it in words.values() if (match := _LATE.search(_last_lines(it))))
+    ranks = next((tuple(map(int, re.findall(r"\d+", match[1]))) for match in said), ())
+    return ranks if max(ranks, default=num_instances) < num_instances else ()
 
 
 def _last_lines(said: LastWords) -> str:
@@ -121,7 +139,8 @@ def _blame(
     known = evidence.get(first.index, InstanceEvidence())
     cause = _cause_of(first, said, reasons.get(first.index, ""))
     kind = kind_of_failure(first, words)
-    alike = [it.index for it in own if kind_of_failure(it, words) == kind]
+    alike = {it.index for it in own if kind_of_failure(it, words) == kind}
+    alike |= {index for index in verdict.torn_down if _says_the_same(words.get(index), said)}
     details = []
     if cause is Cause.FULL_DISK and known.full_disks:
         details.append(f"no space left in {' and '.join(known.full_disks)}")
@@ -133,6 +152,13 @@ def _blame(
     if (failure := find_device_failure((said.summary, *said.lines))) is not None:
         advice = failure.advice
     return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
+
+
+def _says_the_same(stopped: LastWords | None, said: LastWords) -> bool:
+    """Whether a program had failed as another one when poprun stopped it."""
+    if stopped is None or not _has_own_words(stopped):
+        return False
+    return without_numbers(stopped.summary) == without_numbers(said.summary)
 
 
 def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
@@ -170,20 +196,20 @@ def _different_ends(
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
     """A job that ended because instances had called different collectives."""
-    brought = next((found for it in words.values() if len(found := _brought(it.lines)) > 1), {})
+    brought = next((found for it in words.values() if len(found := _brought(it.lines)) > 1), {}) or _models(words)
     if brought:
         details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in brought.items()]
         culprits = minority(list(brought.values()))
     else:
         if (queue := _differing_queue(evidence)) is not None:
-            return blame_different(verdict, queue)
+            return blame_different(verdict, _with_aborted(queue, words))
         details = [
             f"instance {it.index}: {_last_call(evidence.get(it.index))}{verdict.at(it.index)}" for it in statuses
         ]
         alone = [index for index, it in words.items() if _DIFFERENT.search(_last_lines(it))]
         others = [it.index for it in statuses if it.index not in alone]
         has_other_model = len(alone) == 1 and alone != [0] and _is_of_models(words[alone[0]])
-        culprits = minority([others, alone]) if has_other_model else ()
+        culprits = minority([others, alone]) if has_other_model else _elsewhere(verdict, statuses)
     victims = tuple(it.index for it in statuses if it.has_failed and it.index not in culprits)
     return replace(
         verdict,
@@ -193,6 +219,36 @@ def _different_ends(
         details=tuple(details),
         advice=remedy_of_lone_call(brought) or SAME_CALLS,
     )
+
+
+def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
+    """Return the instances that stand at another line than most; none if there is no such line."""
+    parts: dict[str, list[int]] = {}
+    for status in statuses:
+        parts.setdefault(verdict.place_of(status.index), []).append(status.index)
+    return () if "" in parts else minority(list(parts.values()))
+
+
+def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
+    """Return which instances have models of how many parameters, as DistributedDataParallel says in its errors."""
+    found = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
+    numbers = {int(rank): number for match in found for rank, number in (match.group(1, 2), match.group(3, 4))}
+    parts: dict[str, list[int]] = {}
+    for rank, number in sorted(numbers.items()):
+        parts.setdefault(f"a model of {number} parameters", []).append(rank)
+    return parts if len(parts) > 1 else {}
+
+
+def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
+    """Return the queue with the call of the instance that gloo aborted, which left no record of its calls.
+
+    gloo aborts a process that receives more bytes than its call has room for: its call is the smaller one.
+    """
+    aborted = [index for index, it in words.items() if _TOO_LONG in _last_lines(it) and index not in queue.calls]
+    by_size = sorted(queue.calls.values(), key=lambda call: call.num_bytes)
+    if len(aborted) != 1 or by_size[0].num_bytes == by_size[-1].num_bytes:
+        return queue
+    return replace(queue, calls={**queue.calls, aborted[0]: by_size[0]})
 
 
 def _is_of_models(said: LastWords) -> bool:
@@ -245,7 +301,7 @@ def _without_culprit(
         ends = f"{name_instances(early)} ended with 0 while {name_instances([it.index for it in failed])} went on"
         said = {without_numbers(words[it.index].summary) for it in failed if it.index in words}
         advice = remedy_of_lone_call(said) or UNEVEN
-        return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(early), details=(ends,), advice=advice)
+        return blame_ends(verdict, early, [it.index for it in failed], [ends], advice)
     by_name = (
         {index: group.num_called for index, it in evidence.items() if (group := it.group(name))}
         for name in EVERYBODY

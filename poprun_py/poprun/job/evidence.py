@@ -7,6 +7,7 @@ them (https://docs.python.org/3/library/faulthandler.html), and torch's recorder
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Final
 
 _NANOSECONDS: Final = 1e9
@@ -81,11 +82,16 @@ class Call:
         tensors = [f"{kind}{list(size)}" for kind, size in zip(types, self.sizes, strict=False)]
         return f"{self.name}({', '.join(tensors)})"
 
-    def is_like(self, other: "Call") -> bool:
-        """Whether it may be the same collective of another rank, as far as ranks must agree."""
-        if self.name != other.name or self.types[:1] != other.types[:1]:
-            return False
-        return not self.name.startswith(_SAME_SIZES) or self.sizes == other.sizes
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensors; a dtype without a width in its name, such as bool, counts as one byte."""
+        widths = [int(found[0]) // 8 if (found := re.search(r"\d+", kind)) else 1 for kind in self.types]
+        return sum(width * prod(size) for width, size in zip(widths, self.sizes, strict=False))
+
+    @property
+    def kind(self) -> str:
+        """The call in words, as far as the ranks of a group must agree."""
+        return str(self) if self.name.startswith(_SAME_SIZES) else f"{self.name}({', '.join(self.types[:1])})"
 
 
 _SAME_SIZES: Final = ("all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_allgather_base")
@@ -129,6 +135,11 @@ class InstanceEvidence:
     helpers: tuple[Helper, ...] = ()
     groups: tuple[GroupRecord, ...] = ()  # those that torch has recorded calls of
     crash: Stacks = _NO_STACKS  # where it stood when a signal such as SIGSEGV ended it
+    held_locks: tuple[str, ...] = ()  # locks of files, as the kernel numbers the files
+    awaited_locks: tuple[
+        tuple[str, str], ...
+    ] = ()  # those it waits for, each with the process that holds the lock
+    ended_children: tuple[int, ...] = ()  # processes below the program that ended, and that it has not asked about
     full_disks: tuple[str, ...] = ()  # places that were full when the program had failed
 
     @property
@@ -163,6 +174,9 @@ def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> Instance
     return replace(
         found,
         stacks=read_stacks(event["text"], event["processes"]),
+        held_locks=tuple(map(str, event.get("held_locks", ()))),
+        awaited_locks=tuple((str(file), str(holder)) for file, holder in event.get("awaited_locks", {}).items()),
+        ended_children=tuple(map(int, event.get("ended_children", ()))),
         helpers=tuple(
             Helper(pid=helper["pid"], process=helper["process"], stacks=read_stacks(str(helper["text"]), ()))
             for helper in event.get("helpers", ())

@@ -1,8 +1,9 @@
 """The hang of a job: who waits for whom while no instance makes progress, found and put into words. Pure.
 
-Programs that use popdist say that they wait; others that compute next to nothing are asked for their stacks. What
-counts is for how long poprun has heard of no change from any instance. One that compiles or saves for long looks
-the same, so a hang is only reported; one that spins while it waits (NCCL) is not found.
+Programs that use popdist say that they wait; others that compute next to nothing are asked for their stacks. If
+no program stands in a collective and no program computes, all instances stand still. What counts is for how long
+poprun has heard of no change from any instance. An instance that compiles or saves for long looks the same, so a
+hang is only reported. An instance that spins while it waits (NCCL) is not found.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +31,13 @@ class Hang:
     waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
     absent: tuple[int, ...] = ()  # those that run, wait for nobody, and are waited for, ascending
     ended: tuple[int, ...] = ()  # those that have ended, ascending
+    standing: tuple[int, ...] = ()  # those that compute nothing while nobody waits in a collective, ascending
     is_told_by_programs: bool = True  # whether the programs said so, on their pages of progress
+
+    @property
+    def is_suspicion(self) -> bool:
+        """Whether it is not known yet where the instances stand."""
+        return not self.waiting and not self.standing
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
@@ -57,22 +64,38 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     )
 
 
-def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float) -> Hang | None:
-    """The hang, perhaps only suspected, of programs that say nothing; ``calls`` are their collectives."""
+def find_idle(
+    statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float, *, are_known: bool = False
+) -> Hang | None:
+    """Return the hang of programs that say nothing; None if nobody was measured.
+
+    ``calls`` are the collectives that the instances stand in. Without a call the hang is only suspected; if
+    ``are_known`` says that all instances were asked, the hang is a standstill.
+    """
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     if any(status.usage is None or status.busy_at_seconds is None for status in running):
         return None
-    idle = {status.index: _seconds_since(status.busy_at_seconds, status, since_seconds) for status in running}
+    idle = {status.index: _seconds_since(_changed_at_seconds(status), status, since_seconds) for status in running}
     waiting: dict[str, list[int]] = {}
     for index in sorted(calls.keys() & idle.keys()):
         waiting.setdefault(calls[index], []).append(index)
+    ended = tuple(status.index for status in statuses if status.state in _GONE)
     if not waiting:
-        return Hang(idle_seconds=max(idle.values()), waiting={}, is_told_by_programs=False) if idle else None
+        if not idle:
+            return None
+        seconds, standing = (min, tuple(sorted(idle))) if are_known else (max, ())
+        return Hang(
+            idle_seconds=seconds(idle.values()),
+            waiting={},
+            ended=ended if are_known else (),
+            standing=standing,
+            is_told_by_programs=False,
+        )
     return Hang(
         idle_seconds=min(idle[index] for indices in waiting.values() for index in indices),
         waiting={call: tuple(indices) for call, indices in waiting.items()},
         absent=tuple(sorted(idle.keys() - calls.keys())),
-        ended=tuple(status.index for status in statuses if status.state in _GONE),
+        ended=ended,
         is_told_by_programs=False,
     )
 
@@ -81,6 +104,11 @@ def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, sin
     """Seconds from a change of an instance to its last measurement: poprun may have slept since then."""
     measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
     return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
+
+
+def _changed_at_seconds(status: InstanceStatus) -> float:
+    """Return when an instance last computed, or said how far it is."""
+    return max(status.busy_at_seconds or 0.0, status.progressed_at_seconds or 0.0)
 
 
 def _takes_part(index: int, progress: Progress) -> bool:
@@ -110,8 +138,8 @@ class HangWatch:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a hang is suspected only because nobody computes."""
-        return self.hang is not None and not self.hang.waiting
+        """Whether a hang is suspected only because somebody computes nothing."""
+        return self.hang is not None and self.hang.is_suspicion
 
     @property
     def idle_seconds(self) -> float:
@@ -140,12 +168,15 @@ class HangWatch:
     def _find(self, statuses: Sequence[InstanceStatus]) -> Hang | None:
         if any(status.is_waiting for status in statuses):
             return find_hang(statuses, self._since_seconds)
-        if len(statuses) == 1 or not any(map(_seems_to_wait, statuses)):
+        if not any(map(_seems_to_wait, statuses)):
             return None
         if any((statuses[index].busy_at_seconds or 0.0) > self._asked_at_seconds for index in self._calls):
             self._calls = {}
-        since = self._since_seconds if self._calls else max(self._since_seconds, self._asked_at_seconds)
-        return find_idle(statuses, self._calls, since)
+        running = [status for status in statuses if status.state is InstanceState.RUNNING]
+        are_known = all(_changed_at_seconds(status) < self._asked_at_seconds for status in running)
+        is_over = self._calls or are_known
+        since = self._since_seconds if is_over else max(self._since_seconds, self._asked_at_seconds)
+        return find_idle(statuses, self._calls, since, are_known=are_known)
 
 
 def describe_hang(
@@ -159,6 +190,9 @@ def describe_hang(
         f"{name_with_place(indices, parallelism)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()
     ]
+    if hang.standing:
+        stand = f"{name_with_place(hang.standing, parallelism)} {_verb(hang.standing, 'stand')} still"
+        lines.append(f"{stand}, and nobody waits in a collective")
     lines[0] = f"no progress for {hang.idle_seconds:.0f} s: {lines[0]}"
     groups: dict[str, list[int]] = {}
     for index in hang.absent:
@@ -173,7 +207,7 @@ def describe_hang(
         return [*lines, *findings]
     if FINALIZE in hang.waiting and len(hang.waiting) > 1:
         lines.append(f"{name_instances(hang.waiting[FINALIZE])} will take part in nothing more")
-    elif not hang.absent and not hang.ended:
+    elif hang.waiting and not hang.absent and not hang.ended:
         stuck = "the network between them, or a GPU, may be stuck"
         if len(hang.waiting) == 1:
             lines.append(f"all have arrived: {stuck}")

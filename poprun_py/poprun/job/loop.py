@@ -273,7 +273,7 @@ class Attempt:
         if inquiry.hang is not None:
             verdict = find_verdict_of_hang(inquiry.hang, statuses, evidence, read_line)
             self._record.verdict_of_hang = verdict
-            if verdict.is_about_absence:
+            if verdict.is_about_absence and inquiry.hang.waiting:
                 inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
             findings = describe_verdict(verdict, self._plan.parallelism)
         return inquiry.text(statuses, evidence, read_line, findings)

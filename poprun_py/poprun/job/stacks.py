@@ -199,7 +199,7 @@ class StackInquiry:
     @property
     def is_about_suspicion(self) -> bool:
         """Whether it is only suspected that somebody waits: then the answers' calls decide."""
-        return self.hang is not None and not self.hang.waiting
+        return self.hang is not None and self.hang.is_suspicion
 
     def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:
         """The collectives of torch that programs stand in, in words, by instance."""

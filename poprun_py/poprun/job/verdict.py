@@ -4,6 +4,7 @@ A wrong name is the worst answer: where two instances do not fit together and no
 both are named, and neither is the culprit.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -86,6 +87,8 @@ def find_verdict_of_hang(
     places = {index: place_text(frame) for index, known in evidence.items() if (frame := latest_own_frame(known))}
     waiting = {index: text for text, indices in hang.waiting.items() for index in indices}
     verdict = Verdict(victims=tuple(sorted(waiting)), places=places)
+    if outside := _find_outside_of_calls(verdict, hang, evidence, read_line):
+        return outside
     left = tuple(sorted(index for index, text in waiting.items() if text.startswith(AFTER_LEAVING)))
     if left and len(left) < len(statuses):
         others = tuple(index for index in verdict.victims if index not in left)
@@ -102,17 +105,121 @@ def find_verdict_of_hang(
                 if running
                 else _blame_early(verdict, free, queue, hang)
             )
-    known = {index for queue in queues for index in queue.members}
+    if left := _left_to_finalize(hang, evidence, read_line):
+        return _blame_early(verdict, left, None, hang)
+    known = {index for queue in queues for index in queue.recorded}
     if absent := [it for it in hang.absent if it not in known and not _waits_unsaid(evidence.get(it))]:
         return _blame_absent(verdict, absent, None, evidence, read_line)
     if early := hang.ended or (hang.waiting.get(FINALIZE, ()) if len(hang.waiting) > 1 else ()):
         return _blame_early(verdict, early, None, hang)
-    return _blame_order(verdict, queues)
+    return _blame_lone(verdict, queues, waiting, evidence) or _blame_order(verdict, queues)
+
+
+def _find_outside_of_calls(
+    verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
+) -> Verdict | None:
+    """Return the verdict of a hang that no collective explains: locks of files, or a standstill; else None."""
+    if any(known.awaited_locks for known in evidence.values()):
+        return _blame_lock(verdict, evidence, read_line)
+    return _blame_standing(verdict, hang.standing, evidence, read_line) if hang.standing else None
+
+
+def _blame_lock(verdict: Verdict, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine) -> Verdict:
+    """Blame the instance that holds the lock of a file for which others wait; nobody if no instance holds it."""
+    waiting: dict[tuple[str, str], list[int]] = {}
+    for index, known in sorted(evidence.items()):
+        for lock in known.awaited_locks:
+            waiting.setdefault(lock, []).append(index)
+    (file, process), victims = next(iter(waiting.items()))
+    holders = tuple(index for index, known in sorted(evidence.items()) if file in known.held_locks)
+    wait = f"{name_instances(victims)} wait{'s' if len(victims) == 1 else ''} for the lock of a file:"
+    verdict = replace(verdict, victims=tuple(victims))
+    if not holders:
+        return replace(verdict, details=(f"{wait} another program holds the lock, {process}",))
+    frame = latest_own_frame(evidence[holders[0]])
+    stands = f", and stands {_in_line(frame, read_line)}" if frame is not None else ""
+    details = (f"{wait} {name_instances(holders)} holds the lock{stands}",)
+    return replace(verdict, cause=Cause.ABSENT, culprits=holders, details=details)
+
+
+def _blame_standing(
+    verdict: Verdict, standing: Sequence[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
+) -> Verdict:
+    """Say where the instances stand; blame those that wait for a child process which has ended."""
+    by_line: dict[str, list[int]] = {}
+    details = []
+    culprits = []
+    for index in standing:
+        known = evidence.get(index, InstanceEvidence())
+        if (frame := latest_own_frame(known)) is not None:
+            by_line.setdefault(_in_line(frame, read_line), []).append(index)
+        if known.ended_children and any(_MULTIPROCESSING in frame.file for frame in known.stacks.main):
+            culprits.append(index)
+            details.append(f"instance {index} waits for its process {known.ended_children[0]}, which has ended")
+    details += [f"{name_instances(who)}: {line}" for line, who in by_line.items()]
+    cause = Cause.HELPER if culprits else Cause.UNKNOWN
+    return replace(verdict, cause=cause, culprits=tuple(culprits), details=tuple(details))
+
+
+_MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 def _waits_unsaid(known: InstanceEvidence | None) -> bool:
     """Whether a program waits in a collective of torch's of which it has not told by its page."""
     return known is not None and bool(collective_of(known.stacks))
+
+
+def _left_to_finalize(
+    hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
+) -> tuple[int, ...]:
+    """Return the instances that wait in MPI_Finalize while all others seem to wait for them in a call."""
+    if set(hang.waiting) != {FINALIZE} or not hang.absent:
+        return ()
+    known = [evidence.get(index, InstanceEvidence()) for index in hang.absent]
+    frames = {latest_own_frame(it) for it in known}
+    are_at_one_line = len(known) > 1 and len(frames) == 1 and None not in frames
+    lines = [read_line(frame.file, frame.line) if frame else "" for frame in frames]
+    is_call = all(collective_of(it.stacks) for it in known) or all(map(_CALL_OF_MPI.search, lines))
+    return hang.waiting[FINALIZE] if are_at_one_line or is_call else ()
+
+
+_CALL_OF_MPI: Final = re.compile(r"\b(?:MPI|comm\w*)\.\w", re.IGNORECASE)
+
+
+def _blame_lone(
+    verdict: Verdict,
+    queues: Sequence["Queue"],
+    waiting: Mapping[int, str],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict | None:
+    """Blame, where all wait, those that wait for a message or for torch's store; None if there are no such."""
+    lone: tuple[int, ...] = ()
+    details: tuple[str, ...] = ()
+    for queue in queues:
+        in_message = tuple(sorted(it for it in queue.behind if waiting.get(it, "").startswith(_MESSAGES)))
+        if 0 < len(in_message) < len(queue.waiting):
+            lone = in_message
+            details = (
+                queue.describe(),
+                f"{name_instances(lone)} wait{'s' if len(lone) == 1 else ''} for a message",
+            )
+    at_store = {
+        index for index, known in evidence.items() if any(it.function == _STORE for it in known.stacks.main)
+    }
+    if not queues and at_store - {0} and evidence.keys() - at_store - {0}:
+        lone = tuple(sorted(at_store - {0}))  # instance 0 has the store, and waits there for the others
+        details = (
+            f"{name_instances(lone)} did not find torch's store: is there another MASTER_ADDR or MASTER_PORT?",
+        )
+    if not lone:
+        return None
+    victims = tuple(index for index in verdict.victims if index not in lone)
+    return replace(verdict, cause=Cause.MISMATCH, culprits=lone, victims=victims, details=details)
+
+
+_MESSAGES: Final = ("recv", "irecv", "send", "isend", "batch_isend_irecv")
+_STORE: Final = "_create_c10d_store"
+_WITH_ROOT: Final = ("broadcast", "reduce(", "gather(", "scatter(")
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
@@ -124,7 +231,9 @@ def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
         rows = [f"  {queue.describe()}{verdict.at(min(queue.waiting))}" for queue in queues]
         details = ("they wait for each other in different groups:", *rows)
         return replace(verdict, cause=Cause.MISMATCH, details=details, advice=SAME_CALLS)
-    return replace(verdict, details=tuple(queue.describe() for queue in queues))
+    has_root = any(str(call).startswith(_WITH_ROOT) for queue in queues for call in queue.waiting.values())
+    advice = "all must give the same src or dst" if has_root else ""
+    return replace(verdict, details=tuple(queue.describe() for queue in queues), advice=advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +244,13 @@ class Queue:
     number: int  # the collective of the group that they wait in
     waiting: Mapping[int, Call]
     calls: Mapping[int, Call]  # what members have called as this number
-    members: frozenset[int] = frozenset()
+    recorded: frozenset[int] = frozenset()  # members whose calls are known
     behind: frozenset[int] = frozenset()  # members that have not called it
 
     @property
     def has_different_calls(self) -> bool:
         """Whether members have called different collectives as the same number."""
-        calls = list(self.calls.values())
-        return any(not call.is_like(calls[0]) for call in calls[1:])
+        return len({call.kind for call in self.calls.values()}) > 1
 
     @property
     def since_epoch_seconds(self) -> float:
@@ -206,7 +314,7 @@ def _queue(
         name=name,
         number=number,
         waiting={index: call for index, call in calls.items() if call.number == number},
-        members=members,
+        recorded=frozenset(records),
         behind=frozenset(behind | ended),
         calls=called,
     )
@@ -216,12 +324,12 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
     """Members called different collectives: the one that differs from all others, of at least three, is named."""
     alike: dict[str, list[int]] = {}
     for index, call in sorted(queue.calls.items()):
-        alike.setdefault(str(call), []).append(index)
-    kinds = sorted(alike.items(), key=lambda item: -len(item[1]))
-    culprits = minority([indices for _, indices in kinds])
+        alike.setdefault(call.kind if queue.has_different_calls else str(call), []).append(index)
+    kinds = sorted(alike.values(), key=lambda indices: -len(indices))
+    culprits = minority(kinds)
     which = _of_group(queue.name)
     details = [f"as collective {queue.number}{which} they have called:"]
-    details += [f"  {name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in kinds]
+    details += [f"  {name_instances(who)}: {queue.calls[who[0]]}{verdict.at(who[0])}" for who in kinds]
     return replace(
         verdict,
         cause=Cause.MISMATCH,
@@ -281,9 +389,19 @@ def _blame_absent(
 
 def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None, hang: Hang) -> Verdict:
     details = () if queue is None else (queue.describe(),)
-    victims = tuple(index for index in verdict.victims if index not in ended)
-    early = replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=victims, details=details)
-    return replace(early, advice=remedy_of_lone_call(hang.waiting) or UNEVEN)
+    others = sorted({*verdict.victims, *hang.absent}.difference(ended))
+    advice = remedy_of_lone_call(hang.waiting) or UNEVEN
+    return blame_ends(verdict, ended, others, details, advice)
+
+
+def blame_ends(
+    verdict: Verdict, ended: Sequence[int], others: Sequence[int], details: Sequence[str], advice: str
+) -> Verdict:
+    """Blame the instances that have ended; if most have ended, blame the ``others``, which went on."""
+    verdict = replace(verdict, details=tuple(details), advice=advice)
+    if 2 * len(ended) <= len(ended) + len(others):
+        return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=tuple(others))
+    return replace(verdict, cause=Cause.MISMATCH, culprits=tuple(others), victims=())
 
 
 def _in_line(frame: StackFrame, read_line: ReadLine) -> str:

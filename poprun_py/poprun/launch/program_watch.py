@@ -12,12 +12,12 @@ import time
 from _struct import calcsize, unpack
 
 from poprun.launch.pressure import measure_pressure
-from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, words_of
+from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, unreaped_children, words_of
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import Any, Final
 
     from poprun.launch.recorder import RecorderQuestion
@@ -124,11 +124,35 @@ def _fields(pid: int) -> dict[str, str]:
 
 
 def _read(pid: int, file: str) -> str:
+    return _read_file(f"/proc/{pid}/{file}")
+
+
+def _read_file(path: str) -> str:
     try:
-        with open(f"/proc/{pid}/{file}", encoding="utf-8", errors="replace") as stream:
+        with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read().strip()
     except OSError:
         return ""
+
+
+def find_locks(pids: Collection[int], locks: str = "") -> Message:
+    """Return the locks of files that the processes hold, and those that they wait for, with who holds each.
+
+    ``locks`` is the text of proc_locks(5), whose line of a waiting process begins with an arrow behind its number.
+    """
+    held: list[str] = []
+    awaited: dict[str, str] = {}
+    holders: dict[str, int] = {}
+    for line in (locks or _read_file("/proc/locks")).splitlines():
+        words = line.split()
+        is_waiting = words[1:2] == ["->"]
+        pid, file = words[5:7] if is_waiting else words[4:6]
+        if is_waiting and int(pid) in pids:
+            awaited[file] = describe_process(holders.get(file, 0))
+        elif not is_waiting:
+            holders[file] = int(pid)
+            held += [file] if int(pid) in pids else []
+    return {"held_locks": held, "awaited_locks": awaited}
 
 
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
@@ -184,7 +208,9 @@ class StackQuestion:
                 return None
             self._ask_next()
         processes = [] if self._text else _describe_tree()
-        return {"event": "stacks", "text": self._text, "processes": processes, "helpers": self._helpers}
+        event: Message = {"event": "stacks", "text": self._text, "processes": processes, "helpers": self._helpers}
+        tree = {key.pid for key in own_tree()}
+        return {**event, **find_locks(tree), "ended_children": unreaped_children(tree)}
 
     def _ask(self, pid: int) -> None:
         """Have a process write its stacks, if it listens."""

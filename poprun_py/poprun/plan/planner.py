@@ -40,7 +40,7 @@ from poprun.text.ranges import check_hosts, fold_hosts
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
 
-DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "INFO"))
 """Where Python was when a signal ended it, and what torch's own process groups disagree on."""
 
 THIS_MACHINE: Final = "localhost"

@@ -102,6 +102,11 @@ def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]
     return found
 
 
+def unreaped_children(parents: Collection[int]) -> list[int]:
+    """Return the processes that have ended, and that their ``parents`` have not asked about."""
+    return [stat.key.pid for stat in _all_stats() if stat.state == "Z" and stat.parent in parents]
+
+
 def ancestors(pid: int) -> Iterator[int]:
     """The ids of the processes above a process, its parent first."""
     while (stat := _read_stat(pid)) is not None and stat.parent > 0:

@@ -240,6 +240,7 @@ class Relay:
         self._interrupts: InterruptFilter | None = None
         self._splitters = {source: LineSplitter() for source in sources}
         self._tails: dict[int, deque[bytes]] = {}
+        self._printed: dict[int, deque[bytes]] = {}
         self._last_lines: dict[int, deque[bytes]] | None = {} if plan.has_curves else None
         self._selector = selectors.DefaultSelector()
         self._stop_reader, self._stop_writer = os.pipe()
@@ -262,8 +263,8 @@ class Relay:
             os.close(self._stop_reader)
 
     def tail(self, instance: int) -> list[str]:
-        """The last lines that ``instance`` wrote to its standard error."""
-        return _decode(self._tails.get(instance, ()))
+        """Return the last lines of the standard error; if there are none, those of an output that is not shown."""
+        return _decode(self._tails.get(instance) or self._printed.get(instance) or ())
 
     def last_lines(self, instance: int) -> list[str]:
         """The last lines that ``instance`` wrote, where the job's report is to have them."""
@@ -340,6 +341,8 @@ class Relay:
     def _remember(self, source: Source, lines: bytes) -> None:
         if source.target == _STDERR and lines:
             _add_lines(self._tails.setdefault(source.instance, deque(maxlen=_TAIL_LINES)), lines)
+        elif not source.is_shown and lines:
+            _add_lines(self._printed.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
         if self._last_lines is not None and lines:
             _add_lines(self._last_lines.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
 
@@ -348,7 +351,8 @@ def _add_lines(tail: deque[bytes], lines: bytes) -> None:
     for line in lines.splitlines(keepends=True)[-_TAIL_LINES:]:
         if tail and tail[-1].endswith(b"\r"):  # a step of a progress bar, which the next line replaces
             tail.pop()
-        tail.append(line[:_TAIL_LINE_BYTES])
+        is_long = len(line) > _TAIL_LINE_BYTES
+        tail.append(line[: _TAIL_LINE_BYTES // 2] + b" ... " + line[-_TAIL_LINE_BYTES // 2 :] if is_long else line)
 
 
 def _decode(lines: Iterable[bytes]) -> list[str]:

@@ -1,8 +1,8 @@
 """The last words of a program: of all that it wrote to its standard error, the lines that tell most. Pure.
 
 They are those of the last traceback. torch.distributed puts the rank before each line, and a worker's traceback
-stands inside the message of the one that brought it. Groups of exceptions and the boxes that rich draws are not
-read: of those the last lines are shown, which name the exception.
+stands inside the message of the one that brought it. The exceptions of a group become lines of the group's
+message. The boxes that rich draws are not read: of such a box the last lines are shown, which name the exception.
 """
 
 import os
@@ -23,7 +23,11 @@ _MAX_LINES_AFTER: Final = 30
 
 _PLAIN_HEADER: Final = "Traceback (most recent call last):"
 _HEADER: Final = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
-_DRAWN: Final = re.compile(r"\s*\+ Exception Group Traceback |╭─+ Traceback ")
+_DRAWN: Final = re.compile(r"╭─+ Traceback ")
+_GROUP: Final = "+ Exception Group Traceback (most recent call last):"
+_IN_GROUP: Final = "  | "
+_NESTED: Final = re.compile(r" {4,}\| (?!Traceback |Exception Group )(\S.*)")
+_BOX: Final = re.compile(r" {2,}(?:\||\+[-+])")
 _LINK: Final = re.compile(r"(?:During handling of the above|The above exception was the direct cause)")
 _ORIGIN: Final = re.compile(
     r"Exception in thread |Process \S+:$|Exception ignored |-- Process \d+ terminated|--- Logging error ---"
@@ -102,6 +106,7 @@ class Traceback:
 def last_words(tail: Sequence[str]) -> LastWords:
     """The lines of a standard error that tell why its program ended: the last traceback, or what came last."""
     lines = [_shorten(without_codes(line).expandtabs(4).rstrip()) for line in tail]
+    lines = _open_groups(lines) if any(_GROUP in line for line in lines) else lines
     tracebacks = _find_tracebacks(lines)
     chosen = _choose(tracebacks, lines)
     if chosen is None:
@@ -112,6 +117,23 @@ def last_words(tail: Sequence[str]) -> LastWords:
     if AT_FAULT.search(summary) and (assertion := find_assertion(lines[: chosen.at])):
         excerpt = [assertion, *excerpt][:MAX_EXCERPT_LINES]
     return LastWords(summary=summary, place=_place(chosen.frames), lines=tuple(excerpt))
+
+
+def _open_groups(lines: Sequence[str]) -> list[str]:
+    """Return the lines with groups of exceptions as plain tracebacks; of nested exceptions, only what they say."""
+    opened = []
+    for line in lines:
+        tag = match[0] if (match := _RANK.match(line)) else ""
+        text = line.removeprefix(tag)
+        if text.strip() == _GROUP:
+            opened.append(tag + _PLAIN_HEADER)
+        elif text.startswith(_IN_GROUP):
+            opened.append(tag + text.removeprefix(_IN_GROUP))
+        elif nested := _NESTED.match(text):
+            opened.append(f"{tag}  {nested[1]}")
+        elif not _BOX.match(text):
+            opened.append(line)
+    return opened
 
 
 def without_numbers(text: str) -> str:
