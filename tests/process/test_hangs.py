@@ -211,7 +211,7 @@ def test_a_hang_of_torch_distributed_is_found_from_outside(poprun: Poprun, tmp_p
     (place / "distributed_c10d.py").write_text(GROUPS)
     program = tmp_path / "train.py"
     program.write_text(ALONE)
-    options = ("--launcher", "local", "-n", "2", "--hang-report", "2", "--hang-timeout", "3")
+    options = ("--launcher", "local", "-n", "2", "--hang-report", "4", "--hang-timeout", "6")
     finished = poprun(*options, sys.executable, str(program))
 
     assert finished.code == 75
@@ -247,7 +247,7 @@ def test_a_stage_of_a_pipeline_is_lost(poprun: Poprun, tmp_path: Path, ending: s
     """Its neighbour waits in a receive; the job ends with the usual code, and says which stage it was."""
     program = tmp_path / "train.py"
     program.write_text(STAGE)
-    options = ("-n", "2", "--parallelism", "pipeline=2", "--hang-report", "2", "--hang-timeout", "3")
+    options = ("-n", "2", "--parallelism", "pipeline=2", "--hang-report", "4", "--hang-timeout", "6")
     finished = poprun("--launcher", "local", *options, sys.executable, str(program), ending)
 
     lost, waiting = (f"(replica 0, stage {stage}, shard 0)" for stage in (1, 0))
@@ -363,7 +363,7 @@ def test_a_shard_that_leaves_its_step_alone_is_named(poprun: Poprun, tmp_path: P
     """The others wait for it in a layer; the job ends as any that hangs. Where all leave theirs, they go on."""
     program = tmp_path / "train.py"
     program.write_text(SHARD)
-    options = ("-n", "2", "--parallelism", "tensor=2", "--hang-report", "2", "--hang-timeout", "3")
+    options = ("-n", "2", "--parallelism", "tensor=2", "--hang-report", "4", "--hang-timeout", "6")
     one, every = (
         poprun("--launcher", "local", *options, "--no-tag-output", sys.executable, str(program), how)
         for how in ("one", "all")
