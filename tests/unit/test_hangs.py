@@ -257,6 +257,17 @@ def test_all_stand_still_where_nobody_computes_and_nobody_waits() -> None:
     ]
 
 
+def test_a_program_that_may_wait_for_its_user_is_not_suspected() -> None:
+    """Such as one in a debugger; what it says of itself counts."""
+    watch = HangWatch()
+    watch.is_interactive = True
+    watch.update([idle(0, 500.0)], NOW)
+    assert watch.hang is None
+
+    watch.update([waiting(0)], NOW + 1)
+    assert watch.idle_seconds == 10.0
+
+
 def test_a_program_that_computes_does_not_wait_where_it_stands() -> None:
     """It may be in the middle of a backward pass of its own."""
     watch, statuses = HangWatch(), [idle(0, 0.0), idle(1, 8.0)]

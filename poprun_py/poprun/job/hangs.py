@@ -129,6 +129,7 @@ class HangWatch:
 
     def __init__(self) -> None:
         self.hang: Hang | None = None  # the hang that was seen at the last look, or None
+        self.is_interactive = False  # whether a program may wait for its user: then only its word counts
         self.is_told = False
         """Whether the user was told of this hang; one that comes after some progress is another one."""
         self._since_seconds = 0.0
@@ -168,7 +169,7 @@ class HangWatch:
     def _find(self, statuses: Sequence[InstanceStatus]) -> Hang | None:
         if any(status.is_waiting for status in statuses):
             return find_hang(statuses, self._since_seconds)
-        if not any(map(_seems_to_wait, statuses)):
+        if self.is_interactive or not any(map(_seems_to_wait, statuses)):
             return None
         if any((statuses[index].busy_at_seconds or 0.0) > self._asked_at_seconds for index in self._calls):
             self._calls = {}

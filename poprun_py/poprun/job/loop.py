@@ -74,6 +74,8 @@ class Attempt:
         self._links = AgentLinks(plan.num_instances, self._selector, identity.network)
         self._launcher = LauncherProcesses(self._selector)
         self._streams = ProgramStreams(plan, environ, identity)
+        has_terminal = self._streams.is_inherited and os.isatty(0)
+        self._record.hang_watch.is_interactive = has_terminal and plan.ending.hang_timeout_seconds is None
         self._clocks = self._other_clocks()
         self._inquiry: StackInquiry | None = None
         self._monitor: MonitorProcess | None = None
