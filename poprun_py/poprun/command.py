@@ -287,7 +287,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
     if line.emitted is not None:
         from poprun.emit import emit_job  # noqa: PLC0415 - most jobs run here
 
-        command = (sys.executable, "-m", "poprun", *_options_again(line))
+        command = (sys.executable, "-P", "-m", "poprun", *_options_again(line))
         user_num_threads = os.environ.get(NUM_THREADS, "")
         return emit_job(plan, line.emitted, image=line.image, command=command, user_num_threads=user_num_threads)
     from poprun.render import render_plan  # noqa: PLC0415 - most jobs are not shown

@@ -395,7 +395,7 @@ def _known_device(gpu: Gpu) -> str:
 
 def _measured_cpu(num_instances: int, store: str | None) -> Machine:
     """This machine's CPU as ``num_instances`` devices, measured by a process of its own, maybe with a disk."""
-    words = [sys.executable, "-m", "popdist.parallel.measures.cpu_speed", str(num_instances)]
+    words = [sys.executable, "-P", "-m", "popdist.parallel.measures.cpu_speed", str(num_instances)]
     words += [] if store is None else ["--store", store]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_MEASURE_SECONDS, check=True)

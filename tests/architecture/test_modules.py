@@ -108,6 +108,21 @@ def _may_read(module: Module) -> bool:
     return any(PurePath(module.place).is_relative_to(reader) for reader in READERS[module.package])
 
 
+def test_our_own_processes_import_nothing_from_the_working_directory() -> None:
+    """A command of poprun's own Python begins with ``-P`` or ``-I``: another user may have put modules there."""
+    commands = [
+        [ast.unparse(word) for word in node.elts]
+        for module in modules()
+        for node in module.nodes
+        if isinstance(node, ast.Tuple | ast.List) and ast.unparse(node).lstrip("([").startswith("sys.executable, ")
+    ]
+
+    assert len(commands) > 5
+    assert [
+        words for words in commands if {"'-m'", "'-c'"}.intersection(words) and words[1] not in ("'-P'", "'-I'")
+    ] == []
+
+
 def test_nothing_writes_the_environment() -> None:
     """A program finds its environment as its launcher made it, and a test cannot leak into the next one.
 

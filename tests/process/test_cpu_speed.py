@@ -42,12 +42,15 @@ def test_it_prints_a_machine(number: int, tmp_path: Path) -> None:
     assert all(speed > 0 for speed in machine.device.flops.values())
 
 
-def test_it_plans_for_this_cpu() -> None:
-    """poprun-size measures the CPU and ranks mappings to it."""
+def test_it_plans_for_this_cpu(tmp_path: Path) -> None:
+    """poprun-size measures the CPU and ranks mappings to it, with no module of the working directory."""
+    (tmp_path / "popdist.py").write_text("raise SystemExit('it was imported')")
     model = "--model gpt layers=4 hidden=256 heads=4 sequence=128 --global-batch 8 --precision fp32"
     words = f"--cpu 2 {model} --format json".split()
-    command = [sys.executable, "-c", "from poprun.size import main; main()", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    command = [sys.executable, "-P", "-c", "from poprun.size import main; main()", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
 
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)

@@ -94,16 +94,20 @@ def test_monitor_needs_a_terminal(poprun: Poprun) -> None:
     assert "--monitor draws on a terminal" in finished.err
 
 
-def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun) -> None:
-    """What remains on the terminal is the report of a failure."""
+def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun, tmp_path: Path) -> None:
+    """What remains on the terminal is the report of a failure; no module of the working directory is imported."""
+    for name in ("poprun", "popdist", "click", "rich"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path('was_imported').touch()")
     text = "import os, sys, time; print('a line', file=sys.stderr); time.sleep(2); sys.exit(3)"
     ours, theirs = pty.openpty()
-    command = poprun.command("--monitor", "--launcher=local", "-n", "2", sys.executable, "-c", text)
+    command = poprun.command("--monitor", "--launcher=local", "-n", "2", sys.executable, "-P", "-c", text)
+    command.insert(1, "-P")
     with subprocess.Popen(
         command,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
+        cwd=tmp_path,
         env=dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"},
     ) as process:
         os.close(theirs)
@@ -117,6 +121,7 @@ def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun
     os.close(ours)
     screen = seen.decode(errors="replace")
 
+    assert not (tmp_path / "was_imported").exists()
     assert process.returncode == 3
     assert "2 instances" in screen
     assert "[0] a line" not in screen.partition("failed first")[0]

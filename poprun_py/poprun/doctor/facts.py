@@ -88,7 +88,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
     return InstallationFacts(
         python=platform.python_version(),
         interpreter=sys.executable,
-        libraries=read_libraries(answer_of((sys.executable, "-c", program), TORCH_TIMEOUT_SECONDS)),
+        libraries=read_libraries(answer_of((sys.executable, "-P", "-c", program), TORCH_TIMEOUT_SECONDS)),
         machine=machine_facts(environment),
         cpu_quota=cpu_quota(),
         memory=memory_limits(),

@@ -123,7 +123,7 @@ class MonitorProcess:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         null = os.open(os.devnull, os.O_RDWR)
-        words = (sys.executable, "-m", "poprun.monitor.top", str(os.getpid()))
+        words = (sys.executable, "-P", "-m", "poprun.monitor.top", str(os.getpid()))
         streams = (null, _STDERR, _STDERR)
         pid = start_process(ProcessStart(words, os.getcwd(), environ, streams, signal.SIGTERM))
         os.close(null)
