@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from popdist.trusted_paths import own_folder_problem
 from poprun.errors import HostsError, PlanError, UsageError, error_of_system
 from poprun.job.loop import Attempt
 from poprun.job.record import JobEnd, exit_code, first_failure, has_left
@@ -43,6 +44,8 @@ def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
         )
     here = names_of_this_machine(plan.hosts) & set(plan.hosts)
     if here == set(plan.hosts):
+        if plan.cache_directory is not None and (problem := own_folder_problem(plan.cache_directory)):
+            raise PlanError(f"--executable-cache-path: {problem}")
         return None
     if plan.launcher is LauncherKind.LOCAL:
         raise PlanError(

@@ -12,8 +12,8 @@ _LOWEST_FIRST: Final = {
     " < search < cases tables < picture",
     "poprun": "errors < text < process < messages < makers < plan < probe < hosts < launch render < trace"
     " < devices page < job monitor emit doctor < cli vipu reports < start size < command < __main__",
-    "popdist": "errors layout local_tensors tree stack_signal startup < contract torch_private extension"
-    " < environments progress accelerators < host_memory < transport < groups < process_group < context"
+    "popdist": "errors layout local_tensors tree stack_signal startup trusted_paths < contract torch_private"
+    " extension < environments progress accelerators < host_memory < transport < groups < process_group < context"
     " < collectives < metrics weights < instances gradients < data < training packing < checks < optim < sharded"
     " < phases"
     " < parallel < checkpoint compat stubs tensorflow onnx poptorch launching preemption < popdist_core popart",
@@ -23,7 +23,7 @@ _LOWEST_FIRST: Final = {
 FLOORS: Final = {package: [*map(words, order.split(" < "))] for package, order in _LOWEST_FIRST.items()}
 """Of each package, lowest first: the folders and files of each floor."""
 
-BRIDGE: Final = words("popdist.contract popdist.layout popdist.errors popdist.progress")
+BRIDGE: Final = words("popdist.contract popdist.layout popdist.errors popdist.progress popdist.trusted_paths")
 """All that poprun may import of popdist."""
 
 

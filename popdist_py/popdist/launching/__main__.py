@@ -11,6 +11,7 @@ from typing import Final
 
 from popdist.context import instance_index
 from popdist.launching.sent_values import Outcome, load_call, name_of, outcome_path, pickle_values
+from popdist.trusted_paths import opened_own_folder
 
 _HERE: Final = Path(__file__).parent
 
@@ -18,10 +19,13 @@ _HERE: Final = Path(__file__).parent
 def call_function(folder: Path) -> None:
     """Make this instance's call; what it raises ends the process as it would end a script."""
     instance = instance_index()
-    if not folder.is_dir():
+    try:
+        with opened_own_folder(str(folder)):
+            pass
+    except OSError as error:
         sys.exit(
-            f"popdist.launch: this host has no folder {folder}, in which the function is: set TMPDIR to a folder "
-            "that all hosts share, or start a script with poprun"
+            f"popdist.launch: this host has no folder {folder} of yours, in which the function is "
+            f"({error.strerror}): set TMPDIR to a folder that all hosts share, or start a script with poprun"
         )
     outcome_path(folder, instance).unlink(missing_ok=True)  # of an attempt before a restart
     try:

@@ -18,6 +18,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any, Final, Self
 
 from popdist.errors import LaunchError
+from popdist.trusted_paths import open_below, opened_own_folder
 
 _CALL_FILE: Final = "call.pickle"
 
@@ -62,10 +63,11 @@ class Call:
 
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
     """The function and its arguments, in a process that is made ready for them."""
-    call: Call = pickle.loads((folder / _CALL_FILE).read_bytes())  # noqa: S301 - only this user can have written it
+    with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
+        call: Call = pickle.load(file)  # noqa: S301 - only this user can have written it
     sys.path[:] = call.search_path
-    for file, lines in call.sources.items():
-        linecache.cache[file] = (sum(map(len, lines)), None, list(lines), file)
+    for name, lines in call.sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
     try:
         fn, args, kwargs = pickle.loads(call.pickled)  # noqa: S301 - as above
     except Exception as why:  # noqa: BLE001 - whatever their code raises

@@ -26,6 +26,7 @@ from popdist.host_memory.segments import open_through_proc
 from popdist.local_tensors import TensorForm, local_part
 from popdist.phases.store_file import BLOCK_BYTES, Region, StoreFile, StoreThreads, allocate, lay_out
 from popdist.transport.hosts import machine
+from popdist.trusted_paths import opened_own_folder
 
 HOST_MEMORY: Final = "host"
 """In place of a folder: the store is in the memory of the host."""
@@ -198,8 +199,8 @@ class _Folder:
         """Make the folder or take the one that is there, for as long as this process has it."""
         try:
             is_new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._is_new = is_new
+            with opened_own_folder(str(self.path), makes=True):
+                self._is_new = is_new
             if is_on_cpu and (kind := _file_system_of(self.path.resolve())) in _IN_MEMORY:
                 raise StoreError(
                     f"{self.path} is on a {kind}, which is the memory that the store is to save: name a folder on "
@@ -235,7 +236,7 @@ class _Folder:
             (self.path / name).unlink(missing_ok=True)
 
     def _acquire_lock(self) -> None:
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = _opened(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -274,7 +275,7 @@ def _create(path: Path | None, num_bytes: int) -> int:
             )
         descriptor, name = os.memfd_create("popdist-store", os.MFD_CLOEXEC), "the store in host memory"
     else:
-        descriptor, name = _opened(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), str(path)
+        descriptor, name = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), str(path)
     try:
         allocate(descriptor, num_bytes, name)
     except BaseException:
@@ -286,7 +287,7 @@ def _create(path: Path | None, num_bytes: int) -> int:
 def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
     """Open what another instance of the host has made."""
     if path is not None:
-        return _opened(path, os.O_RDWR | os.O_CLOEXEC)
+        return _opened(path, os.O_RDWR)
     try:
         return open_through_proc(pid, descriptor)
     except OSError as error:
@@ -294,10 +295,15 @@ def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
 
 
 def _opened(path: Path, flags: int) -> int:
+    """Open a file of a store, which is this user's own and no link."""
     try:
-        return os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise StoreError(f"{path} cannot be opened: {error.strerror}") from error
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise StoreError(f"{path} belongs to another user: name a folder of your own")
+    return descriptor
 
 
 def _file_system_of(path: Path) -> str:

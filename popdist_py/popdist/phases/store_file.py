@@ -207,7 +207,7 @@ class StoreFile:
         self.path = path
         self._threads = threads
         self._mapped: dict[int, int] = {}
-        self._direct = None if path is None else _open_direct(path)
+        self._direct = None if path is None else _open_direct(descriptor)
 
     @property
     def name(self) -> str:
@@ -369,10 +369,10 @@ def _view(memory: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _open_direct(path: Path) -> int | None:
-    """A descriptor that goes past the page cache; None where the file system has none."""
+def _open_direct(opened: int) -> int | None:
+    """A descriptor of a file that is open, which goes past the page cache; None where the file system has none."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
         return None
     try:

@@ -39,7 +39,13 @@ def begin(
     used_device: Callable[[], Any],
 ) -> None:
     """Record what the environment asks for, once torch has been imported; frames are read in such pauses."""
-    recording = Recording(json.loads(os.environ[SETTINGS]), read_recorder, make_pause, used_device)
+    settings = json.loads(os.environ[SETTINGS])
+    try:
+        if os.lstat(os.path.dirname(settings["file"])).st_uid != os.geteuid():
+            return  # on a host that does not share poprun's, another user has made it, maybe with links in it
+    except OSError:
+        return
+    recording = Recording(settings, read_recorder, make_pause, used_device)
     after_import("torch", recording.prepare)
     atexit.register(recording.end_program)
     os.register_at_fork(after_in_child=recording.go_on_in_child)

@@ -206,10 +206,10 @@ class _Examiner:
         self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
-        """Check that the hosts with nothing wrong have the virtual IPUs that the job uses."""
+        """Check that the hosts with nothing wrong have the virtual IPUs and the cache that the job uses."""
         bad = {problem.host for problem in self._problems}
         asked = [name for name in answers if name in self._plan.hosts and name not in bad]
-        question = {"ask": "slots", "folders": list(_FOLDERS)}
+        question = {"ask": "slots", "folders": list(_FOLDERS), "cache": self._plan.cache_directory or ""}
         for name, slots in (await self._ask(dict.fromkeys(asked, question), _SLOTS_SECONDS)).items():
             self._problems += judge_slots(name, slots, self._plan)
 

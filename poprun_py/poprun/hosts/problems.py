@@ -167,7 +167,9 @@ def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> I
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Whether ``host``, which answered ``slots``, has the cores that the plan binds to. GPUs: see its pool."""
+    """Whether ``host``, which answered ``slots``, has the plan's cores and cache. GPUs: see its pool."""
+    if slots["cache"]:
+        yield Problem(host, slots["cache"], "give another --executable-cache-path")
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
     if missing:
         there = fold_numbers(slots["cores"])

@@ -189,11 +189,12 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 
 
 def slots(question: dict[str, Any]) -> dict[str, Any]:
-    """The cores that a job may use here, as poprun itself finds them."""
+    """The cores that a job may use here, as poprun finds them, and why its cache cannot be here, or nothing."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
-    from poprun.probe.machine import usable_cores  # noqa: PLC0415 - not before it is known to be the same
+    from popdist.trusted_paths import own_folder_problem  # noqa: PLC0415 - not before it is known to be the same
+    from poprun.probe.machine import usable_cores  # noqa: PLC0415 - as above
 
-    return {"cores": list(usable_cores())}
+    return {"cores": list(usable_cores()), "cache": question["cache"] and own_folder_problem(question["cache"])}
 
 
 def listen(question: dict[str, Any]) -> dict[str, Any]:

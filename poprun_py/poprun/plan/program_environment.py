@@ -10,6 +10,7 @@ from typing import Final
 
 from popdist import contract
 from popdist.contract import JOB_ID, NUM_REPLICAS
+from poprun.errors import PlanError
 from poprun.makers import maker as makers
 from poprun.plan.frameworks import ACCELERATE_ON_CPU, framework_variables
 from poprun.plan.plan import LaunchPlan, StartFacts
@@ -50,6 +51,12 @@ CACHES: Final = {
     "POPTORCH_CACHE_DIR": "",
 }
 """Variables that say where compiled programs are kept, and the folder of each in the directory for all of them."""
+
+
+def check_folder_name(option: str, job_id: str) -> None:
+    """Check that a job can have a folder of its name."""
+    if job_id in {".", ".."} or "/" in job_id:
+        raise PlanError(f"{option}: a job called {job_id!r} can have no folder: set another POPDIST_JOB_ID")
 
 
 def wished_job_id(user: Mapping[str, str]) -> str:

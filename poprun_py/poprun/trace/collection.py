@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import name_instances
+from popdist.trusted_paths import opened_own_folder
 from poprun.errors import UsageError
 from poprun.messages.clock import Exchange, fit_clock
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.program_environment import check_folder_name
 from poprun.text.atomic_file import write_whole
 from poprun.text.fields import write_record
 from poprun.text.ranges import describe_bytes
@@ -58,8 +60,14 @@ class InstanceClock:
 
 def prepare_folder(plan: LaunchPlan, job_id: str, restart_count: int) -> None:
     """Make the folder in which the programs of an attempt leave what they record; a UsageError if it cannot be."""
+    check_folder_name("--trace", job_id)
+    parts = plan.trace_parts(job_id, restart_count)
     try:
-        os.makedirs(plan.trace_parts(job_id, restart_count), exist_ok=True)
+        with (
+            opened_own_folder(os.path.dirname(parts), makes=True, may_be_for_all=True),
+            opened_own_folder(parts, makes=True),
+        ):
+            return
     except OSError as error:
         raise UsageError(f"--trace {plan.trace.folder} cannot be written: {error.strerror}") from None
 

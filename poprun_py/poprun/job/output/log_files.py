@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from popdist.trusted_paths import FOLDER, open_below, opened_parent
 from poprun.errors import LaunchError, PlanError
-from poprun.text.atomic_file import FOLDER, open_below, opened_parent
+from poprun.plan.program_environment import check_folder_name
 
 _NAMES: Final = {1: "out", 2: "err"}
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
@@ -21,8 +22,7 @@ class LogFiles:
     def __init__(
         self, log_dir: str, job_id: str, restart_count: int, num_instances: int, warn: Callable[[str], None]
     ) -> None:
-        if job_id in {".", ".."} or "/" in job_id:
-            raise PlanError(f"--log-dir: a job called {job_id!r} can have no folder: set another POPDIST_JOB_ID")
+        check_folder_name("--log-dir", job_id)
         self._folder = os.path.join(log_dir, job_id, str(restart_count))
         self._warn = warn
         self._num_cut = 0
