@@ -239,7 +239,7 @@ _EXTRA: Final = "vipu serve needs two more packages: pip install 'poprun[serve]'
 _HOST: Final = "127.0.0.1"
 _LEASE_SECONDS: Final = 30
 _IN_CLEAR: Final = (
-    "warning: the token and all else travel in clear text: serve a network that you trust, or 127.0.0.1, which "
+    "warning: all but the token travels in clear text: serve a network that you trust, or 127.0.0.1, which "
     "clients reach through ssh -L"
 )
 

@@ -3,8 +3,9 @@
 import re
 import socket
 import sys
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from poprun.errors import UsageError
+from poprun.job.performance import metrics_server
 from poprun.job.performance.curves import JobCurves
 from poprun.job.performance.metrics_server import MetricsServer
 from poprun.start import _serve_metrics
@@ -76,6 +78,20 @@ def test_waits_in_the_backward_pass_are_communication() -> None:
 
     seconds = {sample.labels["phase"]: sample.value for sample in family.samples if sample.value}
     assert seconds == {"forward": 1.0, "backward": 0.5, "communication": 1.5}
+
+
+def test_silent_connections_take_nothing_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many, and for however long: there are few threads and descriptors, and others are answered."""
+    before, num_threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    monkeypatch.setattr(metrics_server._QuietHandler, "timeout", 1)
+    with closing(MetricsServer(0)) as server, ExitStack() as stack:
+        port = int(server.address.rpartition(":")[2].partition("/")[0])
+        for _ in range(100):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS))
+        assert read(server.address) == {("poprun_restarts", "", ""): 0.0}
+        assert len(list(Path("/proc/self/fd").iterdir())) - before <= 100 + 12
+        assert threading.active_count() - num_threads <= 10
+        assert silent.recv(1) == b""  # its time is over
 
 
 def test_a_missing_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

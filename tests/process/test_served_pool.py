@@ -1,6 +1,6 @@
 """The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job.
 
-Holds poprun.devices.lease.renewal, poprun.devices.server.server, poprun.vipu
+Holds poprun.devices.lease.renewal, poprun.devices.server.server, poprun.devices.server.token_proofs, poprun.vipu
 and poprun.devices.server.server_client.
 """
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,9 +29,10 @@ from poprun.devices.pool.holders import this_process
 from poprun.devices.pool.pool import Pool, Ticket
 from poprun.devices.pool.requests import IpuRequest, PartitionRequest, PoolRequest
 from poprun.devices.server.server_client import RemotePool, make_token, read_token
-from poprun.devices.server.server_connection import ServerAddress
+from poprun.devices.server.server_connection import ServerAddress, call_server
 from poprun.devices.server.server_messages import LeaseRequest
-from poprun.errors import PartitionError, ServerError, ServerLostError
+from poprun.devices.server.token_proofs import Challenges, authorization
+from poprun.errors import IpusTakenError, PartitionError, ServerError, ServerLostError
 from poprun.vipu import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
@@ -83,12 +84,12 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *words: str, **variables: str) -> Iterator[Server]:
+def serving(folder: Path, *words: str, start: str = "", **variables: str) -> Iterator[Server]:
     """A server of 16 IPUs with its pool and its token in ``folder``, until it is asked to end."""
     command = [
         sys.executable,
-        "-m",
-        "poprun.vipu",
+        "-c",
+        f"{start}from poprun.vipu import main; main()",
         "serve",
         "--port=0",
         f"--token-file={folder / 'token'}",
@@ -128,7 +129,7 @@ WANTED: dict[str, Any] = VALID["wanted"]
 @pytest.mark.parametrize(
     ("status", "path", "body", "headers", "words"),
     [
-        (401, "pool", b"{}", {"Authorization": "Bearer " + "0" * 64}, "this is not its token"),
+        (401, "pool", b"{}", {"Authorization": "Vipu 1-2-3 " + "0" * 64}, "this is not its token"),
         (401, "pool", b"{}", {"Authorization": ""}, "this is not its token"),
         (404, "pools", b"{}", {}, "there is no command 'pools'"),
         (413, "pool", b" " * 70_000, {}, "65536 bytes at most"),
@@ -171,18 +172,77 @@ def test_what_is_not_allowed_is_refused_in_one_line(
     server: Server, status: int, path: str, body: bytes | dict[str, object], headers: dict[str, str], words: str
 ) -> None:
     """Each has its status and says why, with no word of where the server failed; and the server goes on."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_SECONDS)
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    token = {"Authorization": f"Bearer {server.pool.server.token}"}
-    connection.request("POST", f"/v1/{path}", sent, {**token, **headers})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
+    challenge = json.loads(posted(server.port, "challenge", b"", {})[1])
+    proof = {"Authorization": authorization(server.pool.server.token, challenge, path, sent.decode())}
+    answer, text = posted(server.port, path, sent, {**proof, **headers})
 
-    assert (answer.status, answer.headers["Vipu-Version"]) == (status, "1")
+    assert (answer.status, answer.headers["Vipu-Version"]) == (status, "2")
     assert words in json.loads(text)["error"]
     assert "Traceback" not in text
     assert server.pool.state().leases == ()
+
+
+def posted(port: int, command: str, body: bytes, headers: dict[str, str]) -> tuple[HTTPResponse, str]:
+    """What the server answers."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=DEADLINE_SECONDS)
+    connection.request("POST", f"/v1/{command}", body, headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer, text
+
+
+def test_whoever_listens_in_place_of_a_server_never_sees_the_token() -> None:
+    """And its words forge no line of a log."""
+    heard: list[str] = []
+
+    class Impostor(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(f"{self.headers} {self.rfile.read(int(self.headers['Content-Length']))!r}")
+            self.send_response(200 if "challenge" in self.path else 409)
+            self.send_header("Vipu-Version", "2")
+            self.end_headers()
+            self.wfile.write(b'{"error": "x\\n1 POPRUN [I] y", "kind": "taken"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Impostor) as impostor:
+        threading.Thread(target=impostor.serve_forever, daemon=True).start()
+        with pytest.raises(IpusTakenError, match=r"^x\\n1 POPRUN"):
+            call_server(address(impostor.server_port, "5ecret" * 10), "pool", {})
+        impostor.shutdown()
+    assert len(heard) == 2
+    assert "5ecret" not in "".join(heard)
+
+
+def test_a_challenge_is_answered_once() -> None:
+    """Soon, to who made it, for what was asked."""
+    challenges = Challenges()
+    made = challenges.make(5.0)
+    header = authorization("t", made, "pool", "{}")
+    assert not challenges.is_answered_by(header, "other", "pool", "{}", 6.0)
+    assert not challenges.is_answered_by(header, "t", "end-lease", "{}", 6.0)
+    assert not Challenges().is_answered_by(header, "t", "pool", "{}", 6.0)
+    assert challenges.is_answered_by(header, "t", "pool", "{}", 6.0)
+    assert not challenges.is_answered_by(header, "t", "pool", "{}", 7.0)
+    late = authorization("t", challenges.make(5.0), "pool", "{}")
+    assert not challenges.is_answered_by(late, "t", "pool", "{}", 26.0)
+
+
+def test_a_server_out_of_descriptors_says_so_once(tmp_path: Path) -> None:
+    """However many connect at once, it accepts a few, and goes on when they have left."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); "
+    with serving(tmp_path, start=limited) as server:
+        with ExitStack() as stack:
+            for _ in range(400):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_SECONDS))
+            assert "Too many open files" in next_line(server)
+        assert server.pool.cluster().name == "POD16"
+        server.process.terminate()
+        _, rest = server.process.communicate(timeout=DEADLINE_SECONDS)
+    assert len(rest.splitlines()) == 1
 
 
 def test_clients_that_dawdle_keep_nobody_out(server: Server) -> None:
@@ -496,9 +556,9 @@ def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> 
 
 
 def test_a_server_that_others_reach_warns_and_ends_in_time(tmp_path: Path) -> None:
-    """It says that the token travels in clear, makes a token that nobody else may read, and ends when asked."""
+    """It says what travels in clear, makes a token that nobody else may read, and ends when asked."""
     with serving(tmp_path, "--host=0.0.0.0") as server:
-        assert "warning: the token and all else travel in clear" in next_line(server)
+        assert "warning: all but the token travels in clear" in next_line(server)
         assert "which was made now" in server.told
         assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
         assert (tmp_path / "token").read_text().strip() not in server.told

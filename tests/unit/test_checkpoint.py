@@ -236,6 +236,30 @@ def test_nothing_is_unpickled_but_tensors(tmp_path: Path, where: str) -> None:
     assert not sprung.exists()
 
 
+@pytest.mark.parametrize("where", ["in the manifest", "in the index", "a link"])
+def test_only_files_of_the_checkpoint_are_read(tmp_path: Path, where: str) -> None:
+    """A checkpoint made by somebody else may name any file of this user's."""
+    directory = save(tmp_path, model=nn.Linear(1, 1, bias=False))
+    tensors = directory / "tensors"
+    (tensors / "__0_0.distcp").rename(tmp_path / "secret")
+    if where == "a link":
+        (tensors / "__0_0.distcp").symlink_to(tmp_path / "secret")
+    whole = json.loads((directory / "manifest.json").read_text())
+    if where != "a link":
+        digest = whole["manifest"]["files"].pop("__0_0.distcp")
+    if where == "in the manifest":
+        whole["manifest"]["files"]["../../secret"] = digest
+    if where == "in the index":
+        index = (tensors / ".metadata").read_bytes()
+        (tensors / "other.distcp").symlink_to(tmp_path / "secret")
+        (tensors / ".metadata").write_bytes(index.replace(b"__0_0.distcp", b"other.distcp"))
+    (directory / "manifest.json").write_text(json.dumps(whole))
+    forge(directory)
+    told = "which is no (plain )?file of this checkpoint"
+    with pytest.warns(popdist.PopdistWarning, match=told), pytest.raises(popdist.CheckpointError):
+        load_latest(tmp_path, model=nn.Linear(1, 1, bias=False))
+
+
 def forge(directory: Path) -> None:
     """Make the digests those of the files as they are now."""
     whole = json.loads((directory / "manifest.json").read_text())

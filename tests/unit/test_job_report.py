@@ -22,7 +22,7 @@ def timed_job() -> dict[str, Any]:
     job: dict[str, Any] = copy.deepcopy(JOB)
     attempt = job["attempts"][0]
     attempt["printed"] += ["  | ValueError: \x1b[2J\0"]
-    attempt["instances"][0] |= {"num_steps": 1200, "phase_seconds": {"data": 1.0, "waiting": 3.0, "outside": 0.0}}
+    attempt["instances"][0] |= {"num_steps": 1200, "phase_seconds": {"da\x1bta": 1.0, "waiting": 3.0}}
     attempt["instances"][1] |= {"a_key_of_later": {"x": 1}}
     return job
 
@@ -47,7 +47,7 @@ def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
     assert "slow instance 1 is slow in data since step 20: +100 ms a step (50%): its disk" in text
     assert "warning memory" in text
     assert "0 localhost 0-1 exit code 0 2.25 s 1,200 2.9 KiB" in text
-    assert "instance data waiting\n" in text
+    assert "instance da\\x1bta waiting\n" in text
     assert "0 25% 75%" in text
 
 

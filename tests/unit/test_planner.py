@@ -162,7 +162,7 @@ def test_mpi_asked_for_and_absent() -> None:
         ({"num_instances": 0}, "--num-instances 0"),
         ({"num_replicas": 0}, "--num-replicas 0"),
         ({"num_instances": None, "num_replicas": 0}, "--num-replicas 0"),
-        ({"num_instances": None, "num_replicas": 10**30}, "0 is not possible: it can be at most 2147483647"),
+        ({"num_instances": None, "num_replicas": 10**30}, "0 is not possible: it can be at most 1048576"),
         ({"ipus_per_replica": 0}, "--ipus-per-replica 0"),
         ({"num_instances": None, "ipus_per_replica": 0}, "--ipus-per-replica 0"),
         ({"threads_per_replica": 0}, "--threads-per-replica 0"),

@@ -129,8 +129,8 @@ def test_every_field_has_a_value_here() -> None:
         (0, None, 1, "--num-instances 0 is not possible: it must be at least 1"),
         (-2, 4, 1, "--num-instances -2 is not possible: it must be at least 1"),
         (1, 0, 1, "--num-replicas 0 is not possible: it must be at least 1"),
-        (2**31, None, 1, "--num-instances 2147483648 is not possible: it can be at most 2147483647"),
-        (1, 10**30, 1, f"--num-replicas {10**30} is not possible: it can be at most 2147483647"),
+        (2**31, None, 1, "--num-instances 2147483648 is not possible: it can be at most 1048576"),
+        (1, 10**30, 1, f"--num-replicas {10**30} is not possible: it can be at most 1048576"),
     ],
 )
 def test_what_is_refused(instances: int, replicas: int | None, hosts: int, message: str) -> None:

@@ -295,6 +295,13 @@ def test_groups_of_popdists_are_told_apart() -> None:
     assert [it.last for it in joint.values()] == [2, 3, 3]
 
 
+def test_names_of_operations_move_no_terminal() -> None:
+    """Programs have written them."""
+    operation = {"name": "add\x1b[2J", "num_calls": 1, "seconds": 1.0}
+    table = {"version": 1, "num_steps": 1, "num_collectives": 0, "instances": [], "operations": [operation]}
+    assert read_table(json.dumps(table), "traces").operations[0].name == "add\\x1b[2J"
+
+
 def test_a_damaged_table_is_refused() -> None:
     """In words, with the folder's name."""
     for text in ("{", "[]", '{"version": 9}', '{"version": 1}'):

@@ -273,11 +273,13 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
     """Overwrite each tensor with its piece of what was saved."""
     for name in reads.keys() & found.stored.keys():
         for it in found.stored[name]:
+            if it.file not in found.files:
+                raise ValueError(f"the manifest names {it.file!r}, which is no file of this checkpoint")
             it.read(directory, found.forms[name].dtype, *reads[name])
     if others := {name: it for name, it in reads.items() if name not in found.stored}:
         from popdist.checkpoint.tensor_files import read_pieces  # noqa: PLC0415 - slow; few instances read
 
-        read_pieces(directory, others)
+        read_pieces(directory, others, found.files)
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ A bit that has changed anywhere is found before anything is read: a checkpoint i
 import hashlib
 import json
 import platform
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +151,8 @@ def check_files(directory: Path, digests: Mapping[str, str]) -> None:
     """Check that these files of the checkpoint in ``directory`` are as they were written."""
     for name, digest in digests.items():
         try:
+            if "/" in name or not stat.S_ISREG((directory / TENSORS / name).lstat().st_mode):
+                raise DamagedError(f"{MANIFEST} names {name!r}, which is no plain file of this checkpoint")
             found = (digest_of_pieces if is_in_pieces(digest) else digest_of_file)(directory / TENSORS / name)
         except OSError as error:
             raise DamagedError(f"{TENSORS}/{name} cannot be read ({error!r})") from error

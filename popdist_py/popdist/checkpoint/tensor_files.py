@@ -7,7 +7,7 @@ that writes or reads imports this module.
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, EnumType
 from pathlib import Path
@@ -91,10 +91,12 @@ def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
     }
 
 
-def read_pieces(directory: Path, pieces: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
-    """Overwrite each tensor with its piece of the tensor of its name in ``directory``."""
+def read_pieces(directory: Path, pieces: Mapping[str, tuple[TensorPiece, Tensor]], files: Collection[str]) -> None:
+    """Overwrite each tensor with its piece of the tensor of its name in these ``files`` of ``directory``."""
     reader = _Reader(directory)
     metadata = reader.read_metadata()
+    if others := {it.relative_path for it in metadata.storage_data.values()} - {*files}:
+        raise pickle.UnpicklingError(f"the index names {min(others)!r}, which is no file of this checkpoint")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     items: list[ReadItem] = []
     for name, (piece, _) in pieces.items():

@@ -20,7 +20,7 @@ from poprun.text.ranges import fold_numbers
 if TYPE_CHECKING:
     from popsize.hardware import PlannedDevices
 
-MAX_COUNT: Final = 2**31 - 1  # ranks are 32-bit numbers in MPI and torch
+MAX_COUNT: Final = 2**20  # of instances and replicas, of which lists are made
 _NUM_CHOICES: Final = 3
 
 TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stage", "shard", "stream")

@@ -51,8 +51,8 @@ class InstanceReport:
     duration_seconds: Seconds | None = None
     num_steps: Count | None = None
     peak_memory_bytes: Count | None = None
-    phase_seconds: Mapping[str, Seconds] = field(default_factory=dict)
-    curves: Mapping[str, Curve] = field(default_factory=dict)
+    phase_seconds: Mapping[Text, Seconds] = field(default_factory=dict)
+    curves: Mapping[Text, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class AttemptReport:
     instances: tuple[InstanceReport, ...]
     slowdowns: tuple[SlowdownReport, ...] = ()
     warnings: tuple[Text, ...] = ()
-    curves: Mapping[str, Curve] = field(default_factory=dict)  # of a job with many instances
+    curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:
         """The curve of each instance that has it; of a job with many, the one that stands for all."""

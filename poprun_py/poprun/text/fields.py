@@ -196,7 +196,8 @@ class _Reader:
             place = f"{path}.{key!s:.60}"
             if kinds[0] is int and not _SHORT_NUMBER.fullmatch(str(key)):
                 raise PlanError(f"{self.source}: {place}: the key must be a number such as '0'")
-            yield kinds[0](key), self.read(kinds[1], each, place)
+            name = int(key) if kinds[0] is int else self.read(kinds[0], str(key), place)
+            yield name, self.read(kinds[1], each, place)
 
     def _items(self, kind: Any, value: object, path: str) -> Iterator[Any]:
         """The values of a list."""

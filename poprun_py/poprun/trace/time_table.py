@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Annotated, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -15,6 +15,7 @@ from poprun.render.table import terminal_text
 from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
 from poprun.text.ranges import counted
+from poprun.text.screen import visible
 from poprun.trace.joint_calls import JointCall
 from poprun.trace.recorded import COLLECTIVE_NAME, DATA_NAME, CallKey, CollectiveCall, Slice
 
@@ -46,7 +47,7 @@ class InstanceTimes:
 class Operation:
     """An operation of torch on all instances, or of a GPU where there is one."""
 
-    name: str
+    name: Annotated[str, visible]
     num_calls: int
     seconds: float  # without the operations that it calls
 

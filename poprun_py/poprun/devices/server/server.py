@@ -1,17 +1,17 @@
 """The HTTP server of `vipu serve`: who may ask, what and how much of it at a time, and how long it may take.
 
-A request's headers are counted, its token compared, its body read up to a limit, its JSON and each field checked.
-What fails is answered in one line. A connection lasts a bounded time; when there are too many, the one goes that
-has been longest about sending its request, so slow clients cannot keep others out.
+A request's headers are counted, its body read up to a limit, and its proof of the token, its JSON and each field
+checked. What fails is answered in one line. A connection lasts a bounded time; when there are too many, that one
+goes that has been longest about sending its request, so slow clients cannot keep others out.
 """
 
 import asyncio
-import hmac
 import ipaddress
 import json
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -40,6 +40,7 @@ from poprun.devices.server.server_messages import (
     PartitionName,
     ServedPool,
 )
+from poprun.devices.server.token_proofs import CHALLENGE, Challenges
 from poprun.errors import PoprunError, ServerError
 from poprun.text.fields import read_record, write_record
 
@@ -76,6 +77,7 @@ def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any
 def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
     """The application that answers the clients who know ``token``, and ends leases that are not renewed."""
     commands = commands_of(pool, leases)
+    challenges = Challenges()
     threads: list[anyio.CapacityLimiter] = []
 
     def carry_out(command: str, values: object) -> dict[str, object]:
@@ -85,11 +87,14 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
         return write_record(act(read_record(kind, values, "request", noun="this message")) or Nothing())
 
     async def answer(request: Request) -> Response:
+        command, now_seconds = request.path_params["command"], time.monotonic()
+        if command == CHALLENGE:
+            return JSONResponse(challenges.make(now_seconds))
         try:
-            _admit(request, token)
-            command = request.path_params["command"]
-            values = _json(await _body(request))
-            return JSONResponse(await to_thread.run_sync(carry_out, command, values, limiter=threads[0]))
+            body = await _body(request)
+            said = request.headers.get("authorization", ""), token, command, body.decode(errors="replace")
+            _admit(challenges, said, now_seconds)
+            return JSONResponse(await to_thread.run_sync(carry_out, command, _json(body), limiter=threads[0]))
         except HTTPException as error:
             return JSONResponse({"error": error.detail}, error.status_code)
         except PoprunError as error:
@@ -118,16 +123,16 @@ async def _end_expired(leases: ClientLeases) -> None:
         await anyio.sleep(POLL_SECONDS)
 
 
-def _admit(request: Request, token: str) -> None:
-    """Check the headers and the token of a request, in a time that says nothing about the token."""
-    if len(request.headers) > MAX_HEADERS:
-        raise HTTPException(431, f"more than {MAX_HEADERS} headers")
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode(), token.encode()):
+def _admit(challenges: Challenges, said: tuple[str, str, str, str], now_seconds: float) -> None:
+    """Check the proof of who has ``said`` a header, for a token, a command and a body."""
+    if not challenges.is_answered_by(*said, now_seconds):
         raise HTTPException(401, "this is not its token: copy the file that vipu serve named when it started")
 
 
 async def _body(request: Request) -> bytes:
+    """The body of a request; an error for more of it, or of its headers, than there may be."""
+    if len(request.headers) > MAX_HEADERS:
+        raise HTTPException(431, f"more than {MAX_HEADERS} headers")
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -148,7 +153,9 @@ MAX_CONNECTIONS: Final = 256
 CONNECTION_SECONDS: Final = 20.0  # how long a connection may last, the work that is asked for included
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _STOP_SECONDS: Final = 3
-_BACKLOG: Final = 512
+_BACKLOG: Final = 512  # connections that wait to be accepted
+_ACCEPTED_AT_ONCE: Final = 32  # before any of them is counted
+_PAUSE_SECONDS: Final = 60.0  # between two lines about what the system refuses
 
 
 class BoundedProtocol(H11Protocol):
@@ -187,12 +194,25 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._when_ready = when_ready
+        self._quiet_until_seconds = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # the loop takes what uvicorn told it for both numbers
+
+    def _tell_rarely(self, _: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
+        """Write one line, and not more than one a minute: who connects must not fill the disk."""
+        if time.monotonic() >= self._quiet_until_seconds:
+            self._quiet_until_seconds = time.monotonic() + _PAUSE_SECONDS
+            print(f"vipu: {about['message']}: {about.get('exception', '')}", file=sys.stderr)  # noqa: T201 - a log
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.handle_exit, signum, None)
+        loop.set_exception_handler(self._tell_rarely)
         self._when_ready()
         yield
 
@@ -234,6 +254,7 @@ def serve(app: Starlette, listener: socket.socket, when_ready: Callable[[], None
         server_header=False,
         headers=[(VERSION_HEADER, str(VERSION))],
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=1,
         timeout_graceful_shutdown=_STOP_SECONDS,
     )

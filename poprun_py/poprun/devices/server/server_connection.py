@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from poprun.devices.server.token_proofs import CHALLENGE, authorization
 from poprun.errors import (
     IpusTakenError,
     LeaseEndedError,
@@ -20,8 +21,9 @@ from poprun.errors import (
     ServerLostError,
     UsageError,
 )
+from poprun.text.screen import visible
 
-VERSION: Final = 1
+VERSION: Final = 2
 VERSION_HEADER: Final = "Vipu-Version"
 PATH: Final = "/v1/"
 
@@ -61,11 +63,19 @@ def describe_error(error: PoprunError) -> tuple[str, int]:
 def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
     """Have a server do ``command`` with ``values``; its answer, or the error that it answers with."""
     # a ServerLostError may be gone at the next try; other ServerErrors say that this is no server for this client
-    status, version, text = _exchange(server, command, json.dumps(values).encode())
+    challenge = str(_answer_of(server, CHALLENGE, "{}", "")).partition("\n")[0]
+    body = json.dumps(values)
+    return _answer_of(server, command, body, authorization(server.token, challenge, command, body))
+
+
+def _answer_of(server: ServerAddress, command: str, body: str, proof: str) -> object:
+    """The answer to a command with the proof that it needs."""
+    status, version, text = _exchange(server, command, body, proof)
     if version != str(VERSION):
+        version = visible(version[:20])
         raise ServerError(
             f"{server} is no server of virtual IPUs that this poprun knows "
-            f"({f'it speaks version {version[:20]}, this poprun {VERSION}' if version else 'another program'}): "
+            f"({f'it speaks version {version}, this poprun {VERSION}' if version else 'another program'}): "
             "check host and port, and have the same poprun on both sides"
         )
     try:
@@ -75,23 +85,19 @@ def call_server(server: ServerAddress, command: str, values: Mapping[str, object
     if status == _OK:
         return answer
     fields = answer if isinstance(answer, dict) else {}
-    problem = str(fields.get("error", f"status {status}"))
+    problem = visible(str(fields.get("error", f"status {status}")))
     raised, _ = _KINDS.get(str(fields.get("kind", "")), (ServerError, status))
     if issubclass(raised, ServerError):
         problem = f"the server of virtual IPUs at {server} refuses: {problem}"
     raise raised(problem)
 
 
-def _exchange(server: ServerAddress, command: str, body: bytes) -> tuple[int, str, bytes]:
+def _exchange(server: ServerAddress, command: str, body: str, proof: str) -> tuple[int, str, bytes]:
     """Send a command to the server; gives the status, the version and the text of its answer."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=server.timeout_seconds)
-    headers = {
-        "Authorization": f"Bearer {server.token}",
-        "Content-Type": "application/json",
-        "Connection": "close",
-    }
+    headers = {"Authorization": proof, "Content-Type": "application/json", "Connection": "close"}
     try:
-        connection.request("POST", f"{PATH}{command}", body, headers)
+        connection.request("POST", f"{PATH}{command}", body.encode(), headers)
         answer = connection.getresponse()
         text = answer.read(_LONGEST_ANSWER_BYTES + 1)
     except TimeoutError:

@@ -1,10 +1,15 @@
 """What Prometheus reads of a running job, at a port of 127.0.0.1, through its own library."""
 
+import socket
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from poprun.errors import UsageError
 from poprun.job.performance.curves import OF_NUMBERS, count_steps
@@ -15,7 +20,46 @@ from poprun.plan.plan import LaunchPlan
 
 _HOST: Final = "127.0.0.1"
 _JOIN_SECONDS: Final = 2.0
+_MOST_CONNECTIONS: Final = 8
 _INSTANCE: Final = ("instance_index", "host")  # ``instance`` is Prometheus' own name for who was asked
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """A handler that waits for a bounded time, and logs nothing."""
+
+    timeout = 5
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class _BoundedServer(ThreadingWSGIServer):
+    """A server with few connections: whoever is on this machine may connect."""
+
+    request_queue_size = 128
+
+    def __init__(self, *words: Any) -> None:  # noqa: ANN401 - those of the class above
+        self._opened: dict[socket.socket, None] = {}
+        self._room = threading.Semaphore(_MOST_CONNECTIONS)
+        super().__init__(*words)
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as above
+        """Answer in a thread; where there are too many, the oldest connection ends before."""
+        if not self._room.acquire(blocking=False):
+            with suppress(OSError, IndexError):
+                [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change it
+            self._room.acquire()
+        self._opened[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as above
+        """Make room, where a thread has ended or could not be started."""
+        super().shutdown_request(request)
+        del self._opened[request]
+        self._room.release()
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of clients that have left."""
 
 
 class MetricsServer:
@@ -27,11 +71,13 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, addr=_HOST, registry=registry)
+            self._server = make_server(_HOST, port, make_wsgi_app(registry), _BoundedServer, _QuietHandler)
         except OSError as error:
             raise UsageError(
                 f"--metrics-port {port} cannot be used: {error.strerror}; 0 takes a free one"
             ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.address = f"http://{_HOST}:{self._server.server_port}/metrics"
 
     def close(self) -> None:

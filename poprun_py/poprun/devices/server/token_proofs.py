@@ -1,0 +1,49 @@
+"""The proof that a client of a server of virtual IPUs knows its token, which is never sent.
+
+It is an HMAC (RFC 2104) of a challenge of the server's and of what the client asks. A challenge is answered once:
+nothing that was heard is of use again.
+"""
+
+import hmac
+import os
+from typing import Final
+
+CHALLENGE: Final = "challenge"
+"""The command that asks for a challenge; it needs no proof."""
+
+_LONGEST_SECONDS: Final = 20.0
+
+
+def authorization(token: str, challenge: str, command: str, body: str) -> str:
+    """The header with which a client that was sent ``challenge`` asks for ``command``."""
+    return f"Vipu {challenge} {_mark_of(token, challenge, command, body)}"
+
+
+def _mark_of(key: str, *texts: str) -> str:
+    return hmac.digest(key.encode(), "\n".join(texts).encode(), "sha256").hex()
+
+
+class Challenges:
+    """The challenges of one server, which keeps only those that were answered."""
+
+    def __init__(self) -> None:
+        self._key = os.urandom(32).hex()
+        self._answered: dict[str, float] = {}
+
+    def make(self, now_seconds: float) -> str:
+        """Make a challenge."""
+        text = f"{now_seconds:.3f}-{os.urandom(16).hex()}"
+        return f"{text}-{_mark_of(self._key, text)}"
+
+    def is_answered_by(self, header: str, token: str, command: str, body: str, now_seconds: float) -> bool:
+        """Whether a header is :func:`authorization`'s answer to a challenge that nobody has answered yet."""
+        challenge = header.removeprefix("Vipu ").partition(" ")[0]
+        text, _, mark = challenge.rpartition("-")
+        is_right = hmac.compare_digest(header.encode(), authorization(token, challenge, command, body).encode())
+        if not (is_right and hmac.compare_digest(mark.encode(), _mark_of(self._key, text).encode())):
+            return False
+        self._answered = {it: at for it, at in self._answered.items() if now_seconds - at <= _LONGEST_SECONDS}
+        made_seconds = float(text.partition("-")[0])
+        is_new = challenge not in self._answered and now_seconds - made_seconds <= _LONGEST_SECONDS
+        self._answered[challenge] = made_seconds
+        return is_new
