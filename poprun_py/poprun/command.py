@@ -1,6 +1,7 @@
 """From a command line to what it asks for: a help page, a plan, a print-out or a job."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from popdist.contract import NUM_THREADS
 from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
-from poprun.plan.advice import check_fitness, idle_options
+from poprun.plan.advice import check_fitness, check_gpus, idle_options
 from poprun.plan.frameworks import contradictions
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
@@ -20,7 +21,7 @@ from poprun.plan.program_environment import hash_seed
 from poprun.plan.request import LauncherChoice, VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.probe.limits import check_system
-from poprun.probe.machine import find_allocation, machine_facts, own_names
+from poprun.probe.machine import find_allocation, machine_facts, own_names, starter_of_many
 from poprun.probe.program import program_on_another_machine, resolve_program, script_of
 from poprun.text import screen
 from poprun.text.screen import VersionFormat
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from poprun.render.table import Details
     from poprun.start import JobOutcome
 
+_OF_POPRUN: Final = re.compile("(-n|--num-instances|--num-replicas)(=.*)?")
 _ENGINES_OWN: Final = ("host", "num-instances", "image")  # what a batch script asks Slurm for in place of poprun
 
 
@@ -41,6 +43,8 @@ def run(words: Sequence[str]) -> int:
         screen.print_out(answer(instruction))
         return 0
     line = read_command_line(words)
+    if not (line.program or line.starts_job) and words[-1:] in (["true"], ["false"]) and words[-2:-1]:
+        screen.log(f"warning: {words[-1]} is the value of {words[-2]}: write -- before the program {words[-1]}")
     if line.shows_help:
         screen.print_out(help_page(is_whole=line.shows_whole_help))
         return 0
@@ -122,6 +126,11 @@ def _start(line: CommandLine, outcome: "JobOutcome") -> int:
     from poprun.start import find_network, forget_key, run_job  # noqa: PLC0415 - a dry run starts nothing
 
     check_system()
+    if launcher := starter_of_many(os.environ):
+        raise UsageError(
+            f"{launcher} has started poprun several times, each of which would start the whole job: call poprun "
+            f"without {launcher}, since it starts the instances itself"
+        )
     plan, facts = _find_plan(line)
     if not plan.program:
         raise _no_program(line)
@@ -164,6 +173,8 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     facts, pod = _seen_by_pool(request.vipu, facts, asks_server=line.starts_job)
     is_counted = "num_instances" in line.values.get("request", {})
     plan, advice = make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=line.starts_job)
+    if line.emitted is None:
+        check_gpus(plan, facts)
     if plan.trace.folder is None:
         plan = _with_popvisions_trace(plan)
     if line.exported_file is not None:
@@ -238,6 +249,10 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     script = script_of(words)
     if line.is_dry_run and script not in ("", "-") and not os.path.exists(os.path.join(working_directory, script)):
         screen.log(f"warning: there is no file {script} in {working_directory}, which {words[0]} shall run")
+    follows = words[words.index(script) + 1 :][:1] if script in words else ()
+    is_counted = "num_instances" in line.values.get("request", {})
+    if any(map(_OF_POPRUN.fullmatch, follows)) and not is_counted:
+        screen.log(f"warning: {follows[0]} goes to {script}: poprun's own options stand before the program")
     return words
 
 

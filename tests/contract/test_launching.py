@@ -21,6 +21,7 @@ import pytest
 
 import popdist
 from popdist.launching.__main__ import call_function
+from popdist.launching.sent_values import Outcome
 from tests.running import DEADLINE_SECONDS, run
 
 SCRIPT = """
@@ -138,6 +139,20 @@ def kill_poprun() -> None:
 def raise_lock() -> None:
     """Raise an exception that nobody can pickle."""
     raise OSError(threading.Lock())
+
+
+class CodeError(Exception):
+    """An exception whose ``__init__`` does not accept its ``args``."""
+
+    def __init__(self, code: int, *, place: str) -> None:
+        super().__init__(f"code {code} at {place}")
+        self.code = code
+
+
+def test_an_exception_comes_back_whatever_its_init_takes() -> None:
+    """Its class, its message and its attributes."""
+    error = Outcome.of_error(CodeError(7, place="here"), "Traceback").load()
+    assert (type(error), str(error), error.code) == (CodeError, "code 7 at here", 7)
 
 
 @pytest.mark.parametrize(

@@ -414,7 +414,10 @@ def test_instances_share_gpus_where_the_user_lets_them(
     ]
     assert shared.err.count("3 instances share GPUs 3, 5: their tensors are exchanged over the memory") == 1
     assert [lease["held"] for lease in told["leases"]] == [["GPU 3", "GPU 5"]]
-    assert "and --share-devices lets instances share them" in poprun(*words, *show, env=masked).succeeded().err
+    refused = poprun(*words, *show, env=masked)
+    assert (refused.code, refused.out) == (2, "")
+    assert "and --share-devices lets instances share them; --offline-mode computes on the CPU" in refused.err
+    assert "sees , has" in poprun(*words, "--offline-mode", *show, env=masked).succeeded().out
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from poprun.plan.advice import advise, idle_options
+from poprun.errors import PlanError
+from poprun.plan.advice import advise, check_gpus, idle_options
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
 from tests.machines import TWO_SOCKETS, facts_of
@@ -56,7 +57,7 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
             {"num_instances": 4},
             (
                 (
-                    "4 instances use 4 GPUs, and there are 2: computing on the CPU; --num-instances 2 fits the "
+                    "computing on the CPU: 4 instances use 4 GPUs, and there are 2; --num-instances 2 fits the "
                     "GPUs, and --share-devices lets instances share them"
                 ),
             ),
@@ -64,7 +65,7 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
         (
             with_gpus("f"),
             {"ipus_per_replica": 2},
-            ("1 instance uses 2 GPUs, and there is 1: computing on the CPU",),
+            ("computing on the CPU: 1 instance uses 2 GPUs, and there is 1",),
         ),
         (with_gpus("ff"), {"num_instances": 4, "vipu": VipuSettings(is_offline=True)}, ()),
         (
@@ -168,3 +169,17 @@ def test_offline_takes_nothing_at_all() -> None:
 
     assert {"vipu-partition", "pool", *ALLOCATIONS, *PARTITIONS, *LEASES} <= set(idle)
     assert set(idle.values()) == {"--offline-mode takes no virtual IPUs"}
+
+
+def test_fewer_gpus_than_a_job_needs_are_an_error() -> None:
+    """With the counts that fit; who asks for the CPU, shares GPUs or counts virtual IPUs gets that."""
+    machine = with_gpus("ffff")
+    with pytest.raises(PlanError) as caught:
+        check_gpus(planned(machine, num_instances=8), machine)
+    assert str(caught.value) == (
+        "8 instances use 8 GPUs, and there are 4; --num-instances 4 fits the GPUs, and --share-devices lets "
+        "instances share them; --offline-mode computes on the CPU"
+    )
+    for vipu in ({"is_offline": True}, {"shares_devices": True}, {"ipus_per_host": 16}, {"server_host": "h"}):
+        check_gpus(planned(machine, num_instances=8, vipu=VipuSettings(**vipu)), machine)
+    check_gpus(planned(LAPTOP, num_instances=8), LAPTOP)

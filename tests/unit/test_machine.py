@@ -18,6 +18,7 @@ from poprun.probe.machine import (
     names_of_this_machine,
     read_cpus,
     read_memory_nodes,
+    starter_of_many,
     usable_cores,
 )
 from poprun.probe.mpi_runtimes import find_mpi, read_version
@@ -295,3 +296,19 @@ def test_memory_that_is_not_allowed(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tx\nMems_allowed:\tff\nMems_allowed_list:\t1,4-7\n")
 
     assert read_memory_nodes(str(tmp_path), str(tmp_path / "status")) == (1, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({"PMI_SIZE": "2"}, "mpiexec"),
+        ({"OMPI_COMM_WORLD_SIZE": "16"}, "mpiexec"),
+        ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
+        ({"PMI_SIZE": "1", "WORLD_SIZE": "4"}, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "POPDIST_NUM_TOTAL_REPLICAS": "2"}, ""),
+        ({}, ""),
+    ],
+)
+def test_who_has_started_many(variables: dict[str, str], launcher: str) -> None:
+    """A variable that is left over, and a job within a job of poprun, are none of these."""
+    assert starter_of_many(variables) == launcher

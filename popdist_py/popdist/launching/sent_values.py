@@ -98,7 +98,12 @@ class Outcome:
     def of_error(cls, error: Exception, traceback: str) -> Self:
         """The outcome of a call that raised; an exception that cannot be sent becomes a LaunchError."""
         try:
-            return cls(pickled=_cloudpickle().dumps(error), traceback=traceback)
+            pickled = _cloudpickle().dumps(error)
+            try:
+                pickle.loads(pickled)  # noqa: S301 - our own
+            except Exception:  # noqa: BLE001 - of its __init__, which does not accept its args
+                pickled = _cloudpickle().dumps(_Sent(error))
+            return cls(pickled=pickled, traceback=traceback)
         except Exception as why:  # noqa: BLE001 - whatever its own code raises
             told = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
             return cls(pickled=pickle.dumps(told), traceback=traceback)
@@ -112,6 +117,22 @@ class Outcome:
         path = outcome_path(folder, instance)
         path.with_suffix(".part").write_bytes(pickle.dumps(self))
         path.with_suffix(".part").replace(path)
+
+
+class _Sent:
+    """An exception that is made without its ``__init__`` where it is read."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Callable[..., Exception], tuple[object, ...]]:
+        return _made_again, (type(self._error), self._error.args, self._error.__dict__)
+
+
+def _made_again(kind: type[Exception], args: tuple[object, ...], attributes: Mapping[str, object]) -> Exception:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 def load_outcome(folder: Path, instance: int) -> Outcome | None:

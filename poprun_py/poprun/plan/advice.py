@@ -110,7 +110,7 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
         yield _shared_gpus(plan)
     yield from _unlike_gpus(plan, facts)
     if facts.gpus and not (plan.devices or plan.vipu.is_offline):
-        yield _too_few_gpus(plan, facts)
+        yield f"computing on the CPU: {_too_few_gpus(plan, facts)}"
     busy = [gpu.name for gpu in facts.gpus if gpu.name in plan.devices and gpu.occupants]
     if busy and plan.vipu.shares_devices:
         yield f"another process holds memory on {named('GPU', busy)}, and the job shares it"
@@ -122,6 +122,13 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     yield from _far_apart(plan)
 
 
+def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
+    """Check that a job does not compute on the CPU for a night because there are fewer GPUs than it needs."""
+    is_counted = plan.asks_server or plan.vipu.pod is not None or plan.vipu.ipus_per_host is not None
+    if facts.gpus and not (plan.devices or plan.vipu.is_offline or is_counted):
+        raise PlanError(f"{_too_few_gpus(plan, facts)}; --offline-mode computes on the CPU")
+
+
 def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
     found = len(facts.gpus)
     possible = _most_instances(plan, found // plan.num_devices_per_instance)
@@ -131,7 +138,7 @@ def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
     return (
         f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)} "
         f"use{'s' if plan.num_instances_per_host == 1 else ''} {counted(plan.num_gpus_needed, 'GPU')}, and "
-        f"there {'is' if found == 1 else 'are'} {found}: computing on the CPU{cure}"
+        f"there {'is' if found == 1 else 'are'} {found}{cure}"
     )
 
 

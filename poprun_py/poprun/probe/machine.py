@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from popdist.contract import NUM_THREADS, read_node_counts
+from popdist.contract import HYDRA_SIZE, NUM_REPLICAS, NUM_THREADS, OMPI_SIZE, RUN_ID, WORLD_SIZE, read_node_counts
 from popdist.errors import ContractError
 from poprun.errors import PlanError
 from poprun.plan.topology import Allocation, Cpu, MachineFacts
@@ -107,6 +107,14 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
         num_gpus_per_node=next(filter(None, gpu_counts), 0),
         task=_task(environment),
     )
+
+
+def starter_of_many(environment: Mapping[str, str]) -> str:
+    """The launcher that has started poprun several times; empty for none, and in a program of a job of poprun."""
+    if NUM_REPLICAS in environment:
+        return ""
+    names = {"mpiexec": (HYDRA_SIZE, OMPI_SIZE), "torchrun": (WORLD_SIZE,) if RUN_ID in environment else ()}
+    return next((it for it in names if any(_last_number(environment.get(one, "")) > 1 for one in names[it])), "")
 
 
 def _last_number(text: str) -> int:

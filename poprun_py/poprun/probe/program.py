@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import ast
 
 _INTERPRETER: Final = re.compile(r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)")
-_NO_SCRIPT: Final = frozenset("cmehV")  # letters of options behind which stands a command or a module, or nothing
+_LONG_WITH_VALUE: Final = ("--rcfile", "--init-file", "--check-hash-based-pycs")
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
 
 _HEAD_BYTES: Final = 256  # as much of a script as Linux reads for its ``#!`` line (execve(2))
@@ -63,9 +63,13 @@ def script_of(program: Sequence[str]) -> str:
             return "-"
         if not word.startswith("-"):
             return word
-        if _NO_SCRIPT.intersection(word):
+        if word in ("--help", "--version"):
             return ""
-        if word in ("-W", "-X"):
+        no_script, with_value = ("c", "[oO]") if known["shell"] else ("cmhV?", "[WX]")
+        letters, *values = re.split(with_value, word, maxsplit=1)
+        if not word.startswith("--") and set(no_script).intersection(letters):
+            return ""
+        if values == [""] or word in _LONG_WITH_VALUE:  # else the value is joined to its letter
             next(words, None)
     return "-"
 
