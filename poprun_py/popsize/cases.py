@@ -163,7 +163,7 @@ def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Worklo
         raise SizingError(f"devices={devices}, but tensor x pipeline x replicas is {mapping.num_devices}")
     training = _training(given, mapping, machine)
     numbers = tuple(sorted((name, value) for name, value in given.items() if name in _MODEL))
-    model = _model(given.get("model", ""), numbers, given.get("precision", "bf16"))
+    model = _model(given.get("model", ""), numbers, given.get("precision", training.precision))
     return Workload(model=model, machine=machine, training=training), mapping
 
 

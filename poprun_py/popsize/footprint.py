@@ -9,9 +9,6 @@ from popsize.model import Layer
 from popsize.phases import Loop, UnitCost, even_cuts, memory_with, phase_cuts
 from popsize.stages import Stage, shown_stages
 
-_CAST_BYTES = 2
-"""Bytes of a weight that was gathered for use."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -78,7 +75,7 @@ def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
     if mapping.phases > 1:
         streaming += weights + gradients + activations
         share = _phase_share(stage, mapping.tensor, mapping.phases)
-        weights, gradients = share * parameters * _CAST_BYTES, share * parameters * _CAST_BYTES
+        weights = gradients = share * parameters * training.used_bytes
         activations *= min(1.0, 1 / mapping.phases + 1 / sum(n for _, n in stage.layers))
     if mapping.offload_activations:
         kept = activations * min(1.0, 2 / (sum(n for _, n in stage.layers) * mapping.pipeline))
@@ -222,9 +219,9 @@ def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping
     if mapping.weight_shards == 1 or mapping.phases > 1:  # the weights of a phase are counted whole
         return 0.0
     if mapping.pipeline > 1:
-        return parameters * (_CAST_BYTES + workload.training.gradient_bytes)
+        return parameters * (workload.training.used_bytes + workload.training.gradient_bytes)
     largest = max(layer.parameters.on_device(mapping.tensor) for layer, _ in stage.layers)
-    return largest * (2 * _CAST_BYTES + workload.training.gradient_bytes)
+    return largest * (2 * workload.training.used_bytes + workload.training.gradient_bytes)
 
 
 @lru_cache(maxsize=4096)

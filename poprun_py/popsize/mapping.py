@@ -78,6 +78,11 @@ class Training:
         return 2 if self.half and not self.full_weights else 4
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of a weight that was gathered for use."""
+        return 2 if self.half else 4
+
+    @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer for a parameter: its state, and a 32-bit copy of 16-bit weights."""
         return OPTIMIZER_BYTES[self.optimizer] + (4 if self.half and not self.full_weights else 0)

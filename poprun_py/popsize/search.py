@@ -117,8 +117,7 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
     waiting: list[tuple[float, Mapping, list[Mapping]]] = []
     hopeless: list[tuple[Mapping, list[Mapping]]] = []
     for ways, shapes in groups:
-        smallest = min(shapes, key=_first_in_memory)
-        if any(not Candidate(workload, _keeping(smallest, way)).missing_bytes for way in ways):
+        if any(not one.missing_bytes for one in _smallest(workload, shapes, ways)):
             waiting += [(_least_seconds(workload, shape), shape, ways) for shape in shapes]
         else:
             hopeless += [(shape, ways) for shape in shapes]
@@ -154,6 +153,12 @@ def _next_better(
     return max(faster, key=attrgetter("duration.total"), default=None)
 
 
+def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
+    """The candidates of a group of which one needs least memory: phases keep no sums of one large micro batch."""
+    ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
+    return [Candidate(workload, _keeping(shape, way)) for shape in ends for way in ways]
+
+
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
     """Sorts that shape of a group first which needs least memory."""
     return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
@@ -183,8 +188,7 @@ def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
     """The memory that the nearest mapping lacks: the one that lacks least."""
-    smallest = [(min(shapes, key=_first_in_memory), ways) for ways, shapes in _groups(workload, fixed)]
-    tried = [Candidate(workload, _keeping(shape, way)) for shape, ways in smallest for way in ways]
+    tried = [one for ways, shapes in _groups(workload, fixed) for one in _smallest(workload, shapes, ways)]
     least = min(tried, key=lambda one: (one.missing_bytes + one.missing_streaming_bytes, one.missing_bytes))
     if not least.missing_bytes:
         return (

@@ -254,3 +254,14 @@ def test_machines_of_a_file_come_in_any_number() -> None:
     assert large.predicted is not None
     assert large.predicted.workload.limit_bytes == GIB
     assert not large.predicted.fits
+
+
+def test_an_empty_precision_is_the_machines() -> None:
+    """In the model, too: with 16-bit floats it has the parts of an older one."""
+    header = "model,layers,hidden,machine,devices,global_batch,precision\n"
+    row = ",24,1024,POD16,16,16,{}\n"
+    empty, written = (only(header + row.format(word)) for word in ("", "fp16"))
+    assert empty.error == written.error == ""
+    assert empty.predicted is not None
+    assert written.predicted is not None
+    assert empty.predicted.memory == written.predicted.memory

@@ -176,3 +176,23 @@ def test_more_phases_never_need_more_weights(phases: int) -> None:
     ]
 
     assert weights[1] <= weights[0] * (1 + 1e-6)
+
+
+def test_gathered_weights_have_the_bytes_of_the_precision() -> None:
+    """Four in fp32, in which nothing is cast."""
+    mapping = Mapping(
+        pipeline=4, replicas=2, sharding="weights", weight_shards=2, optimizer_shards=2, micro_batch=1
+    )
+    one = workload()
+    wide = replace(one, training=replace(one.training, precision="fp32"))
+    memory, stage = memory_of(wide, mapping)
+    with_cast = replace(wide, training=replace(wide.training, precision="bf16", full_weights=True))
+    parameters = stage.parameters_on_device(1)
+    gathered = (
+        memory.workspace - memory_of(wide, replace(mapping, sharding="optimizer", weight_shards=1))[0].workspace
+    )
+    cast = (
+        memory_of(with_cast, mapping)[0].workspace
+        - memory_of(with_cast, replace(mapping, sharding="optimizer", weight_shards=1))[0].workspace
+    )
+    assert gathered - cast == pytest.approx(2 * parameters, rel=0.2)

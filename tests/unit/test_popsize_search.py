@@ -333,3 +333,20 @@ def test_a_cpu_with_a_store_trains_a_larger_model_in_phases() -> None:
     assert f"waiting {seconds(plan.step.reading)}" in explanation(first)
     assert f"{seconds(plan.step.writing)} for writes" in cube_svg(first)
     assert search(replace(one, memory_limit_bytes=GIB / 4), {}).fitting == ()
+
+
+def test_one_micro_batch_may_need_least_memory() -> None:
+    """In phases several keep the sums of gradients between them; what fits with one only is found."""
+    figures = {"memory_gib": 8, "tflops": 0.2, "memory_gb_per_second": 20, "operator_seconds": 3e-6}
+    figures |= {"link_gb_per_second": 1, "network_gb_per_second": 1}
+    store = {"streaming_gib": 100, "streaming_gb_per_second": 0.5, "streaming_write_gb_per_second": 0.25}
+    one = Workload(
+        model=named_model("gpt2-xl", ("sequence=64",)),
+        machine=machines_of({"box": figures | store}, "m.yaml")["box"],
+        training=Training(global_batch=2, precision="fp32"),
+    )
+    phased = [Mapping(micro_batch=size, recompute="layer", phases=50) for size in (1, 2)]
+    several, single = (predict(one, it).memory.total for it in phased)
+    assert single < several
+    (found, *_) = search(replace(one, memory_limit_bytes=single), {}).fitting
+    assert found.mapping.micro_batch == 2
