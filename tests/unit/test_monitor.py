@@ -92,6 +92,12 @@ def test_the_rate_is_between_two_looks() -> None:
     assert rates(replace(JOB, restart_count=0), JOB) == [Rate()] * 3
 
 
+def test_a_restart_says_that_it_counts_anew() -> None:
+    """Where the program does not report its steps."""
+    silent = replace(JOB, instances=tuple(replace(it, step=None) for it in JOB.instances))
+    assert "attempt 1, whose steps are counted from 0 · 3 instances" in drawn(silent, [Rate()] * 3)
+
+
 def test_the_table() -> None:
     """As a person sees it."""
     assert (

@@ -102,7 +102,7 @@ class Outcome:
             try:
                 pickle.loads(pickled)  # noqa: S301 - our own
             except Exception:  # noqa: BLE001 - of its __init__, which does not accept its args
-                pickled = _cloudpickle().dumps(_Sent(error))
+                pickled = _cloudpickle().dumps(_RebuiltError(error))
             return cls(pickled=pickled, traceback=traceback)
         except Exception as why:  # noqa: BLE001 - whatever its own code raises
             told = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
@@ -119,7 +119,7 @@ class Outcome:
         path.with_suffix(".part").replace(path)
 
 
-class _Sent:
+class _RebuiltError:
     """An exception that is made without its ``__init__`` where it is read."""
 
     def __init__(self, error: Exception) -> None:

@@ -130,9 +130,14 @@ def _add_column(table: Table, heading: str) -> None:
 
 def _title(job: JobView, width: int) -> list[Text]:
     memory = sum(instance.memory_bytes or 0 for instance in job.instances)
+    is_reported = all(instance.step is not None for instance in job.instances)
     parts = [
         f"{job.phase} for {describe_seconds(int(job.seconds))}",
-        *([f"attempt {job.restart_count}"] if job.restart_count else []),
+        *(
+            [f"attempt {job.restart_count}{'' if is_reported else ', whose steps are counted from 0'}"]
+            if job.restart_count
+            else []
+        ),
         counted(len(job.instances), "instance"),
         counted(job.num_replicas, "replica"),
         describe_bytes(memory),
