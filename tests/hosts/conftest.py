@@ -10,6 +10,8 @@ from tests.hosts.network import Network, missing_reason
 from tests.running import MpiEnvironment
 
 NAMES = ("n1", "n2", "n3", "n4")
+LOGIN = "login"
+"""A machine from which jobs are started, and that takes part in none."""
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +23,8 @@ def _can_make_hosts() -> None:
 
 @pytest.fixture(scope="package")
 def shared_network(_can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """Four hosts for all tests that leave them as they are."""
-    with Network(NAMES, tmp_path_factory.mktemp("network")) as network:
+    """Four hosts and a login machine for all tests that leave them as they are."""
+    with Network((*NAMES, LOGIN), tmp_path_factory.mktemp("network")) as network:
         yield network
 
 
@@ -35,13 +37,13 @@ def network(shared_network: Network) -> Iterator[Network]:
 
 @pytest.fixture
 def own_network(_can_make_hosts: None, tmp_path: Path) -> Iterator[Network]:
-    """Three hosts that a test may cut off and switch off."""
+    """Three hosts and a login machine that a test may cut off and switch off."""
     (tmp_path / "network").mkdir()
-    with Network(NAMES[:3], tmp_path / "network") as network:
+    with Network((*NAMES[:3], LOGIN), tmp_path / "network") as network:
         yield network
 
 
 @pytest.fixture
 def hosts_poprun(mpi: MpiEnvironment) -> HostPoprun:
-    """The command on the first host, with each MPI runtime in turn."""
-    return HostPoprun(python=mpi.python, name=mpi.name)
+    """The command with each MPI runtime in turn: MPICH's on the first host of the job, Open MPI's elsewhere."""
+    return HostPoprun(python=mpi.python, name=mpi.name, host="n1" if mpi.name == "mpich" else LOGIN)

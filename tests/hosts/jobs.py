@@ -17,20 +17,21 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPoprun:
-    """poprun under one interpreter, with the MPI runtime that is beside it."""
+    """poprun under one interpreter, with the MPI runtime that is beside it, on one of the hosts."""
 
     python: Path  # the interpreter that runs ``-m poprun``
     name: str  # what the runtime is called
+    host: str = "n1"  # where it is called
 
     def words(
         self, network: Network, arguments: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] = NO_VARIABLES
     ) -> list[str]:
-        """The argv of one call on the first host, from here."""
+        """The argv of one call, from here."""
         path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
         settings = {"PATH": path, "TMPDIR": TMPDIR, "POPRUN_SSH_CONFIG": str(network.ssh_config), **env}
         told = [f"{name}={value}" for name, value in settings.items()]
         command = ["env", f"--chdir={cwd}", *told, str(self.python), "-m", "poprun", *arguments]
-        return network.hosts["n1"].enter(command)
+        return network.hosts[self.host].enter(command)
 
     def __call__(
         self,

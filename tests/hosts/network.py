@@ -257,6 +257,12 @@ class Network:
                 host.connect()
             yield
 
+    def narrow(self, name: str, rate: str) -> None:
+        """Let the cable of a host carry no more than so much in each direction, as tc(8) has it."""
+        shape = ("root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
+        self.hosts[name].run("tc", "qdisc", "add", "dev", "eth0", *shape)
+        self.on_switch("tc", "qdisc", "add", "dev", f"port{self._names.index(name) + 1}", *shape)
+
     def on_switch(self, *command: str) -> None:
         """Run ``command`` where the cables of all hosts end, at the ports port1, port2 and so on."""
         if self._switch is not None:

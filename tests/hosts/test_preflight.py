@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_popr
     """Its launcher, the ranks' own messages, and all that is poprun's; for MPICH they cannot take part."""
     for name in ("n1", "n2"):
         spoilt.hosts[name].run("ip", "-4", "address", "flush", "dev", "eth0")
-    finished = hosts_poprun(
+    finished = replace(hosts_poprun, host="n1")(
         spoilt, "--host", "n1-6,n2-6", "-n", "2", str(hosts_poprun.python), "-c", SUM_BOTH_WAYS
     )
 

@@ -142,12 +142,12 @@ sys.exit(run_job(plan, network, verbosity=2))
 """
 
 
-def over_tcp(poprun: Poprun, folder: Path, host: str, *words: str, also: str = "") -> Finished:
+def over_tcp(poprun: Poprun, folder: Path, host: str, *words: str, also: str = "", stdin: str = "") -> Finished:
     """Run a job whose agents come over the network, as those of other hosts do; ``also`` is done before."""
     plan = poprun(*words[:-3], "--dry-run", "--topology-format", "json", *words[-3:]).succeeded().out
     (folder / "plan.json").write_text(plan)
     text = OVER_TCP.replace("network =", f"{also}\nnetwork =")
-    return run([str(poprun.python), "-c", text, str(folder / "plan.json"), host])
+    return run([str(poprun.python), "-c", text, str(folder / "plan.json"), host], stdin=stdin)
 
 
 def has_ipv6() -> bool:
@@ -172,6 +172,24 @@ def test_agents_come_over_the_network(poprun: Poprun, tmp_path: Path, host: str)
     assert finished.err.count("<stderr>:err") == 3
     assert "POPRUN_CONTROL" not in finished.out
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_programs_of_torch_are_watched_from_elsewhere(poprun: Poprun, tmp_path: Path) -> None:
+    """Where poprun runs on none of the job's hosts, or one is given by another of its addresses."""
+    words = ("--launcher", "local", "-n", "2", sys.executable, "-c", "import time, torch; time.sleep(2.5)")
+    also = "here = HostRoute(name='localhost', address='127.0.0.2', interface='lo')"
+
+    over_tcp(poprun, tmp_path, "127.0.0.1", *words, also=also).succeeded()
+
+
+def test_input_that_nobody_reads_for_long_is_kept(poprun: Poprun, tmp_path: Path) -> None:
+    """The time after which a silent host counts as lost is no limit for a program that reads later."""
+    text = "import sys, time; time.sleep(1.5); print(len(sys.stdin.read()))"
+    also = "from poprun.messages import control; control._DEAD_MILLISECONDS = 300"
+    words = ("--launcher", "local", "-n", "1", sys.executable, "-c", text)
+    finished = over_tcp(poprun, tmp_path, "127.0.0.1", *words, also=also, stdin="x" * 10_000_000)
+
+    assert finished.succeeded().out == "10000000\n"
 
 
 def test_a_host_without_the_key_says_so(poprun: Poprun, tmp_path: Path) -> None:

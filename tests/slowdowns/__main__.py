@@ -23,7 +23,7 @@ import psutil
 
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import Network, missing_reason
-from tests.slowdowns.cases import CONTROLS, DDP, DDP_ON_HOSTS, FAULTS, Case
+from tests.slowdowns.cases import CONTROLS, DDP, FAULTS, ON_HOSTS, Case
 
 _PROGRAM: Final = Path(__file__).with_name("program.py")
 _MOST_SECONDS: Final = 30.0  # from the first step until it is said who is slow, or the job ends
@@ -104,7 +104,7 @@ def describe_times(results: Sequence[Result]) -> str:
 
 
 def _is_possible(case: Case) -> bool:
-    if case.kind == DDP_ON_HOSTS and (missing_reason() or not os.access("/dev/net/tun", os.W_OK)):
+    if case.kind in ON_HOSTS and (missing_reason() or not os.access("/dev/net/tun", os.W_OK)):
         return False
     folder = _GROUPS.get(case.fault)
     return folder is None or os.access(folder, os.W_OK)
@@ -128,7 +128,7 @@ def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
         report = folder / "report.json"
         program = [sys.executable, str(_PROGRAM), case.kind, fault, str(_MOST_SECONDS)]
         job = ["-n", str(case.num_instances), "--report", str(report), *program]
-        if case.kind == DDP_ON_HOSTS:
+        if case.kind in ON_HOSTS:
             words = stack.enter_context(_on_hosts(case, folder, job))
         else:
             words = [str(Path(sys.executable).with_name("poprun")), "--launcher", "local", *job]
@@ -171,6 +171,8 @@ def _on_hosts(case: Case, folder: Path, job: list[str]) -> Iterator[list[str]]:
         network = stack.enter_context(Network(names, folder))
         if case.delayed_host:
             stack.enter_context(network.delayed(case.frame_seconds, case.delayed_host))
+        if case.narrow_host:
+            network.narrow(case.narrow_host, case.link_rate)
         poprun = HostPoprun(python=Path(sys.executable), name="")
         yield poprun.words(network, ["--host", ",".join(names), *job])
 
@@ -227,7 +229,7 @@ def ask_traceml(case: Case, folder: str) -> str:
 def is_right(case: Case, slowdowns: list[dict[str, Any]]) -> bool:
     """Whether the culprit alone is named, for a right phase and cause; of a control, nobody."""
     if case.is_control or not slowdowns:
-        return case.is_control and not slowdowns
+        return (case.is_control or bool(case.narrow_host)) and not slowdowns
     first = slowdowns[0]
     is_it = all(it["text"].startswith(f"{case.culprit} is slow ") for it in slowdowns)
     return is_it and first["phase"] in case.phases and case.cause in "; ".join(first["reasons"])

@@ -5,6 +5,8 @@ from typing import Final
 
 DDP: Final = "DDP"
 DDP_ON_HOSTS: Final = "DDP on hosts"
+REPLICAS_ON_HOSTS: Final = "ReplicatedModel on hosts"
+ON_HOSTS: Final = (DDP_ON_HOSTS, REPLICAS_ON_HOSTS)
 """With a host for each instance."""
 
 TWO, THREE, FOUR = 2, 3, 4
@@ -24,6 +26,8 @@ class Case:
     num_instances: int = TWO
     delayed_host: str = ""  # of those on hosts n1, n2 ...: poprun runs on the first
     frame_seconds: float = 0.0  # what each frame to it or from it takes longer
+    narrow_host: str = ""  # one whose link carries no more than ``link_rate``, as tc(8) has it
+    link_rate: str = ""
 
     @property
     def is_control(self) -> bool:
@@ -61,6 +65,19 @@ def _slow_link(num_instances: int, delayed_host: str, culprit: str) -> Case:
     )
 
 
+def _narrow_link(kind: str, num_instances: int, link_rate: str) -> Case:
+    return Case(
+        kind=kind,
+        what=f"the link of n2 carries {link_rate}",
+        fault="apart",
+        phases=("communication",),
+        culprit="the network",
+        num_instances=num_instances,
+        narrow_host="n2",
+        link_rate=link_rate,
+    )
+
+
 _ANY: Final = (*_PHASES, "outside")
 
 FAULTS: Final = (
@@ -88,7 +105,9 @@ FAULTS: Final = (
     _slow_link(THREE, "n3", "the link of host n3"),
     _slow_link(THREE, "n1", "the link of host n1"),
     _slow_link(TWO, "n2", "the network"),
-    _slow(DDP_ON_HOSTS, "data", "sleep", 150, 1, THREE),
+    *(_narrow_link(DDP_ON_HOSTS, number, "100mbit") for number in (TWO, THREE)),
+    *(_narrow_link(REPLICAS_ON_HOSTS, number, "100mbit") for number in (TWO, THREE)),
+    *(_slow(DDP_ON_HOSTS, phase, "sleep", 150, 1, THREE) for phase in ("data", "backward")),
 )
 
 CONTROLS: Final = (

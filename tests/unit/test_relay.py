@@ -3,8 +3,10 @@
 Holds poprun.job.output.streams, too.
 """
 
+import socket
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +72,25 @@ def test_what_is_held_back_is_bounded() -> None:
 
     assert sift(endless) == (endless, ())
     assert InterruptFilter().feed(0, endless) != b""
+
+
+def test_an_end_that_is_an_error_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """A connection that is reset between hosts may have lost lines, and what came before is shown."""
+    here, there = socket.socketpair()
+    errors, end = socket.socketpair()
+    end.close()
+    here.send(b"never read: so the kernel resets the connection")
+    there.send(b"step 1\n")
+    there.close()
+    identity = JobIdentity(job_id="j", restart_count=0, began_at_seconds=0.0)
+    streams = ProgramStreams(planned(num_instances=2), {}, identity)
+    streams.open(0, {1: here.detach(), 2: errors.detach()})
+    streams.start(lambda _error: None)
+    streams.finish(60.0)
+
+    shown, told = capfd.readouterr()
+    assert "step 1" in shown
+    assert "the stdout of instance 0 was cut off, and lines may be missing: Connection reset" in told
 
 
 def test_an_attempt_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class MadeUpJob:
     seconds: list[dict[str, float]] = field(default_factory=list)
     calls: list[dict[int, float]] = field(default_factory=list)
     long_forward_seconds: list[float] = field(default_factory=list)
+    idle_seconds: list[float] = field(default_factory=list)  # of the backward pass
     ends: list[float] = field(default_factory=list)
     message_seconds: float = 0.0
     machine: dict[int, MachineTotals] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class MadeUpJob:
         """Nothing has happened yet."""
         self.seconds = [dict.fromkeys(PHASES, 0.0) for _ in range(self.num_instances)]
         self.long_forward_seconds = [0.0] * self.num_instances
+        self.idle_seconds = [0.0] * self.num_instances
         self.calls = [{} for _ in range(self.num_instances)]
 
     def run_step(self, alone: Mapping[int, dict[str, float]] | None = None) -> None:
@@ -67,6 +69,7 @@ class MadeUpJob:
                 self.seconds[index][phase] += seconds
         for index, end in enumerate(ends):
             self.seconds[index]["backward"] += max(ends) - end
+            self.idle_seconds[index] += max(ends) - end
         self.num_steps += 1
         self.now = max(ends)
         self.ends.append(self.now)
@@ -76,7 +79,7 @@ class MadeUpJob:
         last = dict(list(self.calls[index].items())[-RING:])
         counters = PhaseCounters(
             seconds=dict(self.seconds[index]),
-            idle_backward_seconds=0.0,
+            idle_backward_seconds=self.idle_seconds[index],
             disk_seconds=0.0,
             worker_seconds=0.0,
             message_seconds=self.message_seconds,
@@ -242,8 +245,10 @@ def test_a_slow_link_is_named_where_its_host_can_be_told() -> None:
         for it in watch.windows
     ]
 
-    def who(trips: dict[str, float], windows: Sequence[Window] = busy) -> tuple[str, ...] | None:
-        found = find_slow_link(windows, trips, "n1")
+    def who(
+        trips: dict[str, float], windows: Sequence[Window] = busy, own_host: str | None = "n1"
+    ) -> tuple[str, ...] | None:
+        found = find_slow_link(windows, trips, own_host)
         return None if found is None else found.hosts
 
     assert who({"n2": 0.0003, "n3": 0.02}) == ("n3",)
@@ -252,7 +257,9 @@ def test_a_slow_link_is_named_where_its_host_can_be_told() -> None:
     assert who({"n2": 0.0003, "n3": 0.0003}) is None
     assert who({}) is None
     assert who({"n2": 0.021}, watch.windows) is None
-    assert watch.note_links({"n2": 0.021}, "n1") == []
+    assert who({"n1": 0.011, "n2": 0.010, "n3": 0.011}, own_host=None) is None
+    assert who({"n1": 0.011, "n2": 0.010, "n3": 0.031}, own_host=None) == ("n3",)
+    assert watch.note_links({"n1": 0.021}, None) == watch.note_links({"n2": 0.021}, "n1") == []
     found = find_slow_link(busy, {"n2": 0.0003, "n3": 0.02}, "n1")
     assert found is not None
     assert describe_slowness(found).startswith("the link of host n3 is slow since step ")
@@ -268,6 +275,28 @@ def test_who_is_at_the_end_of_a_slow_link_is_not_named_for_it() -> None:
         run_job(job, watch, NUM_WINDOWS + 2)
 
         assert len(watch.slowdowns) == num_named
+
+
+@pytest.mark.parametrize(("works_longer", "link"), [(True, None), (False, ())])
+def test_who_hears_late_and_works_no_longer_is_not_slow(
+    works_longer: bool,  # noqa: FBT001 - a parameter of the test
+    link: tuple[str, ...] | None,
+) -> None:
+    """Over a narrow link a collective ends later, and so the next one is called later: the network is named."""
+    job, watch = MadeUpJob(3), PerformanceWatch(1000.0)
+    for _ in range(NUM_WINDOWS + 2):
+        for _ in range(64):
+            job.run_step(alone={1: {"backward": 0.03}})
+            for index in range(3):
+                job.seconds[index]["communication"] += 0.05
+                if index == 1 and not works_longer:
+                    job.idle_seconds[index] += 0.03
+        watch.note_links({"n2": 0.0003, "n3": 0.0003}, "n1")
+        watch.add_looks({index: job.look(index) for index in range(3)})
+    watch.note_links({"n2": 0.0003, "n3": 0.0003}, "n1")
+
+    assert [it.instance for it in watch.slowdowns] == ([1] if works_longer else [])
+    assert (None if watch.slow_link is None else watch.slow_link.hosts) == link
 
 
 def test_a_slowness_in_one_line() -> None:

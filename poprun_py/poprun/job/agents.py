@@ -158,8 +158,6 @@ class AgentLinks:
 
     def _admit(self, link: Link) -> None:
         link.connection.settimeout(_TALK_SECONDS)
-        if link.is_sealed:
-            notice_death(link.connection)
         self._instance_of[link] = -1
         self._selector.register(link, selectors.EVENT_READ, lambda: self._receive(link))
 
@@ -215,6 +213,8 @@ class AgentLinks:
             self._instance_of[link] = instance
             self._agents[instance] = link
             self._hellos[instance] = message
+            if link.is_sealed:
+                notice_death(link.connection)
             return True
         if message["event"] == "stream" and message["stream"] in self._wanted_streams(instance) - set(streams):
             self._let_go(link)

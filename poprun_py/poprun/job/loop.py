@@ -294,7 +294,7 @@ class Attempt:
         watch = self._record.performance
         lines = watch.update(len(statuses), now_seconds)
         if self._clocks is not None and (network := self._identity.network) is not None:
-            own_host = next(it.name for it in network.hosts if it.address == network.control_host)
+            own_host = next((it.name for it in network.hosts if it.address == network.control_host), None)
             lines += watch.note_links(self._clocks.round_trips(), own_host)
         for line in lines:
             log(line)

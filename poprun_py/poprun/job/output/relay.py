@@ -296,7 +296,7 @@ class Relay:
                 if key.data is None:
                     is_stopping = True
                     self._selector.unregister(self._stop_reader)
-                elif data := _read(key.data.descriptor):
+                elif data := _read(key.data):
                     self._pass_on(key.data, data)
                 else:
                     self._selector.unregister(key.data.descriptor)
@@ -359,9 +359,11 @@ def _decode(lines: Iterable[bytes]) -> list[str]:
     return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(lines)]
 
 
-def _read(descriptor: int) -> bytes:
-    """The next bytes of a stream; none at its end, and when the host that it comes from is lost."""
+def _read(source: Source) -> bytes:
+    """Read the next bytes of a stream; none at its end, and, with a warning, where it is cut off."""
     try:
-        return os.read(descriptor, _READ_BYTES)
-    except OSError:
+        return os.read(source.descriptor, _READ_BYTES)
+    except OSError as error:
+        whose = f"the {_NAMES[source.target]} of instance {source.instance}"
+        log(f"warning: {whose} was cut off, and lines may be missing: {error.strerror}")
         return b""

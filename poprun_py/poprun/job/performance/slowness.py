@@ -48,9 +48,26 @@ class Slowness:
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
     """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few.
 
-    An instance that is late by no more than the longest way of a message between hosts and back, ``trip_seconds``,
-    may only hear of the others' collectives later.
+    ``trip_seconds`` is the longest way of a message between hosts and back; 0 on one host. An instance that is
+    late by no more, or without working longer than the others, only hears of their collectives later.
     """
+    latest = _find_latest(windows, trip_seconds)
+    if latest is None or (trip_seconds and not _works_longer(windows[-NUM_WINDOWS:], *latest)):
+        return None
+    last, (instance, delay_seconds) = windows[-NUM_WINDOWS:], latest
+    return Slowness(
+        instance=instance,
+        phase=find_phase(last, instance),
+        delay_seconds=delay_seconds,
+        share=min(1.0, delay_seconds / _step_seconds(last)),
+        since_seconds=last[0].began_seconds,
+        since_step=last[0].first_step,
+        reasons=tuple(find_reasons(last, instance)),
+    )
+
+
+def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
+    """Who is last in all of the last windows, and by how much in a step; None as :func:`find_slowness`."""
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
@@ -58,8 +75,7 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
         return None  # who waits for a message is late without being slow, and nobody records messages
     means = {index: fmean(window.delays[index] for window in last) for index in last[0].delays}
     latest = max(means, key=lambda index: means[index])
-    step = fmean(window.step_seconds for window in last)
-    least = max(_LEAST_SECONDS, _LEAST_SHARE * step, trip_seconds)
+    least = max(_LEAST_SECONDS, _LEAST_SHARE * _step_seconds(last), trip_seconds)
     is_always_late = all(_leads(window.usual, latest, least) for window in last)
     is_always_last = all(max(it.delays, key=lambda index: it.delays[index]) == latest for it in last)
     if not is_always_late and not (is_always_last and _leads(means, latest, least)):
@@ -67,16 +83,18 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
     own_delay = means[latest] - _shared_delay(last, latest)
     if _certainty(last, latest) < _LEAST_CERTAINTY or not _leads({**means, latest: own_delay}, latest, least):
         return None
-    phase = find_phase(last, latest)
-    return Slowness(
-        instance=latest,
-        phase=phase,
-        delay_seconds=means[latest],
-        share=min(1.0, means[latest] / step),
-        since_seconds=last[0].began_seconds,
-        since_step=last[0].first_step,
-        reasons=tuple(find_reasons(last, latest)),
-    )
+    return latest, means[latest]
+
+
+def _step_seconds(windows: Sequence[Window]) -> float:
+    return fmean(window.step_seconds for window in windows)
+
+
+def _works_longer(windows: Sequence[Window], instance: int, delay_seconds: float) -> bool:
+    """Whether what an instance itself does in a step explains its delay, and not that it hears late of others."""
+    num_steps = sum(window.num_steps for window in windows)
+    work = sum(_excess(windows, instance).values()) - _more(windows, instance, "idle_backward") / num_steps
+    return work >= _LEAST_CAUSE * delay_seconds
 
 
 def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
@@ -87,22 +105,35 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
     return fmean(delays) < slowness.delay_seconds / 2
 
 
-def find_slow_link(windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str) -> Slowness | None:
+def find_slow_link(
+    windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str | None
+) -> Slowness | None:
     """The hosts whose link is slow, where all instances spend much of a step in communication; None where none is.
 
-    ``round_trips`` are the times that a message takes from poprun's own host to each other one and back.
+    ``round_trips`` are the times that a message takes from poprun's own host to each other one and back. Without
+    ``own_host`` poprun runs elsewhere: the way that all of them have in common is not the job's.
     """
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or not round_trips:
         return None
-    step = fmean(window.step_seconds for window in last)
+    step = _step_seconds(last)
     seconds = fmean(_communication(window) for window in last)
-    slow = [host for host, trip in round_trips.items() if trip >= _LONG_TRIP_SECONDS]
-    if seconds < _MUCH_COMMUNICATION * step or not slow:
+    if seconds < _MUCH_COMMUNICATION * step:
         return None
-    is_own = len(slow) == len(round_trips) > 1  # each way is slow, and all of them begin here
-    hosts = [own_host] if is_own else slow if len(round_trips) > 1 else [own_host, *slow]
+    common = 0.0 if own_host else min(round_trips.values())
+    slow = [host for host, trip in round_trips.items() if trip - common >= _LONG_TRIP_SECONDS]
     farthest = max(round_trips, key=lambda host: round_trips[host])
+    trip_seconds = round_trips[farthest]
+    if slow:
+        is_own = own_host is not None and len(slow) == len(round_trips) > 1  # each way is slow, all begin here
+        others = slow if own_host is None or len(round_trips) > 1 else [own_host, *slow]
+        hosts = [str(own_host)] if is_own else others
+        whence = own_host or "poprun"
+        reason = f"a message from {whence} to {farthest} and back takes {trip_seconds * 1000:.0f} ms"
+    elif latest := _find_latest(last, trip_seconds):  # who works longer than others has been named before
+        hosts, reason = [], f"{name_instances(latest[:1])} hears late of the others, and works no longer than they"
+    else:
+        return None
     return Slowness(
         instance=None,
         phase="communication",
@@ -110,7 +141,7 @@ def find_slow_link(windows: Sequence[Window], round_trips: Mapping[str, float], 
         share=min(1.0, seconds / step),
         since_seconds=last[0].began_seconds,
         since_step=last[0].first_step,
-        reasons=(f"a message from {own_host} to {farthest} and back takes {round_trips[farthest] * 1000:.0f} ms",),
+        reasons=(reason,),
         hosts=tuple(hosts),
     )
 

@@ -65,8 +65,10 @@ class PerformanceWatch:
         """Whether it is time to ask again."""
         return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
 
-    def note_links(self, round_trips: Mapping[str, float], own_host: str) -> list[str]:
+    def note_links(self, round_trips: Mapping[str, float], own_host: str | None) -> list[str]:
         """Look for a slow link between hosts, which is said once; the lines to be said now."""
+        if own_host is None and len(round_trips) == 1:
+            return []  # all instances share a host, and poprun is elsewhere
         self._trip_seconds = max(round_trips.values(), default=0.0)
         if self.slow_link is None and self.lasting is None:
             self.slow_link = find_slow_link(self.windows, round_trips, own_host)
