@@ -43,11 +43,13 @@ class Case:
 
 def _slow(kind: str, phase: str, manner: str, milliseconds: int, one_in: int, num_instances: int = TWO) -> Case:
     often = "each step" if one_in == 1 else f"one step in {one_in}, at random"
+    place = " (host n2)" if kind in ON_HOSTS else ""
     return Case(
         kind=kind,
         what=f"{phase} {'waits' if manner == 'sleep' else 'computes'} {milliseconds} ms more, {often}",
         fault=f"{phase}:{manner}-{milliseconds}-{one_in}",
         phases=(phase,),
+        culprit=f"instance 1{place}",
         num_instances=num_instances,
     )
 

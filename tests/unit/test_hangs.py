@@ -10,6 +10,7 @@ from popdist.layout import Parallelism
 from popdist.progress import Progress
 from poprun.job.hangs import Hang, HangWatch, describe_hang, find_hang, find_idle
 from poprun.job.state import InstanceState, InstanceStatus, Usage
+from tests.planning import CLUSTER_NODE, planned
 
 NOW = 1000.0
 
@@ -276,3 +277,16 @@ def test_a_program_that_computes_does_not_wait_where_it_stands() -> None:
 
     assert watch.hang is not None
     assert (watch.hang.waiting, watch.hang.absent) == ({REDUCE: (1,)}, (0,))
+
+
+def test_a_hang_names_hosts_where_there_are_several() -> None:
+    """Those that all named instances share, before their place in a shared replica."""
+    plan = planned(CLUSTER_NODE, hosts=("a", "b"), num_instances=4)
+    hang = Hang(idle_seconds=9.0, waiting={"all_reduce": (0, 2, 3)}, absent=(1,), is_told_by_programs=False)
+
+    assert describe_hang(hang, [status(index) for index in range(4)], plan.places)[:2] == [
+        "no progress for 9 s: instances 0, 2 and 3 wait in all_reduce",
+        "instance 1 (host a) did not arrive",
+    ]
+    assert plan.places.describe([2, 3]) == "host b"
+    assert planned(CLUSTER_NODE, num_instances=4).places.describe([2, 3]) == ""

@@ -314,4 +314,5 @@ def test_a_slowness_in_one_line() -> None:
     assert (
         describe_slowness(slowness) == "instance 2 is slow in data since step 120: +48 ms a step (39%): its loader"
     )
+    assert describe_slowness(replace(slowness, hosts=("n2",))).startswith("instance 2 (host n2) is slow in data")
     assert "since 12 s until 40 s:" in describe_slowness(replace(slowness, since_step=0, until_seconds=40.0))

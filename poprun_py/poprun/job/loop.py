@@ -277,7 +277,7 @@ class Attempt:
             self._record.verdict_of_hang = verdict
             if verdict.is_about_absence and inquiry.hang.waiting:
                 inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
-            findings = describe_verdict(verdict, self._plan.parallelism)
+            findings = describe_verdict(verdict, self._plan.places)
         return inquiry.text(statuses, evidence, read_line, findings)
 
     def _watch_performance(self, now_seconds: float) -> None:
@@ -290,7 +290,7 @@ class Attempt:
         from poprun.job.performance.watch import MOST_HELPERS, PerformanceWatch  # noqa: PLC0415 - torch's programs only
 
         if self._record.performance is None:
-            self._record.performance = PerformanceWatch(self._record.began_at_seconds)
+            self._record.performance = PerformanceWatch(self._record.began_at_seconds, self._plan.places)
         watch = self._record.performance
         lines = watch.update(len(statuses), now_seconds)
         if self._clocks is not None and (network := self._identity.network) is not None:
@@ -333,7 +333,7 @@ class Attempt:
             self._links.send_order,
             hang,
             timeout_seconds,
-            self._plan.parallelism,
+            self._plan.places,
         )
 
     def _act(self, decision: Decision) -> None:

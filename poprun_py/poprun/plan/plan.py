@@ -6,7 +6,7 @@ A plan states counts and ranges, not items, so a plan for a thousand hosts is as
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -36,6 +36,26 @@ class LauncherKind(StrEnum):
     MPI = "mpi"
     LOCAL = "local"
     SRUN = "srun"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places(Parallelism):
+    """Where instances are: their parts of replicas, and their hosts where there are several."""
+
+    hosts: Sequence[str] = ()  # of all instances, each with as many as the others; none where there is one host
+    num_per_host: int = 1
+
+    def hosts_of(self, instances: Iterable[int]) -> tuple[str, ...]:
+        """The hosts of ``instances``, in order; none where there is one host."""
+        numbers = {index // self.num_per_host for index in instances} if self.hosts else ()
+        return tuple(self.hosts[number] for number in sorted(numbers))
+
+    def describe(self, instances: Iterable[int]) -> str:
+        """What the places of ``instances`` have in common, with their host."""
+        instances = tuple(instances)
+        hosts = self.hosts_of(instances)
+        host = f"host {hosts[0]}" if len(hosts) == 1 else ""
+        return ", ".join(filter(None, (host, Parallelism.describe(self, instances))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +183,18 @@ class LaunchPlan:
     def num_instances_per_host(self) -> int:
         """Processes on each host."""
         return self.num_instances // len(self.hosts)
+
+    @property
+    def places(self) -> Places:
+        """Where its instances are, for words about them."""
+        shared = self.parallelism
+        return Places(
+            instances_per_replica=shared.instances_per_replica,
+            tensor=shared.tensor,
+            pipeline=shared.pipeline,
+            hosts=self.hosts if len(self.hosts) > 1 else (),
+            num_per_host=self.num_instances_per_host,
+        )
 
     @property
     def num_ipus_per_instance(self) -> int:

@@ -42,7 +42,8 @@ class Slowness:
     since_step: int  # optimizer steps that were done then; 0 where nobody counts them
     until_seconds: float | None = None  # None while it lasts
     reasons: tuple[str, ...] = ()  # why, as far as the machine shows it
-    hosts: tuple[str, ...] = ()  # whose link is slow; of a slow network where it cannot be told, all
+    # of an instance, its host where there are several; else those whose link is slow, all where it cannot be told
+    hosts: tuple[str, ...] = ()
 
 
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
@@ -256,7 +257,7 @@ def _more(windows: Sequence[Window], instance: int, name: str) -> float:
 def name_slow(slowness: Slowness) -> str:
     """Who or what is slow."""
     if slowness.instance is not None:
-        return name_instances([slowness.instance])
+        return name_instances([slowness.instance]) + (f" (host {slowness.hosts[0]})" if slowness.hosts else "")
     return f"the link of host {slowness.hosts[0]}" if len(slowness.hosts) == 1 else "the network"
 
 

@@ -18,6 +18,7 @@ from poprun.job.performance.slowness import (
     waits_for_workers,
 )
 from poprun.job.state import InstanceStatus
+from poprun.plan.plan import Places
 from poprun.text.ranges import counted
 
 MOST_HELPERS: Final = 8
@@ -29,12 +30,13 @@ PERIOD_SECONDS: Final = 4.0
 _ANSWER_SECONDS: Final = 2.5
 _MAX_SLOWDOWNS: Final = 50
 _MAX_LINES: Final = 5
+_NO_HOSTS: Final = Places()
 
 
 class PerformanceWatch:
     """The last windows of one attempt, and what was found in them."""
 
-    def __init__(self, began_at_seconds: float) -> None:
+    def __init__(self, began_at_seconds: float, places: Places = _NO_HOSTS) -> None:
         self.slowdowns: list[Slowness] = []  # by time; the last one may still last
         self.pauses: dict[tuple[int, str], list[float]] = {}  # seconds, by instance and phase
         self.waiting_seconds: dict[int, float] = {}  # for the slowest, by instance
@@ -42,6 +44,7 @@ class PerformanceWatch:
         self.suspect: int | None = None  # one that seems to wait for its loader's workers
         self._stuck_workers: dict[int, str] = {}  # where workers stood when they were asked last, by instance
         self._began_at_seconds = began_at_seconds
+        self._places = places
         self._asked_at_seconds = 0.0
         self._asked: set[int] = set()
         self._ahead_seconds: Mapping[int, float] = {}
@@ -146,7 +149,8 @@ class PerformanceWatch:
             places = [f"at {place}"] if place else []
             if (worker := self._stuck_workers.get(found.instance)) and found.phase == "data":
                 places = [worker]
-            found = replace(found, reasons=(*found.reasons, *places))
+            hosts = self._places.hosts_of([found.instance])
+            found = replace(found, reasons=(*found.reasons, *places), hosts=hosts)
             self.slowdowns.append(found)
             lines.append(describe_slowness(found))
         return lines

@@ -96,7 +96,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     elif end.is_hung and end.findings is not None:
         lines = [
             end.stop_reason,
-            *(f"  {line}" for line in describe_verdict(end.findings.verdict, plan.parallelism)),
+            *(f"  {line}" for line in describe_verdict(end.findings.verdict, plan.places)),
         ]
     elif end.stop_reason and not (end.num_interrupts or end.is_terminated or end.is_output_closed):
         lines = _render_launcher_end(end, plan)
@@ -153,8 +153,8 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
     shown = _shown_failure(end.statuses, failed, verdict)
     said = findings.words_of(shown.index)
     why = findings.reason_of(shown)
-    found = describe_verdict(verdict, plan.parallelism)
-    others = _describe_others(shown, end.statuses, findings.words, plan.parallelism, verdict.victims)
+    found = describe_verdict(verdict, plan.places)
+    others = _describe_others(shown, end.statuses, findings.words, plan.places, verdict.victims)
     head = [
         _headline(end, failed, shown, plan, verdict),
         *([f"  {why}"] if why else []),
@@ -182,7 +182,7 @@ def _headline(
     if shown is not failed:
         return f"instance {shown.index} is at fault, although instance {failed.index} ended before it: {how}"
     if verdict.culprits and failed.index not in verdict.culprits:
-        return f"{name_with_place(verdict.culprits, plan.parallelism)} let the others down: {_fault(verdict)}"
+        return f"{name_with_place(verdict.culprits, plan.places)} let the others down: {_fault(verdict)}"
     return f"instance {failed.index} failed first: {how}"
 
 
