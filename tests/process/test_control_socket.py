@@ -215,6 +215,16 @@ def test_a_failure_over_the_network_is_one(poprun: Poprun, tmp_path: Path) -> No
     assert "bad" in finished.err
 
 
+def test_a_failure_on_another_host_is_explained_from_there(poprun: Poprun, tmp_path: Path) -> None:
+    """Its agent tells what the kernel grants a process there, and what it has killed."""
+    also = "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30,) * 2)"
+    words = ("--launcher", "local", "-n", "1", sys.executable, "-c", "bytearray(1 << 40)")
+    finished = over_tcp(poprun, tmp_path, "127.0.0.1", *words, also=also)
+
+    assert finished.code == 1
+    assert "out of memory: ulimit -v lets a process have 4.0 GiB" in finished.err
+
+
 def test_who_does_not_know_the_key_is_refused_at_the_network(poprun: Poprun, tmp_path: Path) -> None:
     """A stranger learns nothing and disturbs nothing, whether it lies, is silent, or goes away."""
     words = write_program(tmp_path, "ready()\nsys.stdin.read()\nopen(sys.argv[1] + '/go').read()")

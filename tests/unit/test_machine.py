@@ -12,6 +12,7 @@ import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
+from poprun.launch.pressure import count_kills
 from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
 from poprun.probe.machine import (
     machine_facts,
@@ -120,6 +121,7 @@ def test_what_the_control_groups_say_of_memory(
     names = str(tmp_path / "membership"), str(tmp_path / "groups")
 
     assert kill_counts(*names, str(tmp_path / "vmstat")) == KillCounts(in_group=num_killed, on_machine=7)
+    assert count_kills(membership, names[1])[0] == num_killed
     assert memory_limits(*names).group_bytes == limit_bytes
 
 

@@ -36,6 +36,7 @@ from poprun.job.state import (
 )
 from poprun.messages.control import LOST
 from poprun.plan.plan import LaunchPlan
+from poprun.probe.limits import read_evidence_of_machine
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
         return _after_stats(status, event, now_seconds)
     if kind == "exited":
         return _after_exit(status, event, phase)
+    if kind == "machine":
+        return replace(status, machine_evidence=read_evidence_of_machine(event))
     if kind in _FAILURES:
         code, problem = _FAILURES[kind](event)
         ended = replace(status, state=InstanceState.EXITED, exit_code=code, problem=problem)

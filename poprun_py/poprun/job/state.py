@@ -14,6 +14,7 @@ from poprun.plan.plan import LaunchPlan, LeasedDevices
 if TYPE_CHECKING:
     from poprun.devices.pool.records import HeldLease
     from poprun.hosts.routes import HostRoute, JobNetwork
+    from poprun.probe.limits import Evidence
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"
@@ -169,6 +170,7 @@ class InstanceStatus:
     progress: Progress | None = None  # what the program said of itself when it was looked at last, or None
     counters: PhaseCounters | None = None  # where its time has gone, or None where no sampler runs
     machine: MachineTotals | None = None
+    machine_evidence: "Evidence | None" = None  # what may explain its failure, of a host that is not poprun's
     # monotonic time at which the last change of ``progress`` was heard of
     progressed_at_seconds: float | None = None
 

@@ -494,4 +494,7 @@ class Agent:
                 end = {"peak_bytes": ended.peak_bytes, "was_stopped": self._ending.was_stopped}
                 remains = {} if ended.code == 0 else self._watch.remains(*self._surroundings)
                 self._queue({**event, **end, **remains})
+                if ended.code and self._is_remote:
+                    self._send()
+                    self._queue(self._watch.machine_event())
                 self._ending.stop_leftovers()

@@ -19,6 +19,7 @@ _MEMORY_FILES: Final = (
 )
 """A group's limit, what it uses, and the cache among that which makes room; of both versions."""
 
+_KILL_FILES: Final = ("memory.events", "memory.oom_control")
 _ROOT: Final = "/sys/fs/cgroup"
 
 
@@ -57,6 +58,13 @@ def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo
             if limit_text.isdecimal() and used_text.isdecimal():
                 rooms.append(int(limit_text) - int(used_text) + _number(_read(f"{folder}/memory.stat"), cache))
     return max(0, min(rooms, default=0))
+
+
+def count_kills(membership: str, root: str = _ROOT) -> list[int | None]:
+    """How many processes the kernel has ever killed for want of memory: in the control group, on the machine."""
+    files = (f"{folder}/{name}" for folder in _folders("memory", membership, root) for name in _KILL_FILES)
+    texts = (next((text for file in files if "oom_kill " in (text := _read(file))), ""), _read("/proc/vmstat"))
+    return [_number(text, "oom_kill") if text else None for text in texts]
 
 
 def _folders(controller: str, membership: str, root: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import os
 import time
 from _struct import calcsize, unpack
 
-from poprun.launch.pressure import measure_pressure
+from poprun.launch.pressure import count_kills, measure_pressure
 from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, unreaped_children, words_of
 
 TYPE_CHECKING = False  # as typing has it
@@ -310,6 +310,7 @@ class ProgramWatch:
         self._page = -1
         self._page_bytes = 0
         self._numbers = -1
+        self._kills: list[int | None] = []
         self._begun_line = b""
         self._announcement = (0, "")
         self._recorder_at = 0
@@ -336,6 +337,15 @@ class ProgramWatch:
     def begin(self) -> None:
         """Begin when the program has started; the first measurement comes a moment later."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
+        self._kills = count_kills(_read(os.getpid(), "cgroup"))
+
+    def machine_event(self) -> Message:
+        """The event after a failure with what the kernel has killed on this host since the begin, and the limits."""
+        from poprun.probe.limits import KillCounts, evidence_since  # noqa: PLC0415 - few programs fail
+
+        evidence = evidence_since(KillCounts(*self._kills))
+        limits = {name: getattr(evidence.limits, name) for name in evidence.limits.__slots__}
+        return {"event": "machine", "killed": list(evidence.killed), "limits": limits}
 
     def pause_or_resume(self, signum: int) -> None:
         """Pause at SIGSTOP, resume at SIGCONT: poprun stops itself then, and unread events would pile up."""

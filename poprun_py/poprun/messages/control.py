@@ -51,6 +51,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "clock": {"sent_ns": int, "answered_ns": int},  # poprun's clock as it asked, and the agent's
     "calls": {"groups": dict, "page": str},  # when it has called its last collectives, and its whole page
     "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
+    "machine": {"killed": list, "limits": dict},  # what another host's kernel has killed, and what it grants
     "shim_lost": {},  # the MPI runtime killed the shim
     "ended": {},  # nothing of the program's tree is left
 }

@@ -9,11 +9,11 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from poprun.errors import SHORTAGES, LaunchError
 
@@ -117,6 +117,12 @@ class Evidence:
 
     killed: KillCounts = field(default_factory=KillCounts)  # processes that the kernel has killed during the job
     limits: MemoryLimits = field(default_factory=MemoryLimits)  # what a program may have
+
+
+def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
+    """The evidence in an event of another host's agent."""
+    limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
+    return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
 
 
 def evidence_since(before: KillCounts) -> Evidence:

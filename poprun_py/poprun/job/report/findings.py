@@ -63,7 +63,7 @@ class Findings:
         words = self.words_of(failed.index)
         if words.summary.startswith(_NO_DEBUGGER) and failed.index:
             return "a debugger reads the input, which only instance 0 has: debug there only, or with poprun -n 1"
-        return hint(failed, words, self.evidence)
+        return hint(failed, words, failed.machine_evidence or self.evidence)
 
 
 def find_shortage(launcher_output: Sequence[str]) -> str:
