@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
-from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
 from poprun.launch.pressure import count_kills
+from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
 from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
 from poprun.probe.machine import (
     machine_facts,

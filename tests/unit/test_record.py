@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from popdist.contract import Endpoint
 from popdist.progress import USED_BYTES, Progress, ProgressPage
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.record import Record, after_event
+from poprun.job.record import JobEnd, Record, after_event, exit_code
+from poprun.job.report.printed_report import render_end
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import (
     AGENT_FROZEN,
@@ -25,6 +26,7 @@ from poprun.job.state import (
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
+    OWN_NETWORK_LOST,
     RUNTIME_KILLED,
     SHIM_KILLED,
     InstanceState,
@@ -37,7 +39,7 @@ from poprun.job.state import (
 )
 from poprun.launch.launchers import StartWatch
 from poprun.messages.control import LOST
-from tests.planning import planned
+from tests.planning import CLUSTER_NODE, planned
 
 IDENTITY = JobIdentity(job_id="j", restart_count=1, began_at_seconds=80.0)
 NETWORK = JobNetwork(
@@ -186,6 +188,44 @@ def test_clocks_of_other_hosts_do_not_say_who_failed_first() -> None:
     here, far = (recorded([exited(0)], identity) for identity in (IDENTITY, replace(IDENTITY, network=NETWORK)))
 
     assert (here.statuses[0].exited_at_seconds, far.statuses[0].exited_at_seconds) == (102.0, 102.5)
+
+
+@pytest.mark.parametrize(
+    ("own_address", "silent", "problem"),
+    [
+        ("10.0.0.1", (1, 2), OWN_NETWORK_LOST),
+        ("10.0.0.1", (2,), HOST_LOST),
+        ("10.0.0.9", (1, 2), HOST_LOST),
+        ("10.0.0.9", (0, 1, 2), OWN_NETWORK_LOST),
+    ],
+)
+def test_when_all_other_hosts_are_silent_the_network_is_poprun_s_own(
+    own_address: str, silent: tuple[int, ...], problem: str
+) -> None:
+    """Also of those that are heard to be lost while the job is being stopped for the first one."""
+    hosts = ("a", "b", "c")
+    routes = tuple(HostRoute(name=it, address=f"10.0.0.{1 + n}", interface="") for n, it in enumerate(hosts))
+    identity = replace(IDENTITY, network=replace(NETWORK, control_host=own_address, hosts=routes))
+    record = Record(planned(CLUSTER_NODE, hosts=hosts, num_instances=3), identity, NOW)
+    for index in range(3):
+        record.add_event(index, {"event": "started"}, NOW)
+    for index in silent:
+        record.add_event(index, SILENT, NOW)
+        record.enter(Phase.STOPPING, NOW)
+
+    assert [it.problem for it in record.statuses] == [problem if index in silent else "" for index in range(3)]
+    end = JobEnd(statuses=record.statuses)
+    assert exit_code(end) == 68
+    assert (render_end(end, record.plan) == [OWN_NETWORK_LOST]) is (problem == OWN_NETWORK_LOST)
+
+
+def test_a_shim_that_can_be_heard_tells_that_its_agent_was_killed() -> None:
+    """So its host is not lost, whichever of the two poprun hears first."""
+    record = Record(planned(num_instances=1), IDENTITY, NOW)
+    for event in ({"event": "started"}, SILENT, {"event": "agent_lost", "errno": 0}):
+        record.add_event(0, event, NOW)
+
+    assert record.statuses[0].problem == AGENT_KILLED
 
 
 def test_signals_shims_and_stacks_are_seen() -> None:

@@ -173,7 +173,7 @@ class AgentLinks:
         if received is None:
             instance = self._drop(link)
             if instance >= 0:
-                yield instance, {"event": LOST, "is_silent": link.is_silent}
+                yield instance, {"event": LOST, "is_silent": link.is_sealed}
             return
         for descriptor in received.descriptors:
             os.close(descriptor)
@@ -192,7 +192,7 @@ class AgentLinks:
             self._add_viewer(link)
         elif kind in _SHIM_EVENTS and instance < 0 and message["instance"] in range(self._num_instances):
             self._drop(link)
-            if kind == "runtime_lost" or message["instance"] not in self._agents:
+            if kind == "runtime_lost" or message["instance"] not in self._agents or link.is_sealed:
                 yield message["instance"], message
         elif instance >= 0 and kind not in ("hello", "stream"):
             yield instance, message

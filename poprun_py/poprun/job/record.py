@@ -7,7 +7,7 @@ loop passes the clock's readings in.
 import errno
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ from poprun.job.state import (
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
+    OWN_NETWORK_LOST,
     RUNTIME_KILLED,
     SHIM_KILLED,
     InstanceState,
@@ -57,30 +58,24 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     """The status of an instance after an event of its agent; a death in a phase of the end is no failure."""
     kind = event["event"]
     is_over = status.state is InstanceState.ENDED
-    if kind == "hello":
-        return replace(status, state=InstanceState.READY)
-    if kind == "started":
-        return replace(status, state=InstanceState.RUNNING, started_at_seconds=now_seconds)
-    if kind == "stats":
-        return _after_stats(status, event, now_seconds)
+    if kind in _CHANGES:
+        return _CHANGES[kind](status, event, now_seconds)
     if kind == "exited":
         return _after_exit(status, event, phase)
-    if kind == "machine":
-        return replace(status, machine_evidence=read_evidence_of_machine(event))
     if kind in _FAILURES:
         code, problem = _FAILURES[kind](event)
         ended = replace(status, state=InstanceState.EXITED, exit_code=code, problem=problem)
         return replace(ended, exited_at_seconds=now_seconds)
     if kind == "shim_lost" and phase < Phase.INTERRUPTED and not is_over:
         return _with_problem(status, SHIM_KILLED, now_seconds)
-    if kind == "ended":
-        return replace(status, state=InstanceState.ENDED)
     if kind == "runtime_lost" and not is_over:
         is_awaited = status.state is InstanceState.AWAITED  # then there is no agent that ends
         known = replace(status, state=InstanceState.ENDED) if is_awaited else status
         return _with_problem(known, RUNTIME_KILLED, now_seconds)
     if kind in (LOST, "agent_lost") and not is_over:
         return _after_loss(status, event, phase, now_seconds)
+    if kind == "agent_lost" and status.problem == HOST_LOST:  # its shim can still be heard
+        return replace(status, problem=AGENT_KILLED)
     return status
 
 
@@ -153,6 +148,15 @@ def _lost_lease(event: dict[str, Any]) -> tuple[int, str]:
     return NOT_BOUND, f"who kept the job's lease on this host has ended ({reason}): start it again"
 
 
+_CHANGES: Final[Mapping[str, Callable[[InstanceStatus, dict[str, Any], float], InstanceStatus]]] = {
+    "hello": lambda status, *_: replace(status, state=InstanceState.READY),
+    "started": lambda status, _, now: replace(status, state=InstanceState.RUNNING, started_at_seconds=now),
+    "stats": _after_stats,
+    "machine": lambda status, event, _: replace(status, machine_evidence=read_evidence_of_machine(event)),
+    "ended": lambda status, *_: replace(status, state=InstanceState.ENDED),
+}
+"""The status after an event that means the same in every phase, by event."""
+
 _FAILURES: Final = {
     "failed_to_start": _failed_start,
     "failed_to_hold": _lost_lease,
@@ -218,7 +222,11 @@ class Record:
         """Add an event of an instance; times are this host's, as other clocks differ."""
         if event["event"] == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
-        self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
+        is_host_lost = any(status.problem == HOST_LOST for status in self.statuses)
+        phase = Phase.RUNNING if event["event"] == LOST and is_host_lost else self.phase  # others may be, too
+        self.statuses[instance] = after_event(self.statuses[instance], event, phase, now_seconds)
+        if self.statuses[instance].problem == HOST_LOST:
+            self._blame_own_network()
         self._heard_at_seconds[instance] = self._awake_seconds
         if event["event"] == "stats" and self.curves is not None:
             self.curves.add_look(self.statuses[instance], event, now_seconds)
@@ -237,6 +245,22 @@ class Record:
             self.reported |= {event["shim"], event["pid"]}
             self.runtimes[instance] = event["runtime"]
             self.endpoints[instance] = tuple(Endpoint(host=event["address"], port=port) for port in event["ports"])
+
+    def _blame_own_network(self) -> None:
+        """Blame the network of poprun's machine where not one of several other hosts answers any more."""
+        network = self.identity.network
+        if network is None:
+            return
+        routes = [self.identity.route(self.plan, status.index) for status in self.statuses]
+        others = [
+            it.index
+            for it, route in zip(self.statuses, routes, strict=True)
+            if route and route.address != network.control_host
+        ]
+        names = {self.plan.instance(index).host for index in others}
+        if len(names) > 1 and all(self.statuses[index].problem == HOST_LOST for index in others):
+            for index in others:
+                self.statuses[index] = replace(self.statuses[index], problem=OWN_NETWORK_LOST)
 
     @property
     def reachable(self) -> set[int]:
@@ -340,7 +364,14 @@ _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124
 _LEFT: Final = 128 + signal.SIGTERM
 _HUNG: Final = 75  # EX_TEMPFAIL of sysexits.h: another try may go well
-_ORDER_OF_PROBLEMS: Final = {HOST_LOST: -1, AGENT_KILLED: 1, AGENT_FROZEN: 1, RUNTIME_KILLED: 1, SHIM_KILLED: 2}
+_ORDER_OF_PROBLEMS: Final = {
+    OWN_NETWORK_LOST: -1,
+    HOST_LOST: -1,
+    AGENT_KILLED: 1,
+    AGENT_FROZEN: 1,
+    RUNTIME_KILLED: 1,
+    SHIM_KILLED: 2,
+}
 """The place of a problem in the order of failures; that of a program's own failure is 0.
 
 A lost host makes programs fail; an agent, a launcher or a shim is rather lost because a program has failed.
@@ -348,6 +379,7 @@ A lost host makes programs fail; an agent, a launcher or a shim is rather lost b
 
 _LOST: Final = {
     HOST_LOST: 68,
+    OWN_NETWORK_LOST: 68,
     AGENT_KILLED: shell_code(-signal.SIGKILL),
     AGENT_FROZEN: shell_code(-signal.SIGKILL),
 }

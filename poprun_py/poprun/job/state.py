@@ -29,6 +29,9 @@ FROZEN_SECONDS: Final = 30.0
 HOST_LOST: Final = "its host does not answer any more"
 """The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
 
+OWN_NETWORK_LOST: Final = "no other host answers any more: the network of the machine that poprun runs on was cut"
+"""The problem of all instances on other hosts when all of these are lost at once, and there are several."""
+
 SHIM_KILLED: Final = "its shim was killed"
 """The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
 

@@ -340,7 +340,7 @@ class ProgramWatch:
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
     def machine_event(self) -> Message:
-        """The event after a failure with what the kernel has killed on this host since the begin, and the limits."""
+        """The event after a failure with what the kernel has killed on this host since the begin, and limits."""
         from poprun.probe.limits import KillCounts, evidence_since  # noqa: PLC0415 - few programs fail
 
         evidence = evidence_since(KillCounts(*self._kills))

@@ -8,7 +8,6 @@ in a bare interpreter. So not the package `json`, but the part of it in C, with 
 
 from __future__ import annotations
 
-import errno
 from _json import encode_basestring_ascii, make_encoder, make_scanner
 from _struct import Struct
 
@@ -52,6 +51,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "calls": {"groups": dict, "page": str},  # when it has called its last collectives, and its whole page
     "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
     "machine": {"killed": list, "limits": dict},  # what another host's kernel has killed, and what it grants
+    "left": {"processes": list, "is_ended": bool},  # what a program has left running after a good end
     "shim_lost": {},  # the MPI runtime killed the shim
     "ended": {},  # nothing of the program's tree is left
 }
@@ -61,7 +61,6 @@ _TCP = "tcp://"
 _LOOPBACK = "127.0.0.1"
 _DEAD_MILLISECONDS = 6_000
 _IDLE_SECONDS = 1
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _MAX_DESCRIPTORS = 6  # three streams, and leases on virtual IPUs, on GPUs and on cores
 _DESCRIPTOR = Struct("i")
 _CREDENTIALS = Struct("iII")
@@ -188,7 +187,6 @@ class Link:
         self._seal = seal
         self._lines = LineReader()
         self.is_sealed = seal is not None  # then the other end may be on another host
-        self.is_silent = False  # the other end is gone without a word, with its host or the way to it
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors; negative when it is closed."""
@@ -218,8 +216,7 @@ class Link:
         """The messages that came, or None when the other end is gone; ``check`` raises a ProtocolError."""
         try:
             data, descriptors = self._read()
-        except OSError as error:
-            self.is_silent = error.errno in _SILENT
+        except OSError:
             return None
         if not data:
             return None

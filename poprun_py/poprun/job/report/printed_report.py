@@ -14,6 +14,7 @@ from poprun.job.record import JobEnd, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words, without_numbers
 from poprun.job.state import (
+    OWN_NETWORK_LOST,
     RUNTIME_KILLED,
     SHIM_KILLED,
     InstanceStatus,
@@ -91,6 +92,8 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
         lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
     elif failed is not None and end.is_output_closed and failed.exit_code == -signal.SIGPIPE:
         lines = []  # as a shell, which says nothing of a program whose reader has gone
+    elif failed is not None and failed.problem == OWN_NETWORK_LOST:
+        lines = [OWN_NETWORK_LOST]
     elif failed is not None and not (failed.problem in (SHIM_KILLED, RUNTIME_KILLED) and is_let_down):
         lines = _render_failure(end, failed, plan)
     elif end.is_hung and end.findings is not None:
