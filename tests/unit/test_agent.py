@@ -1,4 +1,7 @@
-"""The end of an agent's tree: asked first, killed at one deadline, whoever asks how often. And its questions."""
+"""The end of an agent's tree: asked first, killed at one deadline, whoever asks how often. And its questions.
+
+Holds poprun.launch.tree_ending.
+"""
 
 import os
 import signal
@@ -10,8 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from poprun.launch import agent
-from poprun.launch.agent import Agent, HeldKey, Parentage, TreeEnding
+from poprun.launch import agent, tree_ending
+from poprun.launch.agent import Agent, HeldKey, Parentage
+from poprun.launch.tree_ending import TreeEnding
 from poprun.messages.control import Link
 from poprun.process.process_tree import ProcessKey
 
@@ -29,9 +33,9 @@ class World:
         self.tree = TREE
         self.sent: list[int] = []
         monkeypatch.setattr(time, "monotonic", lambda: self.now_seconds)
-        monkeypatch.setattr(agent, "own_tree", lambda: self.tree)
-        monkeypatch.setattr(agent, "send", lambda _, signum: self.sent.append(signum))
-        monkeypatch.setattr(agent, "terminate", self._terminate)
+        monkeypatch.setattr(tree_ending, "own_tree", lambda: self.tree)
+        monkeypatch.setattr(tree_ending, "send", lambda _, signum: self.sent.append(signum))
+        monkeypatch.setattr(tree_ending, "terminate", self._terminate)
         monkeypatch.setattr(os, "kill", lambda _, signum: self.sent.append(signum))
         monkeypatch.setattr(os, "killpg", lambda _, signum: self.sent.append(signum))
 
@@ -69,12 +73,41 @@ def test_who_asks_again_moves_no_deadline(world: World) -> None:
     ending.stop(PROGRAM)
     world.now_seconds += 6.5
     ending.stop(PROGRAM)
-    ending.stop_leftovers()
+    ending.end_leftovers(after_good_end=True)
     world.sent.clear()
     world.now_seconds += 0.5
 
     assert not ending.is_over(None)
     assert world.sent == [signal.SIGKILL]
+
+
+def test_what_a_good_end_leaves_running_has_time_and_is_named(world: World) -> None:
+    """It is asked to end after the program's own time only, and named before and then."""
+    ending = TreeEnding()
+    ending.grace_seconds = 7.0
+    ending.end_leftovers(after_good_end=True)
+    told = []
+    for seconds in (0.5, 1.0, 5.0, 0.5, 0.9, 0.1):
+        world.now_seconds += seconds
+        assert not ending.is_over(None)
+        told.append((ending.news() or {}).get("is_ended"))
+
+    assert told == [None, False, None, True, None, None]
+    assert world.sent == [signal.SIGTERM, signal.SIGKILL]
+    world.tree = []
+    assert ending.is_over(None)
+
+
+def test_a_failure_elsewhere_ends_at_once_what_a_good_end_has_left(world: World) -> None:
+    """It is asked, and has a moment, as what any failed program leaves."""
+    ending = TreeEnding()
+    ending.end_leftovers(after_good_end=True)
+    ending.stop(None)
+
+    assert world.sent == [signal.SIGTERM]
+    world.now_seconds += 1.0
+    assert not ending.is_over(None)
+    assert world.sent == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_killing_waits_for_nothing(world: World) -> None:

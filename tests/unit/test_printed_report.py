@@ -211,8 +211,21 @@ def test_what_poprun_ended_has_not_failed_in_the_same_way() -> None:
     said = dict.fromkeys(range(2), LastWords(summary="epoch 1"))
 
     assert render_end(JobEnd(statuses=statuses, findings=Findings(words=said)), planned(num_instances=2))[-1] == (
-        "  instance 1   stopped by poprun: SIGKILL"
+        "  instance 1   killed by poprun: SIGKILL, not ended within --stop-timeout"
     )
+
+
+@pytest.mark.parametrize(("num_interrupts", "num_lines"), [(0, 1), (1, 1), (2, 0)])
+def test_who_was_killed_while_saving_is_told_the_option(num_interrupts: int, num_lines: int) -> None:
+    """In one line; not after a second Ctrl-C, which asked for it."""
+    late = [replace(GOOD, index=index, exit_code=-9, was_stopped=True) for index in range(2)]
+    end = JobEnd(statuses=late, is_terminated=not num_interrupts, num_interrupts=num_interrupts)
+    line = (
+        "instances 0 and 1 were killed, not having ended 5 s after the request: "
+        "a longer --stop-timeout leaves time to save"
+    )
+
+    assert render_end(end, planned(num_instances=2)) == [line] * num_lines
 
 
 def test_a_good_end_is_silent() -> None:

@@ -41,6 +41,7 @@ _LOOK_SECONDS: Final = 1.0  # the same while the programs run
 _LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end, and a launcher to end
 _LEFTOVER_SECONDS: Final = 1.0  # what left processes get to end after SIGTERM
 _DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
+_MOST_LEFT: Final = 3
 _POLL_SECONDS: Final = 0.02
 _MEMORY_SECONDS: Final = 30.0  # how often memory is looked at
 
@@ -203,8 +204,19 @@ class Attempt:
             self._inquiry.note_answer(instance)
         elif kind == "clock" and self._clocks is not None:
             self._clocks.add(instance, event, time.time_ns())
+        elif kind == "left":
+            self._tell_left(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
+
+    def _tell_left(self, instance: int, event: dict[str, Any]) -> None:
+        """Warn of what an instance has left running after a good end, and of what was ended then."""
+        seconds = self._plan.ending.stop_timeout_seconds
+        what = f"instance {instance} has ended and left running: {', '.join(event['processes'][:_MOST_LEFT])}"
+        if event["is_ended"]:
+            log(f"warning: {what}; it was ended after --stop-timeout {seconds:g} s")
+        else:
+            log(f"warning: {what}; it may run on for --stop-timeout {seconds:g} s after the instance's end")
 
     def _is_launchers_child(self, instance: int) -> bool:
         """Whether the launcher itself, and no process of its own on another host, has started a shim."""

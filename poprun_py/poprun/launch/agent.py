@@ -14,6 +14,7 @@ import time
 
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
+from poprun.launch.tree_ending import TreeEnding
 from poprun.messages import ProtocolError
 from poprun.messages.control import RECEIVE_BYTES, Link, Message, connect, is_remote, notice_death
 from poprun.process.process_tree import (
@@ -22,10 +23,8 @@ from poprun.process.process_tree import (
     descendants,
     has_ended,
     key_of,
-    own_tree,
     reap,
     send,
-    terminate,
 )
 from poprun.process.spawn import ProcessStart, become_subreaper, die_with_parent, start_process, take_memory_from
 
@@ -43,12 +42,11 @@ else:
 
     from poprun.process import NamedTuple
 
-_GRACE_SECONDS = 5.0
-_LEFTOVER_SECONDS = 1.0
 _BACKLOG = 2048
 NUM_STREAMS = 3
 _CONNECT_SECONDS = 30.0
 _WALK_MILLISECONDS = 20
+_LOOK_MILLISECONDS = 200
 _WORD_SECONDS = 2.0
 
 
@@ -90,54 +88,6 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
         except OSError as error:
             return {"memory_not_bound": error.strerror or str(error)}
     return {}
-
-
-class TreeEnding:
-    """The end of this process's tree: asked for, and forced at a deadline."""
-
-    def __init__(self) -> None:
-        self.grace_seconds = _GRACE_SECONDS  # how long the program may take to end, once it was asked
-        self.was_stopped = False  # whether the program was asked to end, or is never to begin
-        self._deadline_seconds: float | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a deadline."""
-        return self._deadline_seconds is not None
-
-    def stop(self, program: int | None) -> None:
-        """Ask the program to end; what is left of its tree at the deadline is killed."""
-        # its children only once it has ended: while it saves its state it needs its data loader's workers
-        self.was_stopped = True
-        self._begin(self.grace_seconds)
-        if program is not None:
-            os.kill(program, signal.SIGTERM)
-            os.killpg(program, signal.SIGCONT)
-
-    def stop_leftovers(self) -> None:
-        """Ask what an ended program left behind to end, too."""
-        terminate(own_tree())
-        self._begin(_LEFTOVER_SECONDS)
-
-    def kill(self) -> None:
-        """Set the deadline to now, so that the tree is killed."""
-        self.was_stopped = True
-        self._deadline_seconds = 0.0
-
-    def is_over(self, program: int | None) -> bool:
-        """Whether nothing is left of a tree that was to end; kills what is left after the deadline."""
-        if self._deadline_seconds is None:
-            return False
-        tree = own_tree()
-        if not tree and program is None:
-            return True
-        if time.monotonic() >= self._deadline_seconds:
-            send(tree, signal.SIGKILL)
-        return False
-
-    def _begin(self, seconds: float) -> None:
-        if self._deadline_seconds is None:
-            self._deadline_seconds = time.monotonic() + seconds
 
 
 def hold_port(address: str) -> socket.socket:
@@ -311,13 +261,15 @@ class Agent:
         """Tell poprun what the program uses, now and then, and where it stands when poprun has asked."""
         if self._program is not None and self._watch.is_due():
             self._queue(self._watch.measure())
+        if left := self._ending.news():
+            self._queue(left)
         if self._question is not None and (answer := self._question.answer()):
             self._queue(answer)
             self._question = None
 
     def _patience_milliseconds(self) -> float | None:
         if self._ending.has_begun or self._question is not None:
-            return _WALK_MILLISECONDS
+            return _WALK_MILLISECONDS if self._program or not self._ending.is_patient else _LOOK_MILLISECONDS
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
     def _catch_signals(self) -> int:
@@ -497,4 +449,4 @@ class Agent:
                 if ended.code and self._is_remote:
                     self._send()
                     self._queue(self._watch.machine_event())
-                self._ending.stop_leftovers()
+                self._ending.end_leftovers(after_good_end=ended.code == 0)

@@ -105,6 +105,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
         lines = _render_launcher_end(end, plan)
     else:
         lines = [f"{name_instances(end.interrupted)}: KeyboardInterrupt"] if end.interrupted else []
+        lines += _render_late(end, plan)
     if end.survivors:
         lines.append(f"{'  ' if lines else ''}{_render_survivors(end.survivors)}")
     return lines
@@ -204,6 +205,18 @@ def _render_launcher_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     if end.launcher_code:
         reason = f"{name} ended before the program: {describe_code(end.launcher_code)}"
     return [reason, *(f"  | {line}" for line in findings.launcher_words.lines)]
+
+
+def _render_late(end: JobEnd, plan: LaunchPlan) -> list[str]:
+    """Who was killed because it had not ended in time after poprun's request, unless Ctrl-C was pressed again."""
+    late = [it.index for it in end.statuses if it.was_stopped and it.exit_code == -signal.SIGKILL]
+    if not late or end.num_interrupts > 1:
+        return []
+    seconds, verb = plan.ending.stop_timeout_seconds, "was" if len(late) == 1 else "were"
+    return [
+        f"{name_instances(late)} {verb} killed, not having ended {seconds:g} s after the request: "
+        "a longer --stop-timeout leaves time to save"
+    ]
 
 
 def _render_survivors(survivors: Sequence[int]) -> str:
@@ -336,6 +349,8 @@ def _describe_end(status: InstanceStatus, words: Mapping[int, LastWords], victim
         return "never ran"
     if status.exit_code == 0:
         return "ended with 0"
+    if status.was_stopped and status.exit_code == -signal.SIGKILL:
+        return "killed by poprun: SIGKILL, not ended within --stop-timeout"
     if status.was_stopped and status.exit_code < 0:
         return f"stopped by poprun: {name_code(status.exit_code)}"
     summary = _summary(status, words)[:_MAX_SUMMARY]

@@ -1,0 +1,101 @@
+"""The end of an agent's tree: asked for, and forced at a deadline; after a good end it may take its time.
+
+Standard library only: a bare interpreter loads this in each shim.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from poprun.process.process_tree import ProcessKey, own_tree, send, terminate, words_of
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Sequence
+
+    from poprun.messages.control import Message
+else:
+    import _signal as signal  # signal itself loads enum and more
+
+_GRACE_SECONDS = 5.0
+_LEFTOVER_SECONDS = 1.0
+_MOST_LETTERS = 100
+
+
+class TreeEnding:
+    """The end of this process's tree."""
+
+    def __init__(self) -> None:
+        self.grace_seconds = _GRACE_SECONDS  # how long the program may take to end, once it was asked
+        self.was_stopped = False  # whether the program was asked to end, or is never to begin
+        self.is_patient = False  # whether what is left of a program that has ended well may end by itself
+        self._deadline_seconds: float | None = None
+        self._told_at_seconds = 0.0
+        self._news: list[Message] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a deadline."""
+        return self._deadline_seconds is not None
+
+    def stop(self, program: int | None) -> None:
+        """Ask the program to end; what is left of its tree at the deadline is killed."""
+        # its children only once it has ended: while it saves its state it needs its data loader's workers
+        self.was_stopped = True
+        if self.is_patient:
+            self._lose_patience()
+        self._begin(self.grace_seconds)
+        if program is not None:
+            os.kill(program, signal.SIGTERM)
+            os.killpg(program, signal.SIGCONT)
+
+    def end_leftovers(self, *, after_good_end: bool) -> None:
+        """Ask what an ended program left behind to end, too; after a good end it first has the program's own time."""
+        self.is_patient = after_good_end and not self.was_stopped
+        if self.is_patient:
+            self._begin(self.grace_seconds)
+            self._told_at_seconds = time.monotonic() + min(_LEFTOVER_SECONDS, self.grace_seconds / 2)
+        else:
+            terminate(own_tree())
+            self._begin(_LEFTOVER_SECONDS)
+
+    def kill(self) -> None:
+        """Set the deadline to now, so that the tree is killed."""
+        self.was_stopped, self.is_patient = True, False
+        self._deadline_seconds = 0.0
+
+    def is_over(self, program: int | None) -> bool:
+        """Whether nothing is left of a tree that was to end; kills what is left after the deadline."""
+        if self._deadline_seconds is None:
+            return False
+        tree = own_tree()
+        if not tree and program is None:
+            return True
+        now_seconds = time.monotonic()
+        if self.is_patient and 0.0 < self._told_at_seconds <= now_seconds:
+            self._told_at_seconds = 0.0
+            self._tell(tree, is_ended=False)
+        if now_seconds >= self._deadline_seconds and self.is_patient:
+            self._tell(tree, is_ended=True)
+            self._lose_patience()
+        elif now_seconds >= self._deadline_seconds:
+            send(tree, signal.SIGKILL)
+        return False
+
+    def news(self) -> Message | None:
+        """The next event about what a program has left running after its good end."""
+        return self._news.pop(0) if self._news else None
+
+    def _tell(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:
+        names = [f"process {key.pid} ({' '.join(words_of(key.pid))[:_MOST_LETTERS]})" for key in tree]
+        self._news.append({"event": "left", "processes": names, "is_ended": is_ended})
+
+    def _lose_patience(self) -> None:
+        self.is_patient, self._deadline_seconds = False, None
+        self.end_leftovers(after_good_end=False)
+
+    def _begin(self, seconds: float) -> None:
+        if self._deadline_seconds is None:
+            self._deadline_seconds = time.monotonic() + seconds
