@@ -5,7 +5,11 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from poprun.process import process_tree
 from poprun.process.process_tree import ProcessKey, descendants, key_of, reap, send, terminate
 
 FAMILY = """
@@ -38,6 +42,20 @@ def test_a_descendant_in_another_session_is_found() -> None:
         send(reversed(family), signal.SIGKILL)
 
     assert parent.returncode == -signal.SIGKILL
+
+
+def test_the_processes_of_others_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel tells a process's children: beside thousands of others an agent would do little else."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        pytest.skip("this kernel does not tell children: CONFIG_PROC_CHILDREN")
+    monkeypatch.setattr(process_tree, "_all_stats", lambda: pytest.fail("all processes are read"))
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        family = [key for key in process_tree.own_tree() if key.pid in (parent.pid, grandchild)]
+        send(reversed(family), signal.SIGKILL)
+
+    assert [key.pid for key in family] == [parent.pid, grandchild]
 
 
 def test_a_process_with_a_used_id_is_left_alone() -> None:

@@ -91,6 +91,13 @@ TABLE = [
     (JobEnd(statuses=[GOOD], is_terminated=True), 0),
     (
         JobEnd(
+            statuses=[replace(STOPPED, exit_code=143), replace(STOPPED, index=1, exit_code=3)], is_terminated=True
+        ),
+        3,
+    ),
+    (JobEnd(statuses=[replace(STOPPED, exit_code=-9)], is_terminated=True), 143),
+    (
+        JobEnd(
             statuses=[STOPPED], num_interrupts=1, has_started=False, launcher_ended_early=True, launcher_code=-2
         ),
         130,
@@ -213,6 +220,16 @@ def test_what_poprun_ended_has_not_failed_in_the_same_way() -> None:
     assert render_end(JobEnd(statuses=statuses, findings=Findings(words=said)), planned(num_instances=2))[-1] == (
         "  instance 1   killed by poprun: SIGKILL, not ended within --stop-timeout"
     )
+
+
+def test_an_error_on_the_way_out_is_told() -> None:
+    """Its program was asked to end, to save, and has not: as from any failure, with what it said last."""
+    failed = replace(GOOD, index=1, exit_code=1, was_stopped=True)
+    end = JobEnd(statuses=[replace(GOOD, exit_code=143, was_stopped=True), failed], is_terminated=True)
+
+    lines = render_end(end, planned(num_instances=2))
+
+    assert lines[0] == "instance 1 failed when it was asked to end: exit code 1 (host localhost, replica 1)"
 
 
 @pytest.mark.parametrize(("num_interrupts", "num_lines"), [(0, 1), (1, 1), (2, 0)])

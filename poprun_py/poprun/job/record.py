@@ -448,6 +448,13 @@ def has_left(end: JobEnd) -> bool:
     return failed is not None and failed.exit_code == _LEFT and not failed.problem and not failed.was_stopped
 
 
+def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
+    """The first instance that failed when poprun, asked to end, had asked it to: its saving may have, too."""
+    asked = (status for status in end.statuses if end.is_terminated and status.was_stopped)
+    failed = (status for status in asked if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
+    return min(failed, key=order_of_failure, default=None)
+
+
 def exit_code(end: JobEnd) -> int:
     """The exit code of poprun itself."""
     failed = first_failure(end.statuses)
@@ -467,8 +474,15 @@ def exit_code(end: JobEnd) -> int:
     if end.num_interrupts:
         return shell_code(-signal.SIGINT)
     if end.is_terminated:
-        ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)
-        return 0 if ended_well else shell_code(-signal.SIGTERM)
+        return _code_of_leaving(end)
     if end.is_output_closed:
         return OutputError.exit_code if end.is_output_lost else shell_code(-signal.SIGPIPE)
     return _LAUNCH_FAILED if end.stop_reason else 0
+
+
+def _code_of_leaving(end: JobEnd) -> int:
+    """The exit code of poprun after it was asked to end."""
+    if (failed := failed_while_leaving(end)) is not None:
+        return failed.exit_code or 0
+    ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)
+    return 0 if ended_well else shell_code(-signal.SIGTERM)

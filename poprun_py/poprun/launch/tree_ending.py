@@ -52,7 +52,7 @@ class TreeEnding:
             os.killpg(program, signal.SIGCONT)
 
     def end_leftovers(self, *, after_good_end: bool) -> None:
-        """Ask what an ended program left behind to end, too; after a good end it first has the program's own time."""
+        """Ask what an ended program left behind to end, too; after a good end only when its time is over."""
         self.is_patient = after_good_end and not self.was_stopped
         if self.is_patient:
             self._begin(self.grace_seconds)
@@ -76,9 +76,9 @@ class TreeEnding:
         now_seconds = time.monotonic()
         if self.is_patient and 0.0 < self._told_at_seconds <= now_seconds:
             self._told_at_seconds = 0.0
-            self._tell(tree, is_ended=False)
+            self._name_left(tree, is_ended=False)
         if now_seconds >= self._deadline_seconds and self.is_patient:
-            self._tell(tree, is_ended=True)
+            self._name_left(tree, is_ended=True)
             self._lose_patience()
         elif now_seconds >= self._deadline_seconds:
             send(tree, signal.SIGKILL)
@@ -88,7 +88,7 @@ class TreeEnding:
         """The next event about what a program has left running after its good end."""
         return self._news.pop(0) if self._news else None
 
-    def _tell(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:
+    def _name_left(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:
         names = [f"process {key.pid} ({' '.join(words_of(key.pid))[:_MOST_LETTERS]})" for key in tree]
         self._news.append({"event": "left", "processes": names, "is_ended": is_ended})
 

@@ -14,7 +14,7 @@ import time
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import NamedTuple
 else:
     import _signal as signal  # signal itself loads enum and more
@@ -90,10 +90,16 @@ def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]
     children: dict[int, list[_Stat]] = {}
     for stat in _all_stats():
         children.setdefault(stat.parent, []).append(stat)
+    return _descend(root, apart_from, lambda pid: children.get(pid, ()))
+
+
+def _descend(
+    root: int, apart_from: Collection[int], children_of: Callable[[int], Iterable[_Stat]]
+) -> list[ProcessKey]:
     found: list[ProcessKey] = []
     parents = [root]
     for parent in parents:
-        for stat in children.get(parent, ()):
+        for stat in children_of(parent):
             if stat.key.pid in apart_from:
                 continue
             parents.append(stat.key.pid)
@@ -105,6 +111,21 @@ def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]
 def unreaped_children(parents: Collection[int]) -> list[int]:
     """Return the processes that have ended, and that their ``parents`` have not asked about."""
     return [stat.key.pid for stat in _all_stats() if stat.state == "Z" and stat.parent in parents]
+
+
+def _known_children(pid: int) -> Iterator[_Stat]:
+    """The children of a process as its threads have them; one that ends at this moment may hide another."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has ended
+        return
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                children = file.read().split()
+        except OSError:  # the thread has ended, or the kernel does not tell (CONFIG_PROC_CHILDREN)
+            continue
+        yield from filter(None, map(_read_stat, map(int, children)))
 
 
 def ancestors(pid: int) -> Iterator[int]:
@@ -162,12 +183,16 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Every living descendant of this process, a subreaper, without those in ``apart_from`` and below them."""
+    """Every living descendant of this process, a subreaper, without those in ``apart_from`` and below them.
+
+    One may be missing for a moment while another ends. An empty answer is certain: the processes of others, of
+    which there may be thousands, are read before it.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # a subreaper without a child has no descendants
         return []
-    return descendants(os.getpid(), apart_from)
+    return _descend(os.getpid(), apart_from, _known_children) or descendants(os.getpid(), apart_from)
 
 
 def reap() -> Iterator[Ended]:

@@ -10,7 +10,7 @@ from typing import Final
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
 from poprun.job.end_verdict import combine, find_verdict_of_end, kind_of_failure
-from poprun.job.record import JobEnd, first_failure, has_left
+from poprun.job.record import JobEnd, failed_while_leaving, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words, without_numbers
 from poprun.job.state import (
@@ -84,7 +84,7 @@ def _printed_code(tail: Sequence[str]) -> int | None:
 
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     """The lines that poprun prints at the end of a job, at most 15; none when all went well."""
-    failed = first_failure(end.statuses)
+    failed = first_failure(end.statuses) or failed_while_leaving(end)
     has_followed = end.findings is not None and end.findings.has_launcher_followed
     # where the launcher itself has failed, shims were lost because of that
     is_let_down = plan.mpi is not None and bool(end.launcher_code) and not has_followed
@@ -187,6 +187,8 @@ def _headline(
         return f"instance {shown.index} is at fault, although instance {failed.index} ended before it: {how}"
     if verdict.culprits and failed.index not in verdict.culprits:
         return f"{name_with_place(verdict.culprits, plan.places)} let the others down: {_fault(verdict)}"
+    if failed.was_stopped:
+        return f"instance {failed.index} failed when it was asked to end: {how}"
     return f"instance {failed.index} failed first: {how}"
 
 
@@ -213,10 +215,8 @@ def _render_late(end: JobEnd, plan: LaunchPlan) -> list[str]:
     if not late or end.num_interrupts > 1:
         return []
     seconds, verb = plan.ending.stop_timeout_seconds, "was" if len(late) == 1 else "were"
-    return [
-        f"{name_instances(late)} {verb} killed, not having ended {seconds:g} s after the request: "
-        "a longer --stop-timeout leaves time to save"
-    ]
+    how = f"killed, not having ended {seconds:g} s after the request"
+    return [f"{name_instances(late)} {verb} {how}: a longer --stop-timeout leaves time to save"]
 
 
 def _render_survivors(survivors: Sequence[int]) -> str:
