@@ -423,13 +423,16 @@ def test_what_cannot_be_sent_is_an_error() -> None:
 
 
 class Signalled(Dataset[Tensor]):
-    """One whose worker is sent a signal by whoever signals every process of the job."""
+    """One whose worker is sent a signal, once, by whoever signals every process of the job."""
+
+    was_signalled = False
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> Tensor:
-        if index == 1:
+        if not self.was_signalled:
+            self.was_signalled = True
             os.kill(os.getpid(), signal.SIGTERM)
         return torch.tensor(index)
 
