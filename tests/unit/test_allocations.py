@@ -112,6 +112,14 @@ def test_outside_of_slurm_nothing_changes() -> None:
             ),
         ),
         (
+            LaunchRequest(),
+            replace(ALLOCATION, tasks_per_node=(1, 1), most_tasks_per_node=2),
+            (
+                "Slurm's job 7 was asked for --ntasks=2, which counts, and for --ntasks-per-node=2 on 2 nodes: "
+                "leave out one of them, or give --num-instances 2"
+            ),
+        ),
+        (
             LaunchRequest(num_instances=4),
             UNEVEN,
             (

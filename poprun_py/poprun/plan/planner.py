@@ -261,6 +261,12 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
     wanted = request.num_instances or num_tasks
     job, per_node = f"Slurm's job {allocation.job_id}", math.ceil(wanted / num_nodes)
     cure = f"ask for sbatch --nodes={num_nodes} --ntasks-per-node={per_node}"
+    most = allocation.most_tasks_per_node
+    if num_tasks < most * num_nodes and request.num_instances != num_tasks:
+        raise PlanError(
+            f"{job} was asked for --ntasks={num_tasks}, which counts, and for --ntasks-per-node={most} on "
+            f"{num_nodes} nodes: leave out one of them, or give --num-instances {num_tasks}"
+        )
     if len(set(tasks)) > 1:
         raise PlanError(
             f"{job} has {min(tasks)} to {max(tasks)} tasks on each of {num_nodes} nodes, and a job equally many "

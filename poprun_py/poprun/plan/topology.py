@@ -86,6 +86,7 @@ class Allocation:
     nodes: tuple[str, ...]  # in Slurm's order, at least one
     # what Slurm calls this machine; None on a machine that is no node, as where salloc was called
     node_here: str | None = None
+    most_tasks_per_node: int = 0  # --ntasks-per-node, which is a bound where --ntasks is given, too; 0 without one
     tasks_per_node: tuple[int, ...] = ()  # tasks of each node; empty when nobody asked for tasks
     cpus_per_node: tuple[int, ...] = ()  # processors of each node; empty when Slurm does not tell
     num_gpus_per_node: int = 0  # GPUs of each node; 0 when nobody asked for any

@@ -29,6 +29,7 @@ _NODES: Final = "SLURM_JOB_NODELIST"
 _NODE_HERE: Final = "SLURMD_NODENAME"
 _TASKS: Final = "SLURM_NTASKS"
 _TASKS_PER_NODE: Final = "SLURM_TASKS_PER_NODE"
+_MOST_PER_NODE: Final = "SLURM_NTASKS_PER_NODE"
 _CPUS_PER_NODE: Final = "SLURM_JOB_CPUS_PER_NODE"
 _GPUS_PER_NODE: Final = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")
 _STEP_TASKS: Final = "SLURM_STEP_NUM_TASKS"
@@ -103,6 +104,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
         nodes=parse_hosts(environment[_NODES]),
         node_here=environment.get(_NODE_HERE),
         tasks_per_node=tasks_per_node,
+        most_tasks_per_node=_last_number(environment.get(_MOST_PER_NODE, "")),
         cpus_per_node=cpus_per_node,
         num_gpus_per_node=next(filter(None, gpu_counts), 0),
         task=_task(environment),
