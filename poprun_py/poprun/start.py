@@ -18,7 +18,7 @@ from poprun.job.state import JobIdentity
 from poprun.plan.advice import named
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
-from poprun.probe.limits import find_loopback_problem, raise_open_files, users_open_files
+from poprun.probe.limits import find_loopback_problem, find_tmpdir_problem, raise_open_files, users_open_files
 from poprun.probe.machine import names_of_this_machine
 from poprun.probe.program import fabric_variables
 from poprun.process.spawn import become_subreaper
@@ -177,6 +177,8 @@ def run_job(
 ) -> int:
     """Run the job, again after a failure as often as the plan says; returns the exit code of its last attempt."""
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
+        screen.log(f"warning: {problem}")
+    if problem := find_tmpdir_problem(os.environ.get("TMPDIR", "")):
         screen.log(f"warning: {problem}")
     leases = () if leased is None else leased.leases
     for lease in leases if verbosity else ():

@@ -13,7 +13,7 @@ import pytest
 from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
 from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.probe.limits import MemoryLimits
+from poprun.probe.limits import MemoryLimits, find_tmpdir_problem
 from poprun.text.screen import ReportFormat
 from tests.docs.markdown import ROOT
 from tests.planning import LAPTOP, MPICH, with_gpus
@@ -225,3 +225,17 @@ def test_what_the_other_python_says() -> None:
     assert read_libraries(f"a warning\n\n{json.dumps(asdict(found))}\n") == found
     assert "did not answer within" in read_libraries(None).problems["torch"]
     assert "did not answer within" in read_libraries("").problems["torch"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_too_long"), [("", False), ("/tmp", False), ("/scratch/" + "j" * 100, True)]
+)
+def test_a_tmpdir_in_which_no_socket_fits_is_a_warning(folder: str, is_too_long: bool) -> None:  # noqa: FBT001 - a parameter
+    """A batch system may set one; a loader's workers would hang there without a word."""
+    facts = replace(HEALTHY, tmpdir_problem=find_tmpdir_problem(folder))
+    found = [finding for finding in diagnose(facts) if finding.subject == "TMPDIR"]
+
+    assert [(it.state, it.remedy) for it in found] == (
+        [(State.WARNING, "export TMPDIR=/tmp, or another short one")] if is_too_long else []
+    )
+    assert all("TMPDIR has 109 bytes" in it.found for it in found)

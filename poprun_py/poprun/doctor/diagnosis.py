@@ -56,7 +56,7 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
         *_cores(facts),
         *_memory(facts),
         *_shared_memory(facts),
-        *_loopback(facts),
+        *_sockets(facts),
         *_hash_seed(facts),
         *_other_hosts(facts),
     )
@@ -206,10 +206,13 @@ def _shared_memory(facts: InstallationFacts) -> Iterator[Finding]:
         yield Finding(_SHARED_MEMORY, State.OK, f"{describe_bytes(free)} free")
 
 
-def _loopback(facts: InstallationFacts) -> Iterator[Finding]:
+def _sockets(facts: InstallationFacts) -> Iterator[Finding]:
     if facts.loopback_problem:
         found, _, remedy = facts.loopback_problem.rpartition(": ")
         yield Finding("loopback", State.FAILS, found, remedy)
+    if facts.tmpdir_problem:
+        found, _, remedy = facts.tmpdir_problem.rpartition(": ")
+        yield Finding("TMPDIR", State.WARNING, found, remedy)
 
 
 def _hash_seed(facts: InstallationFacts) -> Iterator[Finding]:

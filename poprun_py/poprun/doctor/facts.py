@@ -14,7 +14,7 @@ from popdist.contract import VERSION
 from poprun.makers.maker import TORCH_BUILDS
 from poprun.plan.program_environment import HASH_SEED
 from poprun.plan.topology import MachineFacts
-from poprun.probe.limits import MemoryLimits, cpu_quota, find_loopback_problem, memory_limits
+from poprun.probe.limits import MemoryLimits, cpu_quota, find_loopback_problem, find_tmpdir_problem, memory_limits
 from poprun.probe.machine import machine_facts
 from poprun.process.spawn import answer_of
 from poprun.text.screen import VersionFormat
@@ -80,6 +80,7 @@ class InstallationFacts:
     hash_seed: str = ""  # what the user gives Python for the order of sets; empty where nothing
     # why processes cannot reach each other at the loopback address; empty when they can
     loopback_problem: str = ""
+    tmpdir_problem: str = ""  # why libraries cannot open sockets below TMPDIR; empty when they can
 
 
 def examine(environment: Mapping[str, str]) -> InstallationFacts:
@@ -98,6 +99,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
         slurm_job=environment.get("SLURM_JOB_ID", ""),
         hash_seed=environment.get(HASH_SEED, ""),
         loopback_problem=find_loopback_problem(),
+        tmpdir_problem=find_tmpdir_problem(environment.get("TMPDIR", "")),
     )
 
 

@@ -215,6 +215,21 @@ def raise_open_files(num_instances: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+_LONGEST_ADDRESS: Final = 107  # of a unix socket, in bytes: unix(7)
+_SOCKET_NAME: Final = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # as Python's multiprocessing names one
+
+
+def find_tmpdir_problem(folder: str) -> str:
+    """Why libraries cannot open sockets below a TMPDIR; empty when they can."""
+    num_bytes = len(os.fsencode(folder))
+    if num_bytes + len(_SOCKET_NAME) <= _LONGEST_ADDRESS:
+        return ""
+    return (
+        f"TMPDIR has {num_bytes} bytes, and paths of sockets below it may have {_LONGEST_ADDRESS} in all, so that "
+        "workers of loaders may hang: export TMPDIR=/tmp, or another short one"
+    )
+
+
 def find_loopback_problem() -> str:
     """Why the processes of this machine cannot reach each other at its loopback address; empty when they can."""
     try:
