@@ -187,7 +187,7 @@ def _headline(
         return f"instance {shown.index} is at fault, although instance {failed.index} ended before it: {how}"
     if verdict.culprits and failed.index not in verdict.culprits:
         return f"{name_with_place(verdict.culprits, plan.places)} let the others down: {_fault(verdict)}"
-    if failed.was_stopped:
+    if not failed.has_failed:
         return f"instance {failed.index} failed when it was asked to end: {how}"
     return f"instance {failed.index} failed first: {how}"
 
