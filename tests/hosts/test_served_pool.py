@@ -46,7 +46,7 @@ def served(own_network: Network, tmp_path: Path) -> Iterator["subprocess.Popen[s
     command = own_network.hosts["n3"].enter(["env", *told, sys.executable, *words])
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        while "travel in clear" not in (line := server.stderr.readline()):
+        while "in clear text" not in (line := server.stderr.readline()):
             assert line
         yield server
         for line in own_network.hosts["n3"].processes():

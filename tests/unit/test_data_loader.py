@@ -5,10 +5,8 @@ Holds popdist.data.replica_loader, popdist.data.randomness and popdist.data.batc
 
 import copy
 import itertools
-import os
 import pickle
 import random
-import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
@@ -420,25 +418,3 @@ def test_what_cannot_be_sent_is_an_error() -> None:
     """It is the worker's, which torch hands on; the thread that sends would print it, and the loop would wait."""
     with pytest.raises(TypeError, match="cannot pickle 'dict_values'"):
         SentContents([{}.values()])
-
-
-class Signalled(Dataset[Tensor]):
-    """One whose worker is sent a signal, once, by whoever signals every process of the job."""
-
-    was_signalled = False
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        if not self.was_signalled:
-            self.was_signalled = True
-            os.kill(os.getpid(), signal.SIGTERM)
-        return torch.tensor(index)
-
-
-def test_a_worker_outlives_a_signal_to_every_process() -> None:
-    """The program is to finish its step and to save, and reads on until then."""
-    loader = data_loader(Signalled(), 1, num_workers=1, multiprocessing_context="fork")
-
-    assert len(list(loader)) == 4

@@ -14,6 +14,7 @@ class ComingRequest:
     """A request whose body comes in pieces."""
 
     def __init__(self, *pieces: bytes) -> None:
+        self.headers: dict[str, str] = {}
         self._pieces = pieces
 
     async def stream(self) -> AsyncIterator[bytes]:

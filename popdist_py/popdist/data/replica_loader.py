@@ -5,9 +5,7 @@ received last, whatever workers have read ahead.
 """
 
 import io
-import os
 import pickle
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -197,8 +195,6 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         self._position = position
         own = {"generator": torch.Generator().manual_seed(position.identity["seed"])}
         collate_fn = _to_the_loop if options.get("num_workers") else _as_it_is
-        if options.get("num_workers"):
-            options = {**options, "worker_init_fn": _LoaderStart(options.get("worker_init_fn"))}
         super().__init__(fetcher, batch_size=None, collate_fn=collate_fn, **(own | dict(options)))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override] # torch promises an iterator class of its own
@@ -231,25 +227,6 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
     def _batch(self, share: Share, contents: list[Any]) -> Batch:
         """Make the batch that the loop gets for ``share``."""
         return Batch.of(share, contents, self._replicas, self._accumulation)
-
-
-class _LoaderStart:
-    """The start of a worker, which is to outlive a signal to all processes of a job, by which programs save."""
-
-    def __init__(self, programs_own: Callable[[int], object] | None) -> None:
-        self._programs_own = programs_own
-
-    def __call__(self, number: int) -> None:
-        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            if signal.getsignal(signum) is signal.SIG_DFL:
-                signal.signal(signum, _outlive)
-        if self._programs_own is not None:
-            self._programs_own(number)
-
-
-def _outlive(signum: int, _frame: object) -> None:
-    """Outlive a first signal: a second one comes from a program that ends its workers."""
-    signal.signal(signum, lambda *_: os._exit(0))
 
 
 def _warn_if_limited() -> None:
