@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -1164,15 +1165,14 @@ def fault_of(case: Case, folder: Path, accumulation: int, num_phases: int) -> st
 
 
 def keep_the_law(folder: Path, sizes: Sequence[tuple[int, int]]) -> dict[str, str]:
-    """Train all cases with each accumulation and number of phases of ``sizes``; return the faults by name."""
+    """Train all cases, in turn with the accumulations and numbers of phases of ``sizes``; return faults by name."""
     popdist.init(timeout_seconds=60)
     faults = {}
-    for name, it in CASES.items():
-        for accumulation, num_phases in sizes:
-            with warnings.catch_warnings(action="ignore"):
-                fault = fault_of(it, folder / name.replace("/", " "), accumulation, num_phases)
-            if fault:
-                faults[f"{name}, accumulation {accumulation}, {num_phases} phases"] = fault
+    for (name, it), (accumulation, num_phases) in zip(CASES.items(), cycle(sizes), strict=False):
+        with warnings.catch_warnings(action="ignore"):
+            fault = fault_of(it, folder / name.replace("/", " "), accumulation, num_phases)
+        if fault:
+            faults[f"{name}, accumulation {accumulation}, {num_phases} phases"] = fault
     return faults
 
 
