@@ -62,6 +62,9 @@ PARTS: Final = tuple(
 )
 
 
+_OF_TIMES: Final = ("cost of a step", "poprun-size")
+
+
 def planned(device: str, numbers: Collection[int] = (), patience: float | None = None) -> tuple[Part, ...]:
     """Return the parts with these numbers, all if there are none, with the time that each has on ``device``."""
     factor = patience or (1.0 if device == "cuda" else PATIENCE)
@@ -71,6 +74,8 @@ def planned(device: str, numbers: Collection[int] = (), patience: float | None =
 
 def skip_reason(part: Part, device: str) -> str:
     """Return why ``part`` cannot run on ``device``; empty if it can."""
+    if device == "simulated" and part.name in _OF_TIMES:
+        return "times and memory of a simulated device say nothing of a real one"
     return "needs a device" if part.needs_device and device != "cuda" else ""
 
 

@@ -1165,7 +1165,7 @@ def fault_of(case: Case, folder: Path, accumulation: int, num_phases: int) -> st
 
 
 def keep_the_law(folder: Path, sizes: Sequence[tuple[int, int]]) -> dict[str, str]:
-    """Train all cases, in turn with the accumulations and numbers of phases of ``sizes``; return faults by name."""
+    """Train each case with one of the ``sizes``, an accumulation and a number of phases; return the faults."""
     popdist.init(timeout_seconds=60)
     faults = {}
     for (name, it), (accumulation, num_phases) in zip(CASES.items(), cycle(sizes), strict=False):
