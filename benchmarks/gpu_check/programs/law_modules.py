@@ -44,7 +44,7 @@ class OnDevice(TorchFunctionMode):
         generator = given.get("generator")
         if generator is not None and generator.device.type == "cpu":
             return func(*args, **given).to(self._device)
-        return func(*args, **given, device=self._device)
+        return func(*args, **{**given, "device": self._device})
 
 
 def run_law(law: Callable[..., object], folder: Path) -> str:
