@@ -6,6 +6,7 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from poprun.job.evidence import Helper, InstanceEvidence, StackFrame, Stacks, re
 from poprun.job.hangs import Hang
 from poprun.job.stacks import StackInquiry, collective_of, read_lines, render_stacks
 from poprun.job.state import InstanceState, InstanceStatus
-from poprun.launch.program_watch import describe_process, name_system_call
+from poprun.launch.program_watch import describe_process, find_locks, name_system_call
 
 TEXT = """\
 Thread 0x00007f95c8b2a6c0 (most recent call first):
@@ -307,3 +308,24 @@ def test_whoever_did_not_arrive_is_shown_first() -> None:
     assert said.splitlines()[0] == "no progress for 5 s: instances 0 and 1 wait in barrier()"
     assert said.index("process 2") < said.index("process 0") < said.index("process 1")
     assert said.endswith("the job goes on: an instance that compiles or saves for long looks the same")
+
+
+LOCKS = """\
+1: FLOCK  ADVISORY  WRITE 100 fd:00:7 0 EOF
+1: -> FLOCK  ADVISORY  WRITE 200 fd:00:7 0 EOF
+2: POSIX  ADVISORY  WRITE 200 fd:00:8 0 EOF
+3: OFDLCK ADVISORY  WRITE -1 fd:00:9 0 EOF
+3: -> OFDLCK ADVISORY  WRITE 200 fd:00:9 0 EOF
+4: of another kernel
+"""
+
+
+def test_locks_of_files_are_read_with_who_holds_them() -> None:
+    """Each file with its host; a lock of an open file has no process."""
+    host = os.uname().nodename
+
+    assert find_locks({100}, LOCKS) == {"held_locks": [f"{host} fd:00:7"], "awaited_locks": {}}
+    found: Any = find_locks({200}, LOCKS)
+    assert found["held_locks"] == [f"{host} fd:00:8"]
+    assert list(found["awaited_locks"]) == [f"{host} fd:00:7", f"{host} fd:00:9"]
+    assert found["awaited_locks"][f"{host} fd:00:9"] == "a process that the kernel does not name"

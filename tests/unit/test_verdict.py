@@ -250,6 +250,17 @@ def test_one_that_has_ended_is_named() -> None:
     assert "call barrier() on all instances" in find_verdict_of_hang(left, running(2), {}, read_line).advice
 
 
+def test_a_lock_for_which_a_helper_waits_by_chance_says_nothing() -> None:
+    """The instance itself waits in a collective, and another one sleeps."""
+    waits = replace(told(BACKWARD, REDUCES), awaited_locks=(("fd:00:7", "process 9"),))
+    hang = Hang(idle_seconds=5, waiting={IN_BACKWARD: (0,)}, absent=(1,))
+
+    found = find_verdict_of_hang(hang, running(2), {0: waits, 1: told(SLEEPING, BEHIND)}, read_line)
+
+    assert (found.cause, found.culprits) == (Cause.ABSENT, (1,))
+    assert "lock" not in " ".join(found.details)
+
+
 def test_where_most_have_ended_the_others_are_the_odd_ones() -> None:
     """Two of three have ended, and the third waits for them."""
     hang = Hang(idle_seconds=5, waiting={IN_BACKWARD: (2,)}, ended=(0, 1))

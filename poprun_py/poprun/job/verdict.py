@@ -5,7 +5,7 @@ both are named, and neither is the culprit.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -119,16 +119,19 @@ def _find_outside_of_calls(
     verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict | None:
     """Return the verdict of a hang that no collective explains: locks of files, or a standstill; else None."""
-    if any(known.awaited_locks for known in evidence.values()):
-        return _blame_lock(verdict, evidence, read_line)
+    outside = {*hang.absent, *hang.standing}  # a helper of one that waits in a call may wait for a lock by chance
+    if any(known.awaited_locks for index, known in evidence.items() if index in outside):
+        return _blame_lock(verdict, outside, evidence, read_line)
     return _blame_standing(verdict, hang.standing, evidence, read_line) if hang.standing else None
 
 
-def _blame_lock(verdict: Verdict, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine) -> Verdict:
+def _blame_lock(
+    verdict: Verdict, outside: Collection[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
+) -> Verdict:
     """Blame the instance that holds the lock of a file for which others wait; nobody if no instance holds it."""
     waiting: dict[tuple[str, str], list[int]] = {}
-    for index, known in sorted(evidence.items()):
-        for lock in known.awaited_locks:
+    for index in sorted(evidence.keys() & outside):
+        for lock in evidence[index].awaited_locks:
             waiting.setdefault(lock, []).append(index)
     (file, process), victims = next(iter(waiting.items()))
     holders = tuple(index for index, known in sorted(evidence.items()) if file in known.held_locks)

@@ -74,6 +74,7 @@ _LOOK_SECONDS = 1.0
 _LOOKS_PER_WALK = 5
 _PAUSE_SECONDS = 7 * 24 * 3600.0
 _PAGE_NAME = "poprun-progress"
+_LOCK_WORDS = 6
 _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -138,17 +139,22 @@ def _read_file(path: str) -> str:
 def find_locks(pids: Collection[int], locks: str = "") -> Message:
     """Return the locks of files that the processes hold, and those that they wait for, with who holds each.
 
-    ``locks`` is the text of proc_locks(5), whose line of a waiting process begins with an arrow behind its number.
+    ``locks`` is the text of proc_locks(5), whose line of a waiting process has an arrow behind its number. The
+    number of a file has the host's name before it, since other hosts have files of the same number.
     """
     held: list[str] = []
     awaited: dict[str, str] = {}
     holders: dict[str, int] = {}
+    host = os.uname().nodename
     for line in (locks or _read_file("/proc/locks")).splitlines():
         words = line.split()
         is_waiting = words[1:2] == ["->"]
-        pid, file = words[5:7] if is_waiting else words[4:6]
+        if len(words) < _LOCK_WORDS + is_waiting:
+            continue
+        pid, file = words[4 + is_waiting], f"{host} {words[5 + is_waiting]}"
         if is_waiting and int(pid) in pids:
-            awaited[file] = describe_process(holders.get(file, 0))
+            holder = holders.get(file, 0)  # the kernel names none where the lock belongs to an open file
+            awaited[file] = describe_process(holder) if holder > 0 else "a process that the kernel does not name"
         elif not is_waiting:
             holders[file] = int(pid)
             held += [file] if int(pid) in pids else []
