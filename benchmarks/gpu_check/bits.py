@@ -37,14 +37,16 @@ def part_2(setting: Setting, findings: Findings) -> None:
 
 
 def part_3(setting: Setting, findings: Findings) -> None:
-    """Train the hard recipe at 1, 2 and 4 instances, and by hand."""
+    """Train the hard recipe at 1, 2 and 4 instances, on a GPU with NCCL between two, and by hand."""
     recipe = partial(poprun, setting, options=_DETERMINISTIC, seconds=0.9 * setting.seconds)
     program = str(PROGRAMS / "hard_recipe.py")
     calls = [partial(recipe, number, [program]) for number in (1, 2, 4)]
+    calls += [partial(recipe, 2, [program], variables={"GPU_CHECK_RANKS_SHARE": "1"})] if setting.on_cuda else []
     *ends, by_hand = at_once(setting, [*calls, partial(recipe, 1, [program, "--by-hand"])])
     require_runs(findings, [*ends, by_hand])
     digests = [end.result.get("digest", "") for end in ends]
-    findings.require("one digest at 1, 2 and 4 instances", is_one(digests), counted(digests))
+    over_nccl = ", and at 2 over NCCL" if setting.on_cuda else ""
+    findings.require(f"one digest at 1, 2 and 4 instances{over_nccl}", is_one(digests), counted(digests))
     skipped = [end.result.get("num_skipped") for end in ends]
     findings.require("the scaler skips one step of 30", {*skipped} == {1}, skipped)
     apart = by_hand.result.get("difference", float("inf"))

@@ -57,15 +57,16 @@ def part_7(setting: Setting, findings: Findings) -> None:
     if setting.device == "cpu":
         del stores["host"]
         findings.skip("a store in the memory of the host: needs a device")
-    digests = {}
+    digests, losses = {}, {}
     for name, store in stores.items():
         words = [*_LARGE] if setting.on_cuda and not store else size
         end = program("phased_gpt.py", "--store", store, *words, seconds=setting.seconds / 2)
         require_runs(findings, [end])
         digests[name] = end.result.get("digest", "")
+        losses[name] = end.result.get("losses")
         if end.result:
             findings.measure(**{name: speed_of(end.result, moves=bool(store))})
-    findings.require("phases have the bits of the model in memory", is_one([*digests.values()]), digests)
+    findings.require("phases have the bits of the model in memory", is_one([*digests.values()]), (digests, losses))
 
 
 def part_11(setting: Setting, findings: Findings) -> None:
@@ -92,6 +93,7 @@ def part_11(setting: Setting, findings: Findings) -> None:
         end.result["used_bytes"] - (end.result["before_bytes"] if setting.device == "cpu" else 0),
     )
     findings.measure(
+        bytes_of_the_device=end.result["bytes"],
         milliseconds_predicted_and_measured=[round(1e3 * it, 3) for it in seconds],
         GiB_predicted_and_measured=[round(it / _GIB, 3) for it in memory],
     )

@@ -103,7 +103,8 @@ def poprun(
     with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
         report = Path(folder, "report.json")
         words = [*poprun_words("-n", str(num_instances), "--num-replicas", str(NUM_REPLICAS), "--tag-output=no")]
-        words += ["--share-devices"] if setting.on_cuda else []
+        # a pool of its own for each job: jobs of one pool are never on one GPU at the same time
+        words += ["--share-devices", "--pool", str(Path(folder, "pool"))] if setting.on_cuda else []
         words += ["--report", str(report), *options, sys.executable, *program]
         end = run(words, variables=variables, seconds=seconds)
         read = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}

@@ -368,6 +368,7 @@ def _connect_members(
         host=f"host {contract.instance_index // num_local} of {num_local} each",  # as many in a row on each
         timeout_seconds=timeout_seconds,
         header_bytes=HEADER_BYTES,
+        warns_of_sharing=not contract.shares_device,
     )
     return torch_backend.TorchBackend(connected, names.members, DEVICE_KINDS[backend])
 

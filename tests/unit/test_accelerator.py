@@ -125,6 +125,7 @@ def test_members_find_out_that_they_share_a_device(monkeypatch: pytest.MonkeyPat
         assert not are_distinct(Others(first), 2, 0, torch.device("cuda", 0), "here")
     with pytest.warns(popdist.PopdistWarning, match="compute on another and one kind"):
         assert are_distinct(Others(other), 2, 0, torch.device("cuda", 0), "here")
+    assert not are_distinct(Others(first), 2, 0, torch.device("cuda", 0), "here", warns=False)
     assert not are_distinct(Others(torch.zeros_like(first)), 2, 0, torch.device("cuda", 0), "here")
 
 

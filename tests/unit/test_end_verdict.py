@@ -268,6 +268,21 @@ CUDA kernel errors might be asynchronously reported at some other API call.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
+MISALIGNED = """\
+Traceback (most recent call last):
+  File "/home/me/failing.py", line 55, in <module>
+    main()
+  File "/home/me/failing.py", line 49, in main
+    fail(sys.argv[1], device)
+  File "/home/me/failing.py", line 35, in fail
+    wait_for(device)
+torch.AcceleratorError: CUDA error: misaligned address
+Search for `cudaErrorMisalignedAddress' in https://docs.nvidia.com/cuda/cuda-runtime-api/ \
+for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace may be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Device-side assertion tracking was not enabled by user.
+"""
 FULL = """\
 Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
@@ -281,6 +296,7 @@ of which 78.60 GiB is free. Including non-PyTorch memory, this process has 520.0
     ("text", "cause", "said", "advice"),
     [
         (NCCL_WITHOUT_ROOM, Cause.FULL_DISK, "NCCL has found no room in /dev/shm", "--shm-size 8g"),
+        (MISALIGNED, Cause.EXCEPTION, "misaligned address on its device", "CUDA_LAUNCH_BLOCKING=1"),
         (ASSERTED, Cause.EXCEPTION, ASSERTION, "CUDA_LAUNCH_BLOCKING=1"),
         *(
             (
@@ -302,7 +318,9 @@ def test_a_failure_on_a_device_is_told_with_its_remedy(text: str, cause: Cause, 
     assert advice in verdict.advice
     assert hint(ended(1, 1), words, Evidence()) == said
     if cause is Cause.EXCEPTION:
-        assert words.lines[0] == ASSERTION
+        assert words.lines[0] == (ASSERTION if said == ASSERTION else "Traceback (most recent call last):")
+        assert words.lines[-1].startswith("torch.AcceleratorError: ")  # and not what torch adds to each of them
+        assert not any("more call" in line for line in words.lines)
 
 
 def test_a_call_of_one_instance_alone_is_told_with_its_remedy() -> None:

@@ -205,7 +205,7 @@ def test_a_verdict_of_poprun_is_read() -> None:
         return trouble_of(JobEnd(code=1, out="", err="", report=report, seconds=1.0), "out of memory", lines)
 
     assert source[lines.start - 1].startswith("def fail(")
-    assert "wait_for(device)" in source[lines.stop - 2]
+    assert "synchronize(device)" in source[lines.stop - 2]
     assert trouble() == ""
     assert "exception" in trouble(cause="exception")
     assert "[0]" in trouble(culprits=[0])

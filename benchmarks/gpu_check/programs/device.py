@@ -10,6 +10,10 @@ from gpu_check.jobs import DEVICE, RESULT
 
 import popdist
 from popdist import context
+from popdist.accelerators import accelerator
+
+RANKS_SHARE = "GPU_CHECK_RANKS_SHARE"
+"""The environment variable that has NCCL connect ranks on one GPU."""
 
 
 def chosen_device() -> torch.device:
@@ -19,6 +23,8 @@ def chosen_device() -> torch.device:
     """
     if module := os.environ.get("GPU_CHECK_DEVICE_MODULE"):
         import_module(module)
+    if RANKS_SHARE in os.environ:
+        connect_by_nccl(os.environ.get("RANK", "0"))
     asked = os.environ.get(DEVICE, "cpu")
     try:
         found = popdist.device()
@@ -30,6 +36,24 @@ def chosen_device() -> torch.device:
         vars(context)["devices"] = lambda: (found,)
     print(f"device {found}, chosen by {chosen_by}", flush=True)
     return found
+
+
+def connect_by_nccl(rank: str) -> None:
+    """Have NCCL, and popdist over NCCL, take each rank for a host of its own, whose GPU is no other rank's.
+
+    NCCL compares hosts before it compares devices.
+    """
+    os.environ |= {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+    }
+    identity = rank.encode().rjust(accelerator.IDENTITY_BYTES, b"#")
+    vars(accelerator)["identity_of"] = lambda _device, _host: identity
 
 
 def wait_for(device: torch.device) -> None:

@@ -5,7 +5,7 @@ import signal
 import sys
 
 import torch
-from gpu_check.programs.device import chosen_device, wait_for
+from gpu_check.programs.device import chosen_device
 from torch import nn
 from torch.cuda import jiterator
 
@@ -13,7 +13,7 @@ import popdist
 
 SPIN = "template <typename T> T spin(T x) { volatile T y = x; while (y == y) { y = y + T(0); } return y; }"
 WILD = (
-    "template <typename T> T wild(T x) { return *reinterpret_cast<volatile T*>(16ULL + (unsigned long long)x); }"
+    "template <typename T> T wild(T x) { return *reinterpret_cast<volatile T*>(16ULL * (unsigned long long)x); }"
 )
 """Kernels that never end, and that read at an address that is not there."""
 
@@ -32,7 +32,7 @@ def fail(kind: str, device: torch.device) -> None:
         kernel(torch.ones(4, device=device))
     else:
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for(device)
+    torch.accelerator.synchronize(device)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ python phased_gpt.py --store host --layers 21 --width 1024 --memory 900000000
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 
@@ -28,12 +29,14 @@ def initialize(net: nn.Module) -> None:
             module.reset_parameters()
 
 
-def step_of(model: popdist.ReplicatedModel | PhasedModel, do_step: Callable[[], object], words: Tensor) -> None:
-    """Do one step."""
+def step_of(model: popdist.ReplicatedModel | PhasedModel, do_step: Callable[[], object], words: Tensor) -> Tensor:
+    """Do one step, and return its loss."""
     for part in model.micro_batches((words,)):
         x, y = part[0][:, :-1], part[0][:, 1:]
-        cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
     do_step()
+    return loss.detach()
 
 
 def main() -> None:
@@ -46,8 +49,10 @@ def main() -> None:
     parser.add_argument("--wall", type=int, default=0, help="bytes that torch may take of the device; 0 for all")
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product of matrices
     device = chosen_device()
     popdist.init()
+    torch.use_deterministic_algorithms(mode=True)
     if options.wall and device.type == "cuda":
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(options.wall / total)
@@ -66,14 +71,16 @@ def main() -> None:
         model = popdist.ReplicatedModel(recompute(net.to(device), net.layers))
         do_step = torch.optim.AdamW(model.parameters(), lr=1e-3).step
     generator = torch.Generator().manual_seed(1)
-    seconds = []
+    seconds, losses = [], []
     for _ in range(options.steps):
         words = torch.randint(NUM_BYTES, (BATCH, LENGTH + 1), generator=generator)
         begin = time.perf_counter()
-        step_of(model, do_step, words)
+        loss = step_of(model, do_step, words)
         wait_for(device)
         seconds.append(time.perf_counter() - begin)
-    print_result(digest=popdist.checksum(model.state_dict()), seconds=seconds, num_parameters=num_parameters)
+        losses.append(loss.item())
+    digest = popdist.checksum(model.state_dict())
+    print_result(digest=digest, losses=losses, seconds=seconds, num_parameters=num_parameters)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,15 @@ def used_bytes(device: torch.device) -> int:
     return int(total - free)
 
 
+def bytes_of(device: torch.device) -> dict[str, int]:
+    """Return what torch's allocator knows of the device's memory; empty for a CPU."""
+    if device.type == "cpu":
+        return {}
+    found = torch.accelerator.memory_stats(device)
+    names = "allocated_bytes.all.peak", "reserved_bytes.all.peak", "reserved_bytes.all.current"
+    return {name: found[name] for name in names if name in found}
+
+
 def main() -> None:
     """Time the loops, and print the seconds of each round."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -106,7 +115,7 @@ def main() -> None:
         distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     before = used_bytes(device)
     times = measure(options.model, options.loops, options.rounds, options.steps, device)
-    print_result(seconds=times, used_bytes=used_bytes(device), before_bytes=before)
+    print_result(seconds=times, used_bytes=used_bytes(device), before_bytes=before, bytes=bytes_of(device))
 
 
 def measure(

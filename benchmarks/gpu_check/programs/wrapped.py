@@ -4,18 +4,6 @@ poprun -n 2 python wrapped.py --wrap fsdp --backend cpu:popdist,cuda:nccl
 """
 
 import argparse
-import os
-
-if "GPU_CHECK_RANKS_SHARE" in os.environ:  # NCCL compares hosts before devices: each rank is a host of its own
-    os.environ |= {
-        "NCCL_HOSTID": f"rank-{os.environ.get('RANK', '0')}",
-        "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_CUMEM_ENABLE": "0",
-    }
 
 import torch
 from gpu_check.programs.device import chosen_device, print_result

@@ -21,7 +21,9 @@ class Gathers(Protocol):
         """Fill ``rows`` with the flat tensors of bytes that the members bring, in their order."""
 
 
-def are_distinct(collectives: Gathers, size: int, rank: int, device: torch.device | None, host: str) -> bool:
+def are_distinct(
+    collectives: Gathers, size: int, rank: int, device: torch.device | None, host: str, *, warns: bool = True
+) -> bool:
     """Find out whether the accelerators of all members are different ones; all members call this.
 
     The first member warns of members that share an accelerator, and of accelerators of several kinds.
@@ -32,6 +34,7 @@ def are_distinct(collectives: Gathers, size: int, rank: int, device: torch.devic
         rank: The place of this member among them.
         device: The accelerator of this member; None if this member has none.
         host: A name that no other host has.
+        warns: Whether to warn of members that share an accelerator: poprun has said so where it planned it.
     """
     own = b"" if device is None else accelerator.identity_of(device, host)
     kind = b"" if device is None else accelerator.name_of(device).encode()[:_NAME_BYTES]
@@ -43,7 +46,7 @@ def are_distinct(collectives: Gathers, size: int, rank: int, device: torch.devic
     devices = [it[: accelerator.IDENTITY_BYTES] for it in found if any(it)]
     if rank == 0 and devices:
         _warn_of_kinds({it[accelerator.IDENTITY_BYTES :].rstrip(b"\0") for it in found if any(it)})
-        if len(set(devices)) < len(devices):
+        if warns and len(set(devices)) < len(devices):
             _warn(
                 f"several instances compute on one device, such as {device}: their tensors go over the memory of "
                 "the host, with the same bits, and take longer"

@@ -62,9 +62,10 @@ def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: 
     from popdist.environments import Launcher, detect  # noqa: PLC0415
     from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415
 
-    device, found = None, accelerator.found_type()
+    device, found, warns = None, accelerator.found_type(), True
     if accelerator.num_devices():  # to ask that at the start would take long
         environment = detect(os.environ)
+        warns = not environment.contract.shares_device
         dealt = accelerator.devices_of(environment.contract, are_dealt=environment.launcher is Launcher.POPRUN)[0]
         device = (
             dealt if dealt.type == found else torch.device(str(found), torch.accelerator.current_device_index())
@@ -77,5 +78,6 @@ def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: 
         timeout=options.timeout,
         members=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
         device=device,
+        warns_of_sharing=warns,
         share_tensors=read_share_tensors(os.environ),
     )

@@ -126,6 +126,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         timeout: timedelta,
         members: tuple[int, ...],  # the ranks of the group's ranks in the job, for errors
         device: torch.device | None = None,  # the accelerator of this rank
+        warns_of_sharing: bool = True,  # of accelerators that ranks share
         share_tensors: bool | None = None,  # see `popdist.contract.read_share_tensors`
     ) -> None:
         install_kernels()
@@ -140,7 +141,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
         self._register_backend(_CPU, _GLOO, self._gloo)
         self._set_default_backend(_GLOO)
-        self.direct_device = self._connect_accelerators(device, timeout)
+        self.direct_device = self._connect_accelerators(device, timeout, warns=warns_of_sharing)
         never_destroy_in_children(self, self._gloo, store)
         self._share_tensors = share_tensors
         if isinstance(self._host, HostCollectives) and share_tensors is not False:
@@ -150,12 +151,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         self.calls = GroupCalls(self._host, self._gloo, self._queue, () if is_whole else members)
         self.message_calls = MessageCalls(self._host, self._gloo)
 
-    def _connect_accelerators(self, device: torch.device | None, timeout: timedelta) -> torch.device | None:
+    def _connect_accelerators(
+        self, device: torch.device | None, timeout: timedelta, *, warns: bool
+    ) -> torch.device | None:
         """Connect the accelerators of all ranks; None where their tensors go over the memory of the host."""
         if accelerator.found_type() is None:
             return None
         rank, size = self.rank(), self.size()
-        is_distinct = are_distinct(self._host, size, rank, device, machine())
+        is_distinct = are_distinct(self._host, size, rank, device, machine(), warns=warns)
         if device is None:
             return None
         name = accelerator.collectives_of(device.type)

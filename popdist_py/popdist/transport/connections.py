@@ -66,7 +66,9 @@ class Connections:
         host: str,  # what all instances of a host have in common
         timeout_seconds: float,
         header_bytes: int,
+        warns_of_sharing: bool = True,  # of accelerators that instances share
     ) -> None:
+        self._warns_of_sharing = warns_of_sharing
         self.header_bytes = header_bytes
         self.names = names
         self.num_instances = len(names.members)
@@ -119,7 +121,8 @@ class Connections:
         if device.type not in self._direct:
             with as_backend_error("the other instances did not tell of their accelerators"):
                 place = self.num_instances, self.instance_index
-                is_distinct = are_distinct(self.collectives, *place, device, self._host_name)
+                warns = self._warns_of_sharing
+                is_distinct = are_distinct(self.collectives, *place, device, self._host_name, warns=warns)
             is_possible = is_distinct and accelerator.collectives_of(device.type)
             self._direct[device.type] = self._connect_direct(device.type, "direct") if is_possible else None
         return self._direct[device.type]

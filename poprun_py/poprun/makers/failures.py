@@ -11,9 +11,20 @@ _NO_MEMORY: Final = re.compile(
     rf"(?:\. (GPU \d+) has a total capacity of {_SIZE})?(?: of which {_SIZE})?"
 )
 AT_FAULT: Final = re.compile(
-    r"(?:CUDA|HIP) error: (device-side assert triggered|an illegal memory access was encountered)"
+    r"(?:CUDA|HIP) error: (device-side assert triggered|an illegal (?:memory access|instruction) was encountered"
+    r"|misaligned address|unspecified launch failure|hardware stack error|invalid program counter"
+    r"|operation not supported on global/shared address space|the launch timed out and was terminated)"
 )
-"""An exception that says that a kernel has failed, of which lines above the traceback may tell."""
+"""An exception that says that a kernel has failed, of which lines above the traceback may tell.
+
+The texts are those of the errors 700 to 719 of the CUDA runtime (cudaError_t in the CUDA runtime's manual).
+"""
+
+SAID_OF_ALL: Final = re.compile(
+    r"Search for `(?:cuda|hip)Error|(?:CUDA|HIP) kernel errors might be asynchronously"
+    r"|For debugging consider passing |Device-side assertions? |Compile with `?TORCH_USE_"
+)
+"""Lines that torch adds to each error of a device, and that say nothing of the error at hand."""
 
 _ASSERTION: Final = re.compile(r".*\bassertion .*failed", re.IGNORECASE)
 _NO_ROOM: Final = re.compile(r"shared memory segment /dev/shm/nccl\S+.*No space left on device")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from popdist import contract
-from poprun.makers.failures import AT_FAULT, find_assertion
+from poprun.makers.failures import AT_FAULT, SAID_OF_ALL, find_assertion
 from poprun.text.screen import without_codes
 
 MAX_EXCERPT_LINES: Final = 9
@@ -230,7 +230,7 @@ def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
     end = start + 1
     while end < len(lines) and not _is_other(lines[end]):
         end += 1
-    message = list(lines[start:end])
+    message = [line for line in lines[start:end] if not SAID_OF_ALL.match(line)]
     while message and not message[-1].strip():
         message.pop()
     return tuple(message)
