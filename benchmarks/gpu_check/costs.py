@@ -23,7 +23,7 @@ _BYTES_OF_PARAMETER: Final = 28
 _WARM_STEPS: Final = 2
 _SECONDS_WITHIN, _MEMORY_WITHIN = 0.15, 0.10
 _TINY: Final = ("gpt", "layers=2", "hidden=64", "heads=2", "sequence=32", "vocab=256")
-_NUMBERS: Final = {"cuda": (("gpt2", "vocab=50304"), "8"), "cpu": (_TINY, "4")}
+_NUMBERS: Final = {"cuda": (("gpt2", "vocab=50304", "full_loss=yes"), "8"), "cpu": (_TINY, "4")}
 """For poprun-size: the model of part 4, and its micro batch."""
 
 

@@ -4,10 +4,11 @@ import re
 import subprocess
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from gpu_check.findings import Findings
-from gpu_check.jobs import PROGRAMS, JobEnd, Setting, poprun
+from gpu_check.jobs import PROGRAMS, JobEnd, Setting, at_once, poprun
 
 _PROGRAM: Final = PROGRAMS / "failing.py"
 _CAUSES: Final = {
@@ -29,18 +30,22 @@ _MEBIBYTES_WITHIN: Final = 64
 def part_8(setting: Setting, findings: Findings) -> None:
     """Fail in each way, and read poprun's verdict and the driver's list of processes."""
     lines = fault_lines()
-    for kind, cause in _CAUSES.items():
-        if kind not in _WITHOUT_CUDA.get(setting.device, _CAUSES):
-            findings.skip(f"{kind}: needs a device")
-            continue
-        before = device_use() if setting.on_cuda else ()
-        end = poprun(setting, 2, [str(_PROGRAM), kind], options=_HANG, seconds=setting.seconds / 2)
-        wrong = trouble_of(end, cause, lines if kind != "kill" else None)
+    kinds = [kind for kind in _CAUSES if kind in _WITHOUT_CUDA.get(setting.device, _CAUSES)]
+    for kind in _CAUSES.keys() - {*kinds}:
+        findings.skip(f"{kind}: needs a device")
+    before = device_use() if setting.on_cuda else ()
+    job = partial(poprun, setting, 2, options=_HANG, seconds=setting.seconds / 2)
+    for kind, end in zip(
+        kinds, at_once(setting, [partial(job, [str(_PROGRAM), kind]) for kind in kinds]), strict=True
+    ):
+        wrong = trouble_of(end, _CAUSES[kind], lines if kind != "kill" else None)
         findings.require(f"{kind}: instance 1, its line and its cause are named", not wrong, wrong)
-        if setting.on_cuda:
-            after = freed(before)
-            findings.require(f"{kind}: the device is free", after == before, f"before {before}, after {after}")
         findings.measure(**{kind: f"{end.seconds:.1f} s, {' '.join(end.verdict.get('details', []))[:120]}"})
+    if setting.on_cuda:
+        after = freed(before)
+        findings.require(
+            "the device is free after all of them", after == before, f"before {before}, after {after}"
+        )
 
 
 def fault_lines() -> range:

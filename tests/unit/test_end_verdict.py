@@ -262,6 +262,10 @@ ASSERTED = f"""\
 {ASSERTION}
 Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
+    main()
+  File "/home/me/train.py", line 7, in main
+    step(loss)
+  File "/home/me/train.py", line 3, in step
     loss.item()
 torch.AcceleratorError: CUDA error: device-side assert triggered
 CUDA kernel errors might be asynchronously reported at some other API call.

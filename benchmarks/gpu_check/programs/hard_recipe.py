@@ -82,12 +82,17 @@ def train(net: Net) -> tuple[popdist.ReplicatedModel, int]:
     return model, num_skipped
 
 
-def train_by_hand(net: Net) -> Net:
-    """Train with torch alone, replica after replica, with sums in the order of a binary tree."""
+def train_by_hand(net: Net) -> tuple[Net, int]:
+    """Train with torch alone, replica after replica; return the model and the number of skipped steps.
+
+    Gradients are added in the order of a binary tree, and the norm is taken of the norms of the parameters: if a
+    norm differs in its last bit, rounding to 16 bits makes weights differ by some percent after 30 steps.
+    """
     device = next(net.parameters()).device
     parameters = list(net.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
     scaler = torch.amp.GradScaler(device.type)
+    num_skipped = 0
     samples = [tensor.to(device).split(STEP_SAMPLES) for tensor in images().tensors]
     for step in zip(*samples, strict=True):
         start = {name: buffer.clone() for name, buffer in net.named_buffers()}
@@ -104,11 +109,14 @@ def train_by_hand(net: Net) -> Net:
             parameter.grad = (a + b) / (NUM_REPLICAS * ACCUMULATION)
         load_buffers(net, mean_of(ends))
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, LIMIT)
+        norms = [torch.linalg.vector_norm(parameter.grad) for parameter in parameters]
+        nn.utils.clip_grads_with_norm_(parameters, LIMIT, torch.linalg.vector_norm(torch.stack(norms)))
+        before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
+        num_skipped += scaler.get_scale() < before
         optimizer.zero_grad()
-    return net
+    return net, num_skipped
 
 
 def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -146,8 +154,11 @@ def main() -> None:
     net = Net(0.0 if options.by_hand else 0.2).to(device)
     twin = copy.deepcopy(net)
     model, num_skipped = train(net)
-    apart = difference(model.module, train_by_hand(twin)) if options.by_hand else None
-    print_result(digest=popdist.checksum(model), num_skipped=num_skipped, difference=apart)
+    found = {"digest": popdist.checksum(model), "num_skipped": num_skipped}
+    if options.by_hand:
+        other, found["num_skipped_by_hand"] = train_by_hand(twin)
+        found["difference"] = difference(model.module, other)
+    print_result(**found)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import popdist_backend
+
 NUM_STEPS, NUM_SAMPLES, WIDTH = 8, 16, 256
 
 
@@ -24,6 +26,7 @@ def main() -> None:
     device = chosen_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+    popdist_backend.register()  # torch does so itself where popdist is installed
     distributed.init_process_group(options.backend)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)

@@ -112,10 +112,11 @@ def last_words(tail: Sequence[str]) -> LastWords:
     if chosen is None:
         excerpt = _last_lines(lines)
         return LastWords(summary=excerpt[-1].strip() if excerpt else "", lines=tuple(excerpt))
-    excerpt = [_shorten(line) for line in _condense(chosen, tracebacks)[:MAX_EXCERPT_LINES]]
     summary = _first_words(chosen) or chosen.header
-    if AT_FAULT.search(summary) and (assertion := find_assertion(lines[: chosen.at])):
-        excerpt = [assertion, *excerpt][:MAX_EXCERPT_LINES]
+    assertion = find_assertion(lines[: chosen.at]) if AT_FAULT.search(summary) else ""
+    above = [assertion] if assertion else []
+    condensed = _condense(chosen, tracebacks, MAX_EXCERPT_LINES - len(above))
+    excerpt = [_shorten(line) for line in [*above, *condensed][:MAX_EXCERPT_LINES]]
     return LastWords(summary=summary, place=_place(chosen.frames), lines=tuple(excerpt))
 
 
@@ -261,7 +262,7 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
     return earlier[0] if last.root_cause else earlier[-1]
 
 
-def _condense(traceback: Traceback, tracebacks: Sequence[Traceback]) -> list[str]:
+def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: int) -> list[str]:
     """The exception that led to this one in a line, then this one: calls, as there is room, and message."""
     same = [other for other in tracebacks if other.rank == traceback.rank]
     first = at = same.index(traceback)
@@ -274,7 +275,7 @@ def _condense(traceback: Traceback, tracebacks: Sequence[Traceback]) -> list[str
     header = [traceback.header] if traceback.header else []
     message = _condense_message(traceback)
     num_others = len(head) + len(header) + len(message)
-    frames = _condense_frames(traceback.frames, MAX_EXCERPT_LINES - num_others)
+    frames = _condense_frames(traceback.frames, max_lines - num_others)
     return [*head, *(header if frames else ()), *frames, *message]
 
 
