@@ -23,7 +23,7 @@ import popdist
 from popdist.checkpoint import load_latest, save
 from popdist.layout import parts
 from popdist.optim import LowPrecision
-from popdist.parallel import PhasedOptimizer, phased
+from popdist.parallel import PhasedOptimizer, phased, recompute
 from tests.contract.laws import TIMEOUT_SECONDS
 
 Recipe = Callable[[torch.device], str]
@@ -193,6 +193,36 @@ def phases(device: torch.device) -> str:
         return popdist.checksum(model.state_dict())
 
 
+class Noisy(nn.Module):
+    """Two layers with dropout that are called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(36, 36), nn.Dropout()) for _ in range(2))
+        self.last = nn.Linear(36, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Four scores for each image."""
+        x = images.flatten(1)
+        for layer in self.layers:
+            x = layer(input=x)
+        scores: Tensor = self.last(x)
+        return scores
+
+
+def recomputed(device: torch.device) -> str:
+    """Layers draw the same numbers when they are computed again: torch finds no device among their arguments."""
+    found = []
+    for is_recomputed in (False, True):
+        net = Noisy().to(device)
+        model = popdist.ReplicatedModel(recompute(net, net.layers) if is_recomputed else net)
+        steps(model, torch.optim.SGD(model.parameters(), lr=0.1), range(_NUM_STEPS))
+        found.append(popdist.checksum(model))
+    assert found[0] == found[1]
+    return found[0]
+
+
 def distributed_data_parallel(device: torch.device) -> str:
     """Torch's DDP over the backend popdist."""
     net = DistributedDataParallel(Net().to(device), find_unused_parameters=True)
@@ -233,6 +263,7 @@ OF_POPDIST: Final[dict[str, Recipe]] = {
         sharded,
         low_precision,
         phases,
+        recomputed,
     )
 }
 RECIPES: Final = OF_TORCH | OF_POPDIST

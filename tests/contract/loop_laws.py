@@ -32,7 +32,10 @@ from tests.contract.training_laws import (
     train,
 )
 
-CPU = torch.device("cpu")
+
+def own_device() -> torch.device:
+    """Return the device on which tensors are made: the CPU, or that of a check on an accelerator."""
+    return torch.empty(0).device
 
 
 def all_laws() -> list[Callable[[], None]]:
@@ -83,7 +86,7 @@ def law_random_numbers_belong_to_the_replica() -> None:
     expected = []
     for _ in range(2):
         for replica in popdist.local_replicas():
-            with alone.of(replica, CPU):
+            with alone.of(replica, own_device()):
                 expected.append(draw())
     assert drawn == expected
     assert len(set(drawn)) == len(drawn)
@@ -131,14 +134,14 @@ def law_random_states_can_be_dealt_anew() -> None:
     with model.micro_batch(0):
         draw()
     model.reduce_gradients()
-    with everyone.of(popdist.local_replicas()[0], CPU):
+    with everyone.of(popdist.local_replicas()[0], own_device()):
         draw()
 
     model.randomness.load_state_dict(everyone.state_dict())
 
-    with model.randomness.of(popdist.local_replicas()[-1], CPU):
+    with model.randomness.of(popdist.local_replicas()[-1], own_device()):
         found = draw()
-    with everyone.of(popdist.local_replicas()[-1], CPU):
+    with everyone.of(popdist.local_replicas()[-1], own_device()):
         assert draw() == found
     with refused(popdist.WeightsError, "no random states"):
         model.randomness.load_state_dict({popdist.local_replicas()[0]: {"torch": torch.zeros(1)}})

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from popdist.accelerators import accelerator
 from popdist.errors import WeightsError, name_first
 from popdist.gradients.buffers import LARGE
 from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
@@ -215,13 +216,18 @@ class LayerState:
     def __init__(self, layer: nn.Module) -> None:
         self._places = [(owner, key) for owner in layer.modules() for key, _ in owner.named_buffers(recurse=False)]
         self._starts: list[tuple[nn.Module, str, Tensor]] = []
+        tensors = (*layer.parameters(), *layer.buffers())
+        # torch's checkpoint looks for devices among the layer's positional arguments only
+        self._devices = {it.device for it in tensors} - {torch.device("cpu"), torch.device("meta")}
         self._python: Any = None
         self._numpy: Any = None
+        self._of_devices: dict[torch.device, Tensor] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Keep the states of generators, and the buffers that the forward pass within writes."""
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - of programs
+        self._of_devices = self._states_of_devices()
         before = [
             (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
             for owner, key in self._places
@@ -238,8 +244,10 @@ class LayerState:
     def restored(self) -> Iterator[None]:
         """Put back what was kept, and afterwards what was there."""
         python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+        of_devices = self._states_of_devices()
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        _put_in(self._of_devices)
         now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]
         for owner, key, start in self._starts:
             setattr(owner, key, start.clone())  # which is written, and the next pass over the graph begins anew
@@ -250,6 +258,15 @@ class LayerState:
                 setattr(owner, key, tensor)
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002 - as above
+            _put_in(of_devices)
+
+    def _states_of_devices(self) -> dict[torch.device, Tensor]:
+        return {device: accelerator.random_state(device) for device in self._devices}
+
+
+def _put_in(states: dict[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        accelerator.set_random_state(device, state)
 
 
 class _Policy:
