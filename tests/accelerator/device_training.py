@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import popdist
 from popdist.checkpoint import load_latest, save
@@ -267,6 +268,34 @@ OF_POPDIST: Final[dict[str, Recipe]] = {
     )
 }
 RECIPES: Final = OF_TORCH | OF_POPDIST
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the operators within that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def num_kernels_of_low_precision(device_type: str) -> list[int]:
+    """Return how many kernels the second step takes, for parameters of 2 ** 19 and of 2 ** 21 numbers."""
+    _register(device_type, 1)
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    found = []
+    for size in (1 << 19, 1 << 21):
+        weight = nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device_type))
+        optimizer = LowPrecision([weight], optimizer_class=torch.optim.AdamW, lr=0.01, seed=1)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with _Counted() as counted:
+            optimizer.step()
+        found.append(counted.count)
+    return found
 
 
 def go_on(folder: Path, device_type: str, num_devices: int = 4) -> str:

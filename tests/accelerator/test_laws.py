@@ -89,3 +89,14 @@ def test_a_checkpoint_goes_on_elsewhere(
     ]
     assert [len(weights) for weights in found] == [1, 1]
     assert found[0] != found[1]
+
+
+def test_a_large_parameter_takes_no_more_kernels_than_a_small_one(forked_world: ForkedWorlds) -> None:
+    """A CPU works on parts that fit its cache, and a device would wait for the kernels of each part."""
+    (counts,) = forked_world(
+        device_training.num_kernels_of_low_precision,
+        "simulated",
+        num_instances=1,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert counts[0] == counts[1] < 1000
