@@ -138,9 +138,38 @@ def free_port() -> str:
         return str(held.getsockname()[1])
 
 
+WRAPPER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+"""What a program such as ``conda run`` is: it closes inherited descriptors."""
+
+BOTH = """
+import sys, psutil, torch, torch.distributed as dist, popdist
+starts = [popdist.init, lambda: dist.init_process_group("gloo")]
+for start in starts[:: int(sys.argv[1])]:
+    start()
+kept = torch.ones(1)
+dist.all_reduce(kept)
+found = [it.laddr.ip for it in psutil.Process().net_connections("tcp") if it.status == "LISTEN"]
+print(kept.item(), popdist.all_reduce(torch.ones(1)).item(), "listens", *sorted({*found}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("order", ["1", "-1"])
+def test_a_program_between_poprun_and_python_may_close_descriptors(poprun: Poprun, order: str) -> None:
+    """A store serves popdist and torch; it listens on loopback, if popdist is the first of the two."""
+    program = [sys.executable, "-c", WRAPPER, sys.executable, "-c", BOTH, order]
+    finished = poprun("--launcher", "local", "-n", "2", "--tag-output=no", *program).succeeded()
+    lines = finished.out.splitlines()
+    assert [line.partition(" listens")[0] for line in lines] == ["2.0 2.0"] * 2
+    assert order == "-1" or all(line.endswith(("listens", "listens 127.0.0.1")) for line in lines)
+
+
 def test_a_lost_store_socket_is_named(poprun: Poprun) -> None:
-    """A program between poprun and Python that closes inherited descriptors is found out at once."""
-    closes = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+    """Whoever closes the socket alone is told."""
+    closes = (
+        "import os, sys; name = 'POPDIST_STORE_DESCRIPTOR'\n"
+        "name in os.environ and os.close(int(os.environ[name])); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     program = [sys.executable, "-c", closes, sys.executable, str(PROGRAM), "join"]
     finished = poprun("--launcher", "local", "-n", "2", *program)
     assert finished.code == 1

@@ -1,8 +1,9 @@
 """The store in which the instances of a job find each other: a key-value store that every one of them can reach.
 
 Under poprun instance 0 serves it on a socket that its agent passed on. Under torchrun, and wherever torch's own
-variables are set, it is torch's ``env://`` store. Under ``mpiexec`` instance 0 broadcasts its address through MPI.
-Under ``srun`` it serves at one of a few ports of its node, and the others look there for their own step's name.
+variables are set, it is torch's ``env://`` store; under poprun popdist's store is beside that store if a program
+such as ``conda run`` has closed the socket. Under ``mpiexec`` instance 0 broadcasts its address through MPI. Under
+``srun`` it serves at one of a few ports of its node, and the others look there for their own step's name.
 """
 
 import os
@@ -22,6 +23,7 @@ from popdist.contract import STORE, STORE_DESCRIPTOR, Contract, Endpoint
 from popdist.environments import Environment, Launcher
 from popdist.environments.slurm import store_ports
 from popdist.errors import BackendError
+from popdist.progress import progress_page
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -55,9 +57,13 @@ def own_address(contract: Contract) -> str | None:
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
     """The store of a job of at least two instances; raises BackendError if it cannot be served or reached."""
     contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
+    is_handed_over = contract.master is None or progress_page.is_watched
+    address = contract.store if is_handed_over else contract.master
     try:
-        if contract.store is not None:
+        if contract.store is not None and is_handed_over:
             return _tcp_store(contract, contract.store, _passed_descriptor(contract), timeout)
+        if contract.store is not None and contract.master is not None:
+            return _shared_store(contract, contract.master, timeout)
         if environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
             return _join_through_mpi(environment, timeout)
         if environment.launcher is Launcher.SLURM and contract.master is None:
@@ -66,7 +72,7 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
         rank, size = contract.instance_index, contract.num_instances
         store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError, OSError) as error:
-        where = contract.store or contract.master or "an address received through MPI"
+        where = address or contract.master or "an address received through MPI"
         raise BackendError(
             f"instance {contract.instance_index} of {contract.num_instances} could not reach the job's store at "
             f"{where} within {timeout_seconds:g} seconds: {error}"
@@ -74,14 +80,40 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
     return store
 
 
-def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> TCPStore:
+def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> TCPStore:
+    """Return a store at the address of the program's own ``env://`` store.
+
+    torch serves all stores of one process at one port by one server. If this store is the first one, the server
+    listens at the address of the job's network alone.
+    """
+    descriptor = None
+    if contract.instance_index == 0:
+        with suppress(OSError):  # where the program has its own store there already
+            listener = socket.create_server(
+                (master.host, master.port), family=_family(master.host), backlog=BACKLOG
+            )
+            descriptor = listener.detach()
+    is_master = contract.instance_index == 0
+    return _tcp_store(contract, master, descriptor, timeout, is_master=is_master, multi_tenant=True)
+
+
+def _tcp_store(
+    contract: Contract,
+    address: Endpoint,
+    descriptor: int | None,
+    timeout: timedelta,
+    *,
+    is_master: bool | None = None,
+    multi_tenant: bool = False,
+) -> TCPStore:
     return TCPStore(
         address.host,
         address.port,
         contract.num_instances,
-        is_master=descriptor is not None,
+        is_master=descriptor is not None if is_master is None else is_master,
         timeout=timeout,
         wait_for_workers=False,
+        multi_tenant=multi_tenant,
         master_listen_fd=descriptor,
     )
 
