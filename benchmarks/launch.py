@@ -1,4 +1,4 @@
-"""How long a launcher takes from its start to its end when the program does nothing: ``true``, 1 to 64 times.
+"""How long a launcher takes from its start to its end when the program does nothing: ``true``, 1 to 256 times.
 
     python benchmarks/launch.py --document docs/performance.md --plot docs/launch.svg
 
@@ -159,7 +159,7 @@ def main() -> None:
     """Measure, then print tables and the command that made them, or put them into a document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="how often each launcher runs (9)")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 8, 64])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 8, 64, 256])
     parser.add_argument("--document", type=Path, help="put the tables into this file")
     parser.add_argument("--plot", type=Path, help="draw the curves into this SVG")
     words = parser.parse_args()
