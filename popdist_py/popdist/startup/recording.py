@@ -162,7 +162,8 @@ class Recording:
             activities = [profilers.ProfilerActivity.CPU]
             if (device := self._used_device()) is not None:
                 activities.append(getattr(profilers.ProfilerActivity, device.__name__.rpartition(".")[2].upper()))
-            self._profile = self._others.own = profilers.profile(activities=activities)
+            # torch 2.11 warns of events that another cycle would remove, unless all are kept
+            self._profile = self._others.own = profilers.profile(activities=activities, acc_events=True)
             self._profile.start()
             self._wait_for_device()
             self._waits.begin()
