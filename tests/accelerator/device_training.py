@@ -33,7 +33,13 @@ _NUM_SAMPLES: Final = 16
 _NUM_STEPS: Final = 3
 
 
-def train(recipe: str, device_type: str, num_devices: int = 4, is_direct: bool = False) -> str:  # noqa: FBT001, FBT002 - how a forked world passes it
+def train(
+    recipe: str,
+    device_type: str,
+    num_devices: int = 4,
+    is_direct: bool = False,  # noqa: FBT001, FBT002 - how a forked world passes it
+    disk_folder: Path | None = None,
+) -> str:
     """Join the job and train on the devices of a type; return the checksum of the weights.
 
     Args:
@@ -41,7 +47,9 @@ def train(recipe: str, device_type: str, num_devices: int = 4, is_direct: bool =
         device_type: ``simulated`` or ``cpu``.
         num_devices: How many devices the machine has.
         is_direct: Whether a backend like NCCL sends between these devices.
+        disk_folder: Where temporary files are on a disk, as a store of phases needs on a CPU.
     """
+    tempfile.tempdir = None if disk_folder is None else str(disk_folder)
     _register(device_type, num_devices, is_direct=is_direct)
     popdist.init(timeout_seconds=TIMEOUT_SECONDS, torch_distributed=recipe in OF_TORCH)
     return RECIPES[recipe](_device_of(device_type, num_devices))

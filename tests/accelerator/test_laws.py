@@ -21,7 +21,7 @@ def _compiled() -> None:
     library()
 
 
-def _weights(
+def _weights(  # noqa: PLR0913 - as a recipe is started
     forked_world: ForkedWorlds,
     recipe: str,
     device_type: str,
@@ -29,12 +29,13 @@ def _weights(
     *,
     num_devices: int = 4,
     is_direct: bool = False,
+    disk_folder: Path | None = None,
 ) -> set[str]:
     is_of_torch = recipe in device_training.OF_TORCH
     return set(
         forked_world(
             device_training.train,
-            *(recipe, device_type, num_devices, is_direct),
+            *(recipe, device_type, num_devices, is_direct, disk_folder),
             num_instances=num_instances,
             num_replicas=num_instances if is_of_torch else _NUM_REPLICAS,
             timeout_seconds=DEADLINE_SECONDS,
@@ -43,13 +44,14 @@ def _weights(
 
 
 @pytest.mark.parametrize("recipe", device_training.OF_POPDIST)
-def test_weights_are_those_of_the_cpu(recipe: str, forked_world: ForkedWorlds) -> None:
+def test_weights_are_those_of_the_cpu(recipe: str, forked_world: ForkedWorlds, disk_folder: Path) -> None:
     """For any number of instances, over the host's memory and over a backend like NCCL."""
     found = _weights(forked_world, recipe, "simulated", 1)
     assert len(found) == 1
     assert _weights(forked_world, recipe, "simulated", 2) == found
     assert _weights(forked_world, recipe, "simulated", 4, is_direct=True) == found
-    assert (_weights(forked_world, recipe, "cpu", 1) == found) == (recipe not in _OTHER_ON_CPU)
+    on_cpu = _weights(forked_world, recipe, "cpu", 1, disk_folder=disk_folder)
+    assert (on_cpu == found) == (recipe not in _OTHER_ON_CPU)
 
 
 @pytest.mark.parametrize("recipe", device_training.OF_TORCH)
