@@ -70,7 +70,8 @@ def on_preemption(
     Until then a signal changes nothing, and more of them change nothing either. One that comes before the first
     step takes effect after it; one that comes after the last step has none, and the program ends as it would have.
     Who sends it must give the program the time for one step and ``fn``: see ``--stop-timeout`` of poprun. A forked
-    child, such as a worker of a DataLoader, has the handlers that were there before this call. Where several
+    child has the handlers that were there before this call. Workers of ``popdist.data_loader`` that start after
+    this call outlive the signals. Where several
     instances share a replica, all exchange a header at the end of each step, so all read a loader or none.
 
     Args:
@@ -90,6 +91,7 @@ def on_preemption(
     _restore()
     _prepare_process()
     training_loop.on_step_end = _leave_if_preempted
+    training_loop.leaving_signals = tuple(asked)
     _state.fn, _state.exit_code = fn, exit_code
     _state.num_steps_at_notice = None
     for signum in asked:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from popdist import context
 from popdist.data.batch import Batch, Share
 from popdist.data.epoch import EpochPosition, EpochReader
+from popdist.data.outliving import LoaderStart
 from popdist.data.randomness import Reseed, SampleRandomness, draws_nothing, sample_seeds
 from popdist.errors import BatchError, PopdistWarning
 from popdist.gradients.optimizer_steps import training_loop
@@ -195,12 +196,16 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         self._position = position
         own = {"generator": torch.Generator().manual_seed(position.identity["seed"])}
         collate_fn = _to_the_loop if options.get("num_workers") else _as_it_is
+        self._start = LoaderStart(options.get("worker_init_fn"))
+        if options.get("num_workers"):
+            options = {**options, "worker_init_fn": self._start}
         super().__init__(fetcher, batch_size=None, collate_fn=collate_fn, **(own | dict(options)))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override] # torch promises an iterator class of its own
         """Start the next epoch, or the rest of the one that was loaded."""
         _warn_if_limited()
         number = self._position.start()
+        self._start.prepare(training_loop.leaving_signals, self.multiprocessing_context)
         self._begin()
         return self._received(self._fetched(), number)
 

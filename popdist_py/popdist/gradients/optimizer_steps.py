@@ -80,6 +80,7 @@ class TrainingLoop:
 
     def __init__(self) -> None:
         self.on_step_end: Callable[[], None] | None = None  # it may leave by an exception
+        self.leaving_signals: tuple[int, ...] = ()  # those by which the program may be asked to leave
         self.num_step_ends = 0
         self.num_optimizer_steps = 0  # calls of ``step()`` of any optimizer
         self.num_loader_passes = 0  # the same on all instances, unless one reads a loader alone

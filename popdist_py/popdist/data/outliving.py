@@ -1,0 +1,48 @@
+"""The start of a loader's worker process, which outlives the signals by which a batch system asks a job to leave.
+
+Slurm and others signal every process of a job. The program finishes its step, and reads on until it has saved, so
+its workers must live until then: see `popdist.on_preemption`.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Collection
+from multiprocessing.util import Finalize
+from typing import Any, Final
+
+_BEFORE_CHILDREN_ARE_ENDED: Final = 100
+"""The priority of what multiprocessing calls at the end of a process before it ends its daemons."""
+
+
+class LoaderStart:
+    """What a loader calls at the start of each of its workers: the program's own function, after its handlers."""
+
+    def __init__(self, programs_own: Callable[[int], object] | None) -> None:
+        self._programs_own = programs_own
+        self._signals: tuple[int, ...] = ()
+        self._is_ending: Any = None
+
+    def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:  # noqa: ANN401 - a context, or None
+        """Have workers that start from now on outlive ``signals``, as long as this process lives and goes on.
+
+        multiprocessing ends daemons by one SIGTERM and waits for them, so workers are told before.
+        """
+        self._signals = tuple(signals)
+        if self._signals and self._is_ending is None:
+            self._is_ending = (multiprocessing_context or multiprocessing).Event()
+            Finalize(None, self._is_ending.set, exitpriority=_BEFORE_CHILDREN_ARE_ENDED)
+
+    def __call__(self, number: int) -> None:
+        """Prepare the worker ``number``, in its process."""
+        parent, is_ending = os.getppid(), self._is_ending
+
+        def outlive(_signum: int, _frame: object) -> None:
+            if is_ending.is_set() or os.getppid() != parent:
+                os._exit(0)
+
+        for signum in self._signals:
+            if signal.getsignal(signum) in (signal.SIG_DFL, None):
+                signal.signal(signum, outlive)
+        if self._programs_own is not None:
+            self._programs_own(number)
