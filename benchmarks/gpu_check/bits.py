@@ -5,7 +5,7 @@ from functools import partial
 from typing import Final
 
 from gpu_check.findings import Findings
-from gpu_check.jobs import DEVICE, PROGRAMS, ROOT, JobEnd, Setting, at_once, poprun
+from gpu_check.jobs import DEVICE, PROGRAMS, RANKS_SHARE, ROOT, JobEnd, Setting, at_once, poprun
 
 _DETERMINISTIC: Final = ("--deterministic",)
 _DIGITS: Final = (
@@ -41,7 +41,7 @@ def part_3(setting: Setting, findings: Findings) -> None:
     recipe = partial(poprun, setting, options=_DETERMINISTIC, seconds=0.9 * setting.seconds)
     program = str(PROGRAMS / "hard_recipe.py")
     calls = [partial(recipe, number, [program]) for number in (1, 2, 4)]
-    calls += [partial(recipe, 2, [program], variables={"GPU_CHECK_RANKS_SHARE": "1"})] if setting.on_cuda else []
+    calls += [partial(recipe, 2, [program], variables={RANKS_SHARE: "1"})] if setting.on_cuda else []
     *ends, by_hand = at_once(setting, [*calls, partial(recipe, 1, [program, "--by-hand"])])
     require_runs(findings, [*ends, by_hand])
     digests = [end.result.get("digest", "") for end in ends]

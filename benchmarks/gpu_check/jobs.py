@@ -17,6 +17,9 @@ PROGRAMS: Final = Path(__file__).parent / "programs"
 DEVICE: Final = "GPU_CHECK_DEVICE"
 """The environment variable that names the type of the device that the programs compute on."""
 
+RANKS_SHARE: Final = "GPU_CHECK_RANKS_SHARE"
+"""The environment variable that has NCCL connect ranks on one GPU."""
+
 NUM_REPLICAS: Final = 4
 RESULT: Final = "RESULT "
 """How the line begins on which a program prints its result as JSON."""

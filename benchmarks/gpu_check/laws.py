@@ -4,7 +4,7 @@ from functools import partial
 from typing import Final
 
 from gpu_check.findings import Findings
-from gpu_check.jobs import PROGRAMS, Setting, at_once, poprun
+from gpu_check.jobs import PROGRAMS, RANKS_SHARE, Setting, at_once, poprun
 
 _MODULES: Final = (
     "training",
@@ -31,7 +31,7 @@ def part_12(setting: Setting, findings: Findings) -> None:
     if setting.on_cuda:
         jobs.append((f"tests.contract.{_DIRECT}_laws", 2))
         words = [program, str(setting.folder), jobs[-1][0]]
-        calls.append(partial(law, 2, words, variables={"GPU_CHECK_RANKS_SHARE": "1"}))
+        calls.append(partial(law, 2, words, variables={RANKS_SHARE: "1"}))
     else:
         findings.skip(f"{_DIRECT}_laws: need gradients that go by NCCL")
     ends = at_once(setting, calls)

@@ -5,7 +5,7 @@ from typing import Final
 
 from gpu_check.bits import require_runs
 from gpu_check.findings import Findings
-from gpu_check.jobs import PROGRAMS, JobEnd, Setting, at_once, poprun
+from gpu_check.jobs import PROGRAMS, RANKS_SHARE, JobEnd, Setting, at_once, poprun
 
 _CASES: Final = {
     "cuda": (
@@ -55,7 +55,7 @@ def part_5(setting: Setting, findings: Findings) -> None:
 
 
 def _trained(setting: Setting, wrap: str, backend: str, size: int) -> JobEnd:
-    shares = {"GPU_CHECK_RANKS_SHARE": "1"} if "nccl" in backend and size > 1 else {}
+    shares = {RANKS_SHARE: "1"} if "nccl" in backend and size > 1 else {}
     words = [str(PROGRAMS / "wrapped.py"), "--wrap", wrap, "--backend", backend]
     return poprun(setting, size, words, variables=shares, seconds=setting.seconds / 2)
 

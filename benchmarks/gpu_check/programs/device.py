@@ -6,14 +6,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from gpu_check.jobs import DEVICE, RESULT
+from gpu_check.jobs import DEVICE, RANKS_SHARE, RESULT
 
 import popdist
 from popdist import context
 from popdist.accelerators import accelerator
-
-RANKS_SHARE = "GPU_CHECK_RANKS_SHARE"
-"""The environment variable that has NCCL connect ranks on one GPU."""
 
 
 def chosen_device() -> torch.device:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection
+from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ _BEFORE_CHILDREN_ARE_ENDED: Final = 100
 
 
 class LoaderStart:
-    """What a loader calls at the start of each of its workers: the program's own function, after its handlers."""
+    """The function that a loader calls at the start of each worker; the program's own function is called by it."""
 
     def __init__(self, programs_own: Callable[[int], object] | None) -> None:
         self._programs_own = programs_own
@@ -24,14 +25,10 @@ class LoaderStart:
         self._is_ending: Any = None
 
     def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:  # noqa: ANN401 - a context, or None
-        """Have workers that start from now on outlive ``signals``, as long as this process lives and goes on.
-
-        multiprocessing ends daemons by one SIGTERM and waits for them, so workers are told before.
-        """
+        """Have workers that start from now on outlive ``signals``, as long as this process lives and goes on."""
         self._signals = tuple(signals)
-        if self._signals and self._is_ending is None:
-            self._is_ending = (multiprocessing_context or multiprocessing).Event()
-            Finalize(None, self._is_ending.set, exitpriority=_BEFORE_CHILDREN_ARE_ENDED)
+        if self._signals:
+            self._is_ending = _ending_event(os.getpid(), multiprocessing_context or multiprocessing)
 
     def __call__(self, number: int) -> None:
         """Prepare the worker ``number``, in its process."""
@@ -46,3 +43,15 @@ class LoaderStart:
                 signal.signal(signum, outlive)
         if self._programs_own is not None:
             self._programs_own(number)
+
+
+@cache
+def _ending_event(_pid: int, multiprocessing_context: Any) -> Any:  # noqa: ANN401 - of any start method
+    """Return the event that tells the workers of the process ``_pid`` that this process ends.
+
+    At the end of a process multiprocessing sends one SIGTERM to each daemon and waits for the daemon, so the event
+    is set before. A forked child has finalizers, and an event, of its own.
+    """
+    event = multiprocessing_context.Event()
+    Finalize(None, event.set, exitpriority=_BEFORE_CHILDREN_ARE_ENDED)
+    return event

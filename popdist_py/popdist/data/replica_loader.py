@@ -205,7 +205,8 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         """Start the next epoch, or the rest of the one that was loaded."""
         _warn_if_limited()
         number = self._position.start()
-        self._start.prepare(training_loop.leaving_signals, self.multiprocessing_context)
+        if self.num_workers:
+            self._start.prepare(training_loop.leaving_signals, self.multiprocessing_context)
         self._begin()
         return self._received(self._fetched(), number)
 

@@ -57,13 +57,14 @@ def own_address(contract: Contract) -> str | None:
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
     """The store of a job of at least two instances; raises BackendError if it cannot be served or reached."""
     contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
-    is_handed_over = contract.master is None or progress_page.is_watched
-    address = contract.store if is_handed_over else contract.master
+    address = contract.store
     try:
-        if contract.store is not None and is_handed_over:
-            return _tcp_store(contract, contract.store, _passed_descriptor(contract), timeout)
-        if contract.store is not None and contract.master is not None:
-            return _shared_store(contract, contract.master, timeout)
+        # without its page, this process has lost all that it was to inherit, so the others have lost theirs
+        if address is not None and contract.master is not None and not progress_page.is_watched:
+            address = contract.master
+            return _shared_store(contract, address, timeout)
+        if address is not None:
+            return _tcp_store(contract, address, _passed_descriptor(contract), timeout)
         if environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
             return _join_through_mpi(environment, timeout)
         if environment.launcher is Launcher.SLURM and contract.master is None:
@@ -86,34 +87,33 @@ def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> T
     torch serves all stores of one process at one port by one server. If this store is the first one, the server
     listens at the address of the job's network alone.
     """
-    descriptor = None
-    if contract.instance_index == 0:
+    is_master, descriptor = contract.instance_index == 0, None
+    if is_master:
         with suppress(OSError):  # where the program has its own store there already
             listener = socket.create_server(
                 (master.host, master.port), family=_family(master.host), backlog=BACKLOG
             )
             descriptor = listener.detach()
-    is_master = contract.instance_index == 0
-    return _tcp_store(contract, master, descriptor, timeout, is_master=is_master, multi_tenant=True)
+    return TCPStore(
+        master.host,
+        master.port,
+        contract.num_instances,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
+    )
 
 
-def _tcp_store(
-    contract: Contract,
-    address: Endpoint,
-    descriptor: int | None,
-    timeout: timedelta,
-    *,
-    is_master: bool | None = None,
-    multi_tenant: bool = False,
-) -> TCPStore:
+def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> TCPStore:
     return TCPStore(
         address.host,
         address.port,
         contract.num_instances,
-        is_master=descriptor is not None if is_master is None else is_master,
+        is_master=descriptor is not None,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=multi_tenant,
         master_listen_fd=descriptor,
     )
 
