@@ -40,12 +40,23 @@ def limited(**limits: int) -> Evidence:
         ("[vm:9] PMIX ERROR: PMIX_ERR_SYS_LIMITS_PIPES in file x.c at line 119", "too many open files"),
         ("[proxy:0@vm] pipe error (Too many open files)", "too many open files"),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "too many processes"),
+        ("[prterun-vm-9@0,0] Unable to start listen thread", "too many processes"),
         ("mpiexec: killing job", ""),
     ],
 )
 def test_what_a_launcher_ran_out_of(line: str, said: str) -> None:
     """Each runtime has words of its own for it."""
-    assert find_shortage(["before", line, "after"]).partition(":")[0] == said
+    assert find_shortage(["before", line, "after"], MemoryLimits()).partition(":")[0] == said
+
+
+def test_a_launcher_without_a_thread_under_a_limit_of_address_space() -> None:
+    """Nothing tells which of the two was missing, so that both are named."""
+    limits = MemoryLimits(address_space_bytes=2**34)
+
+    said = find_shortage(["[prterun-vm-9@0,0] Unable to start listen thread"], limits)
+
+    assert said.startswith("too little address space or memory: raise `ulimit -v`")
+    assert "; or too many processes: raise the limit with `ulimit -u`" in said
 
 
 @pytest.mark.parametrize(("instance", "said"), [(0, ""), (1, "a debugger reads the input, which only instance 0")])

@@ -19,11 +19,9 @@ from poprun.text.ranges import describe_bytes
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
 _SHORTAGES: Final = {
     errno.EMFILE: re.compile(r"Too many open files|SYS_LIMITS_(?:PIPES|SOCKETS|FILES)", re.IGNORECASE),
-    errno.EAGAIN: re.compile(
-        r"Resource temporarily unavailable|SYS_LIMITS_CHILDREN|Unable to start listen thread|thread_start failed",
-        re.IGNORECASE,
-    ),
+    errno.EAGAIN: re.compile(r"Resource temporarily unavailable|SYS_LIMITS_CHILDREN", re.IGNORECASE),
 }
+_NO_THREAD: Final = re.compile(r"Unable to start listen thread|thread_start failed", re.IGNORECASE)
 _NO_DEBUGGER: Final = "bdb.BdbQuit"  # how pdb ends a program whose input is empty
 _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
@@ -66,10 +64,18 @@ class Findings:
         return hint(failed, words, failed.machine_evidence or self.evidence)
 
 
-def find_shortage(launcher_output: Sequence[str]) -> str:
-    """What the launcher ran out of, as its own or its shims' lines tell, and what to do; "" for nothing."""
-    numbers = (number for number, pattern in _SHORTAGES.items() if any(map(pattern.search, launcher_output)))
-    return next(map(describe_error, numbers), "")
+def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
+    """Return the resource that the launcher lacked by its own or its shims' lines, and what to do; "" if none.
+
+    A launcher that cannot start a thread may lack a process, or address space for the stack of the thread: where
+    ``limits`` limit the address space, both are named.
+    """
+    numbers = [number for number, pattern in _SHORTAGES.items() if any(map(pattern.search, launcher_output))]
+    if not numbers and any(map(_NO_THREAD.search, launcher_output)):
+        is_limited = limits.address_space_bytes is not None
+        numbers = [errno.ENOMEM, errno.EAGAIN] if is_limited else [errno.EAGAIN]
+        return "; or ".join(map(describe_error, numbers))
+    return describe_error(numbers[0]) if numbers else ""
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:

@@ -282,11 +282,12 @@ def explain(
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
     words = {index: last_words(tail) for index, tail in tails.items()}
+    evidence = Evidence() if kills_before is None else evidence_since(kills_before)
     findings = Findings(
-        evidence=Evidence() if kills_before is None else evidence_since(kills_before),
+        evidence=evidence,
         words=words,
         launcher_words=last_words(without_tracebacks(launcher_output)),
-        shortage=find_shortage(launcher_output),
+        shortage=find_shortage(launcher_output, evidence.limits),
         left_early=left_early,
         has_launcher_followed=not left_early and _has_launcher_followed(end, launcher_output),
         other_python=_other_python(end, plan, tails),
