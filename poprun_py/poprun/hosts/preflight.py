@@ -23,6 +23,7 @@ from poprun.hosts.problems import (
     judge_places,
     judge_routes,
     judge_slots,
+    limits_of_open_mpi,
     name_problems,
     no_answer,
     package_places,
@@ -203,6 +204,8 @@ class _Examiner:
         for name, answer in answers.items():
             if name in self._plan.hosts:
                 self._problems += problems_of(name, answer, self._plan, here, sys.prefix)
+        if self._here not in self._plan.hosts:
+            self._problems += limits_of_open_mpi(self._here, here, self._plan)
         self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:

@@ -20,6 +20,9 @@ _SAME_EVERYWHERE: Final = ("torch", "numpy")  # packages of which another versio
 _SSH_FAILED: Final = 255
 _NO_COMMAND: Final = (126, 127)
 
+_FILES_OF_DAEMON: Final = 96  # what prted of Open MPI 5.0 was seen to need, and for each instance beside that
+_FILES_OF_INSTANCE: Final = 8
+
 _SSH_CAUSES: Final = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
@@ -104,9 +107,7 @@ def problems_of(
     yield from _package_problems(host, answer, here, environment)
     if plan.mpi is not None:
         yield from _mpi_problems(host, plan.mpi, answer)
-        if plan.mpi.kind is MpiKind.OPEN_MPI and answer["temporary"]:
-            cause = f"Open MPI cannot write to {answer['temporary']}"
-            yield Problem(host, cause, "make room there, or set TMPDIR to another folder for logins on the host")
+        yield from limits_of_open_mpi(host, answer, plan)
     if not answer["has_directory"]:
         cause = f"there is no directory {plan.working_directory}"
         yield Problem(host, cause, "make it there, or start the job in one that every host has")
@@ -118,6 +119,19 @@ def problems_of(
             yield Problem(host, f"there is no {file}", f"copy {what} to it")
         if problem and problem != "missing":
             yield Problem(host, f"{file} is {problem}", "let this user read it: chmod a+r")
+
+
+def limits_of_open_mpi(host: str, answer: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
+    """Yield the limits of ``host`` that keep Open MPI's daemon from working there; of this machine, too."""
+    if plan.mpi is None or plan.mpi.kind is not MpiKind.OPEN_MPI:
+        return
+    if answer["temporary"]:
+        cause = f"Open MPI cannot write to {answer['temporary']}"
+        yield Problem(host, cause, "make room there, or set TMPDIR to another folder for logins on the host")
+    needed = _FILES_OF_DAEMON + _FILES_OF_INSTANCE * plan.num_instances_per_host
+    if 0 <= answer["open_files"] < needed:
+        cause = f"a process may open {answer['open_files']} files, and Open MPI's daemon needs {needed}"
+        yield Problem(host, cause, "raise `ulimit -n` for logins on the host: /etc/security/limits.conf")
 
 
 def _package_problems(

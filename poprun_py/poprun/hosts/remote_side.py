@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -64,6 +65,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "has_directory": os.path.isdir(question["working_directory"]),
         "files": {file: file_problem(file) for file in question["files"]},
         "temporary": write_problem(temporary_folder()),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "addresses": addresses(),
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
         "names": resolve(question["names"]),

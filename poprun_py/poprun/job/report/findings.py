@@ -21,6 +21,9 @@ _SHORTAGES: Final = {
     errno.EMFILE: re.compile(r"Too many open files|SYS_LIMITS_(?:PIPES|SOCKETS|FILES)", re.IGNORECASE),
     errno.EAGAIN: re.compile(r"Resource temporarily unavailable|SYS_LIMITS_CHILDREN", re.IGNORECASE),
 }
+_NO_ROOM: Final = re.compile(
+    r"PMIX_ERR_FILE_WRITE_FAILURE|No space left on device|Disk quota exceeded", re.IGNORECASE
+)
 _NO_THREAD: Final = re.compile(r"Unable to start listen thread|thread_start failed", re.IGNORECASE)
 _NO_DEBUGGER: Final = "bdb.BdbQuit"  # how pdb ends a program whose input is empty
 _CRASH_REPORT: Final = "Fatal Python error"
@@ -71,6 +74,8 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
     ``limits`` limit the address space, both are named.
     """
     numbers = [number for number, pattern in _SHORTAGES.items() if any(map(pattern.search, launcher_output))]
+    if any(map(_NO_ROOM.search, launcher_output)):
+        return "it cannot write its temporary files: make room in TMPDIR, or set TMPDIR to another folder"
     if not numbers and any(map(_NO_THREAD.search, launcher_output)):
         is_limited = limits.address_space_bytes is not None
         numbers = [errno.ENOMEM, errno.EAGAIN] if is_limited else [errno.EAGAIN]
