@@ -15,6 +15,7 @@ def prepare() -> None:
     """
     for name in ("calls", "hosts", "laws", "losses", "neighbours", "random", "turns", "watched"):
         import_module(f"tests.contract.backend_{name}")
+    import_module("torch._inductor.compile_fx")  # torch.compile, which takes each rank five seconds to import
 
 
 def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seed: int) -> None:

@@ -120,7 +120,7 @@ def llama() -> nn.Module:
 def prepare() -> None:
     """Import what all worlds need, in the process that forks them."""
     import_module("torch._dynamo")
-    import_module("transformers.models.llama")
+    import_module("transformers.models.llama.modeling_llama")
 
 
 def own_mapping(**values: Any) -> Mapping:  # noqa: ANN401 - fields
@@ -298,8 +298,8 @@ class Words(nn.Module):
 def law_a_step_needs_the_memory_that_was_predicted() -> None:
     """Of the fullest instance; in these narrow layers a little less with tensor groups."""
     mapping, number = own_mapping(micro_batch=128), 2
-    if mapping.tensor == mapping.pipeline == 1:
-        return  # as test_recompute.py has it
+    if (mapping.tensor > 1) == (mapping.pipeline > 1):
+        return  # neither is as test_recompute.py has it, and both together cost what each costs alone
     ids = torch.randint(WORDS, (number * mapping.micro_batch, LENGTH))
     workload = Workload(
         model=describe(Words(), ids[: mapping.micro_batch]),

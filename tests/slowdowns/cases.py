@@ -87,6 +87,7 @@ FAULTS: Final = (
     *(_slow(DDP, phase, "lose", 100, 1) for phase in _PHASES),
     *(_slow(DDP, phase, "sleep", 200, 3) for phase in _PHASES),
     *(_slow(DDP, phase, "lose", 500, 6) for phase in _PHASES),
+    *(_slow(DDP, phase, "sleep", 600, 10) for phase in ("data", "backward")),
     *(_slow(DDP, phase, "sleep", 150, 1, FOUR) for phase in _PHASES),
     *(_slow("ReplicatedModel", phase, "sleep", 60, 1) for phase in ("forward", "backward", "optimizer")),
     *(_slow("backend popdist", phase, "sleep", 60, 1) for phase in ("data", "backward")),

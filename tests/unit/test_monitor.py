@@ -14,7 +14,7 @@ from rich.console import Console
 
 from popdist.layout import Parallelism
 from popdist.progress import Progress
-from poprun.job.monitors import Viewers, job_view
+from poprun.job.monitors import Viewers, is_of_one_moment, job_view
 from poprun.job.performance.slowness import Slowness
 from poprun.job.performance.watch import PerformanceWatch
 from poprun.job.record import Record
@@ -341,3 +341,19 @@ def test_each_drawing_takes_the_place_of_the_one_before_at_any_width() -> None:
 def test_what_is_too_long_is_cut_between_words(text: str, width: int, cut: str) -> None:
     """Letters of two columns count as two."""
     assert fit(text, width) == cut
+
+
+def test_steps_of_one_moment_are_shown() -> None:
+    """A view waits for the measurements that are on their way, and not for those of an instance that has ended."""
+    seen = [
+        InstanceStatus(
+            index=index,
+            usage=Usage(at_seconds=at, memory_bytes=5, cpu_seconds=1.5, num_processes=2),
+            exit_code=code,
+        )
+        for index, at, code in ((0, 9.0, None), (1, 9.1, None), (2, 8.0, 0))
+    ]
+
+    assert is_of_one_moment(seen)
+    assert is_of_one_moment([*seen, InstanceStatus(index=3)])
+    assert not is_of_one_moment([*seen, replace(seen[2], exit_code=None)])

@@ -140,6 +140,34 @@ def test_the_slow_one_is_named_with_its_phase(
     assert len(watch.summary()) == 1
 
 
+@pytest.mark.parametrize("num_instances", [2, 4])
+def test_who_is_late_now_and_then_is_named(num_instances: int) -> None:
+    """And is as fast as the others again, once it is; a slowness that is over tells nothing of later steps."""
+    job, watch = MadeUpJob(num_instances), PerformanceWatch(1000.0)
+    said = []
+    for number in range(1800):
+        job.run_step({1: {"data": 0.6}} if number % 10 == 0 and number < 1000 else None)
+        if number % 20 == 0:  # of which all calls are recorded
+            said += watch.add_looks({index: job.look(index) for index in range(num_instances)})
+
+    slow, over = said
+    assert slow.startswith("instance 1 is slow in data since step ")
+    assert slow.endswith(": late in one step of 10")
+    assert over == "instance 1 is as fast as the others again"
+
+
+def test_who_was_slow_for_a_while_is_not_late_now_and_then() -> None:
+    """As a program is that compiles on one instance first."""
+    job, watch = MadeUpJob(2), PerformanceWatch(1000.0)
+    said = run_job(job, watch, 4)
+    job.slow[1] = {"forward": 0.5}
+    said += run_job(job, watch, 2)
+    job.slow.clear()
+    said += run_job(job, watch, 12)
+
+    assert said == []
+
+
 @example(2, 0.703125, 952)
 @settings(max_examples=40)
 @given(st.integers(2, 8), st.floats(0.0, 0.9), st.integers(0, 2**32))

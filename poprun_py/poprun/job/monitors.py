@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -45,6 +45,12 @@ def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float
         instances=tuple(_instance_view(status, plan, last_line(status.index)) for status in record.statuses),
         slow=_slow(record),
     )
+
+
+def is_of_one_moment(statuses: Sequence[InstanceStatus]) -> bool:
+    """Whether the last measurements of all running instances, which all agents make at once, have arrived."""
+    moments = [it.usage.at_seconds for it in statuses if it.usage is not None and it.exit_code is None]
+    return not moments or max(moments) - min(moments) < _VIEW_SECONDS
 
 
 def _slow(record: Record) -> str:
@@ -102,7 +108,8 @@ class Viewers:
 
     def send_view(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
         """Send all monitors a view of the job, if it is time for one."""
-        if not self._links or now_seconds < self._next_seconds:
+        wait_seconds = 0.0 if is_of_one_moment(record.statuses) else _VIEW_SECONDS
+        if not self._links or now_seconds < self._next_seconds + wait_seconds:
             return
         self._next_seconds = now_seconds + _VIEW_SECONDS
         view = replace(job_view(record, last_line, now_seconds), said=self._said.rstrip("\n"))

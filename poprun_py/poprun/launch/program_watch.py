@@ -342,7 +342,7 @@ class ProgramWatch:
 
     def begin(self) -> None:
         """Begin when the program has started; the first measurement comes a moment later."""
-        self._next_seconds = time.monotonic() + _LOOK_SECONDS
+        self._wait_for_next_second()
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
     def machine_event(self) -> Message:
@@ -358,7 +358,11 @@ class ProgramWatch:
         if signum == signal.SIGSTOP:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         elif signum == signal.SIGCONT:
-            self._next_seconds = time.monotonic() + _LOOK_SECONDS
+            self._wait_for_next_second()
+
+    def _wait_for_next_second(self) -> None:
+        """Wait for the next whole second of the clock, at which all agents measure: programs are compared."""
+        self._next_seconds = time.monotonic() + _LOOK_SECONDS - time.time() % _LOOK_SECONDS
 
     def is_due(self) -> bool:
         """Whether it is time to measure."""
@@ -387,12 +391,13 @@ class ProgramWatch:
 
     def measure(self) -> Message:
         """The event with what the program uses and how far it is."""
-        self._next_seconds = time.monotonic() + _LOOK_SECONDS
+        self._wait_for_next_second()
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
         self._num_looks += 1
+        progress = self._read_page()  # first, as it moves fastest
         facts = {**measure(self._tree), **measure_pressure(self._announced()[0])}
-        return {"event": "stats", **facts, "progress": self._read_page(), **self._read_numbers()}
+        return {"event": "stats", **facts, "progress": progress, **self._read_numbers()}
 
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
         """Request the stacks of the program and of its helpers, and what torch's recorder holds."""

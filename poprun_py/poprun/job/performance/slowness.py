@@ -4,9 +4,10 @@ Nobody is named unless one instance comes later than most others in several wind
 that matters, and by far more than anybody else.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import comb, inf
 from statistics import fmean, median, stdev
 from typing import Final
 
@@ -16,10 +17,16 @@ from poprun.job.performance.arrivals import Window
 NUM_WINDOWS: Final = 4
 """So many windows in a row must agree."""
 
+MOST_WINDOWS: Final = 3 * NUM_WINDOWS
+"""So many windows are kept, for steps that are late now and then."""
+
 _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.1  # of a step
 _LEAD: Final = 2.0  # so many times later than anybody else
 _LEAST_CERTAINTY: Final = 4.0
+_MOST_CHANCE: Final = 1e-5  # that late steps are one instance's and mean nothing: 17 of 17
+_LATE_SHARE: Final = 0.5  # of a mean step, by which a late step is late
+_SPREAD: Final = 0.75  # of the windows have a late step
 _LONG_TRIP_SECONDS: Final = 0.002
 _MUCH_COMMUNICATION: Final = 0.3  # of a step
 _CLEARLY: Final = 1.5
@@ -42,6 +49,7 @@ class Slowness:
     since_step: int  # optimizer steps that were done then; 0 where nobody counts them
     until_seconds: float | None = None  # None while it lasts
     reasons: tuple[str, ...] = ()  # why, as far as the machine shows it
+    num_windows: int = NUM_WINDOWS  # in which it was seen
     # of an instance, its host where there are several; else those whose link is slow, all where it cannot be told
     hosts: tuple[str, ...] = ()
 
@@ -53,9 +61,13 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
     late by no more, or without working longer than the others, only hears of their collectives later.
     """
     latest = _find_latest(windows, trip_seconds)
-    if latest is None or (trip_seconds and not _works_longer(windows[-NUM_WINDOWS:], *latest)):
+    last, rarely = windows[-NUM_WINDOWS:], ()
+    if latest is None:
+        last = windows[-MOST_WINDOWS:]
+        latest, rarely = _find_late_steps(last)
+    if latest is None or (trip_seconds and not _works_longer(last, *latest)):
         return None
-    last, (instance, delay_seconds) = windows[-NUM_WINDOWS:], latest
+    instance, delay_seconds = latest
     return Slowness(
         instance=instance,
         phase=find_phase(last, instance),
@@ -63,8 +75,35 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
         share=min(1.0, delay_seconds / _step_seconds(last)),
         since_seconds=last[0].began_seconds,
         since_step=last[0].first_step,
-        reasons=tuple(find_reasons(last, instance)),
+        num_windows=len(last),
+        reasons=(*rarely, *find_reasons(last, instance)),
     )
+
+
+def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
+    """Return who alone is late now and then, by how much in the mean, and how often; None if nobody is.
+
+    Instances that are late by chance are late in turns, so that one of them has most late steps by the chance of
+    tosses of a coin. An instance that was slow in a part of the windows is not late now and then.
+    """
+    if len(windows) < NUM_WINDOWS or any(it["messages"] for window in windows for it in window.totals.values()):
+        return None, ()
+    least = max(_LEAST_SECONDS, _LATE_SHARE * _step_seconds(windows))
+    steps = [[delays for delays in window.steps if len(delays) > 1] for window in windows]
+    late = [[max(it, key=lambda index: it[index]) for it in those if max(it.values()) >= least] for those in steps]
+    num_late, num_steps = Counter(index for some in late for index in some), sum(map(len, steps))
+    is_spread = sum(map(bool, late)) >= _SPREAD * len(windows) and all(
+        len(some) <= len(those) / 2 for some, those in zip(late, steps, strict=True)
+    )
+    if not num_late or not is_spread:
+        return None, ()
+    ((instance, count),) = num_late.most_common(1)
+    total = num_late.total()
+    chance = sum(comb(total, number) for number in range(count, total + 1)) / 2**total
+    delay_seconds = fmean(it.get(instance, 0.0) for those in steps for it in those)
+    if chance > _MOST_CHANCE or delay_seconds < _LEAST_SHARE * _step_seconds(windows):
+        return None, ()
+    return (instance, delay_seconds), (f"late in one step of {num_steps / count:.0f}",)
 
 
 def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
@@ -102,7 +141,8 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
     """Whether a slowness that lasted is over: the instance has lost less than half as much of late."""
     if slowness.instance is None:
         return False
-    delays = [window.delays.get(slowness.instance, 0.0) for window in windows[-NUM_WINDOWS // 2 :]]
+    last = windows[-(slowness.num_windows // 2) :]
+    delays = [window.delays.get(slowness.instance, 0.0) for window in last]
     return fmean(delays) < slowness.delay_seconds / 2
 
 

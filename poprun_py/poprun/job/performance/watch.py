@@ -7,6 +7,7 @@ from typing import Any, Final
 from popdist.errors import name_instances
 from poprun.job.performance.arrivals import Look, Window, measure_window, read_look
 from poprun.job.performance.slowness import (
+    MOST_WINDOWS,
     NUM_WINDOWS,
     Slowness,
     describe_slowness,
@@ -131,7 +132,7 @@ class PerformanceWatch:
             instance, phase, seconds = pause
             self.pauses.setdefault((instance, phase), []).append(seconds)
             return []
-        self.windows = [*self.windows[1 - NUM_WINDOWS :], window]
+        self.windows = [*self.windows[1 - MOST_WINDOWS :], window]
         found, lasting = find_slowness(self.windows, self._trip_seconds), self.lasting
         latest = max(window.delays, key=lambda index: window.delays[index])
         self.suspect = latest if not self.slowdowns and waits_for_workers([window], latest) else None
@@ -143,6 +144,7 @@ class PerformanceWatch:
         lines = []
         if lasting is not None:
             self.slowdowns[-1] = replace(lasting, until_seconds=window.began_seconds)
+            self.windows = self.windows[-NUM_WINDOWS // 2 :]  # those before tell of what is over
             lines.append(f"{name_slow(lasting)} is as fast as the others again")
         if found is not None and found.instance is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
             place = looks[found.instance].places.get(found.phase)
