@@ -61,10 +61,11 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
     late by no more, or without working longer than the others, only hears of their collectives later.
     """
     latest = _find_latest(windows, trip_seconds)
-    last, rarely = windows[-NUM_WINDOWS:], ()
+    last = windows[-NUM_WINDOWS:]
+    how_often: tuple[str, ...] = ()
     if latest is None:
         last = windows[-MOST_WINDOWS:]
-        latest, rarely = _find_late_steps(last)
+        latest, how_often = _find_late_steps(last)
     if latest is None or (trip_seconds and not _works_longer(last, *latest)):
         return None
     instance, delay_seconds = latest
@@ -76,7 +77,7 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
         since_seconds=last[0].began_seconds,
         since_step=last[0].first_step,
         num_windows=len(last),
-        reasons=(*rarely, *find_reasons(last, instance)),
+        reasons=(*how_often, *find_reasons(last, instance)),
     )
 
 
