@@ -156,7 +156,7 @@ _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
     import_module("popdist.progress").begin()
 
-import_module("popdist.stubs.finder").begin()
+import_module("popdist.startup.stub_finder").begin()
 
 
 def __getattr__(name: str) -> object:

@@ -16,8 +16,8 @@ _LOWEST_FIRST: Final = {
     " extension < environments progress accelerators < host_memory < transport < groups < process_group < context"
     " < collectives < metrics weights < instances gradients < data < training packing < checks < optim < sharded"
     " < phases"
-    " < parallel < checkpoint compat stubs tensorflow onnx poptorch launching preemption < popdist_core popart",
-    "poptorch": "errors enums environment _impl profiling < _logging custom_types < options losses testing"
+    " < parallel < checkpoint compat tensorflow onnx poptorch launching preemption < popdist_core popart",
+    "poptorch": "errors enums environment _impl profiling stubs < _logging custom_types < options losses testing"
     " < blocks poptorch_core optim data < executor ops",
 }
 FLOORS: Final = {package: [*map(words, order.split(" < "))] for package, order in _LOWEST_FIRST.items()}

@@ -12,7 +12,7 @@ SOURCES = {
     "popsize": ROOT / "poprun_py",
     "popdist": ROOT / "popdist_py",
     "poprun": ROOT / "poprun_py",
-    "poptorch": ROOT / "popdist_py",
+    "poptorch": ROOT / "poptorch_py",
 }
 """Each package, with the folder that holds it."""
 

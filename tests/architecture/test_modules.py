@@ -91,7 +91,7 @@ def _sizes() -> Iterator[tuple[str, str, int]]:
 
 def test_a_name_says_what_is_inside() -> None:
     """No file and no folder has a name under which everything would fit."""
-    folders = ("poprun_py", "popdist_py", "tests", "examples", "benchmarks")
+    folders = ("poprun_py", "popdist_py", "poptorch_py", "tests", "examples", "benchmarks")
     paths = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
     assert {part for path in paths for part in path.with_suffix("").parts} & VAGUE_NAMES == set()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import popdist
-from popdist.stubs import horovod_torch as hvd
+from poptorch.stubs import horovod_torch as hvd
 from tests.contract.collective_laws import refused
 from tests.contract.laws import laws_of
 

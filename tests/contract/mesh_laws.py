@@ -19,7 +19,7 @@ from torch.utils.data import SequentialSampler
 import popdist
 from popdist import context, packing
 from popdist.layout import ReplicaPart
-from popdist.stubs import horovod_torch
+from poptorch.stubs import horovod_torch
 from tests.contract import training_recipes
 from tests.contract.collective_laws import refused
 from tests.contract.laws import TIMEOUT_SECONDS

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import popdist
 from popdist.checks.optimizer_checks import lone_steps
-from popdist.stubs import horovod_torch
+from poptorch.stubs import horovod_torch
 from tests.contract.collective_laws import refused
 from tests.contract.laws import TIMEOUT_SECONDS
 

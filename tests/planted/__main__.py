@@ -21,7 +21,7 @@ import psutil
 from tests.planted.bugs import BUGS, Bug
 
 _ROOT = Path(__file__).parent.parent.parent
-_SOURCES = ("poprun_py", "popdist_py")
+_SOURCES = ("poprun_py", "popdist_py", "poptorch_py")
 
 CAUGHT, SURVIVED, LOST, UNDECIDED = "caught", "SURVIVED", "NOT FOUND", "UNDECIDED"
 

@@ -1,6 +1,6 @@
 """A program for PopTorch runs as it is under poprun, and under plain python.
 
-Holds popdist.stubs.finder, popdist.stubs.horovod_torch, popdist.poptorch and
+Holds popdist.startup.stub_finder, poptorch.stubs.horovod_torch, popdist.poptorch and
 poptorch.executor.compiled_model.
 """
 

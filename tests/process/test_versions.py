@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ def test_text_is_one_line() -> None:
 
 
 def test_the_full_formats_say_the_same() -> None:
-    """poprun, popdist, Python, every dependency of the project, and the MPI that would be used."""
-    required = [re.split(r"\W", name)[0] for name in tomllib.loads(PROJECT.read_text())["project"]["dependencies"]]
+    """poprun, popdist, Python, every dependency of it and of torch's programs, and the MPI that would be used."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    extras = (project["optional-dependencies"][name] for name in ("torch", "mpich"))
+    required = {re.split(r"\W", name)[0] for name in chain(project["dependencies"], *extras)} - {"mpich"}
     versions = json.loads(version_text(VersionFormat.FULL_JSON, {}))
     lines = [line.split(maxsplit=1) for line in version_text(VersionFormat.FULL_TEXT, {}).splitlines()]
 

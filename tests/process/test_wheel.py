@@ -4,6 +4,7 @@ import importlib.metadata
 import shutil
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -30,10 +31,11 @@ WHERE = "import poprun, popdist; print(poprun.__file__); print(popdist.__file__)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the source distribution, and the wheel built from that."""
+    """A directory with the two source distributions, and the wheels built from these."""
     directory = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)]
-    run(command).succeeded()
+    for project in (ROOT, ROOT / "poptorch_py"):
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(project)]
+        run(command).succeeded()
     return directory
 
 
@@ -43,7 +45,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = tmp_path_factory.mktemp("fresh")
     python = environment / "bin" / "python"
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)]).succeeded()
-    wheel = next(built.glob("*.whl"))
+    wheel = next(built.glob("poprun-*.whl"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     run([*pip, "install", "--no-deps", "--no-index", str(wheel)]).succeeded()
     _link_requirements(next(environment.glob("lib/python3*/site-packages")))
@@ -59,7 +61,7 @@ def _link_requirements(site_packages: Path) -> None:
 
 def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
     """It is the whole repository, and no environment or build output that lies in the checkout."""
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+    with tarfile.open(next(built.glob("poprun-*.tar.gz"))) as archive:
         names = {Path(name).relative_to(f"poprun-{VERSION}").parts for name in archive.getnames()}
 
     assert {"tests", "examples", "benchmarks", "docs", "scripts", "LICENSE", "constraints.txt"} <= {
@@ -70,22 +72,35 @@ def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
 
 def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     """The packages with their type marker, the licence, and where torch finds the backend: beside the metadata."""
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+    with zipfile.ZipFile(next(built.glob("poprun-*.whl"))) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(f"poprun-{VERSION}.dist-info/entry_points.txt").decode()
 
     information = f"poprun-{VERSION}.dist-info"
     assert "[torch.backends]\npopdist = popdist_backend:register" in entry_points
-    packages = {"poprun", "popsize", "popdist", "poptorch"}
+    packages = {"poprun", "popsize", "popdist"}
     assert {name.partition("/")[0] for name in names} == {*packages, "popdist_backend.py", information}
-    assert {f"{name}/py.typed" for name in ("poprun", "popsize", "popdist", "poptorch")} <= names
+    assert {f"{name}/py.typed" for name in packages} <= names
     assert f"{information}/licenses/LICENSE" in names
+
+
+def test_poptorch_is_a_wheel_of_its_own(built: Path) -> None:
+    """It has nothing else, is for every machine, and stands on the poprun of its own version, which names it."""
+    with zipfile.ZipFile(next(built.glob("poprun_poptorch-*.whl"))) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"poprun_poptorch-{VERSION}.dist-info/METADATA").decode()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert {name.partition("/")[0] for name in names} == {"poptorch", f"poprun_poptorch-{VERSION}.dist-info"}
+    assert {"poptorch/py.typed", f"poprun_poptorch-{VERSION}.dist-info/licenses/LICENSE"} <= names
+    assert f"Requires-Dist: poprun[torch]=={VERSION}" in metadata
+    assert project["optional-dependencies"]["poptorch"] == [f"poprun-poptorch=={VERSION}"]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler that could make the extension")
 def test_the_wheel_holds_the_extension_for_every_later_python(built: Path) -> None:
     """It is for machines like this one, and the extension in it can be imported."""
-    wheel = next(built.glob("*.whl"))
+    wheel = next(built.glob("poprun-*.whl"))
 
     assert "-cp311-abi3-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:

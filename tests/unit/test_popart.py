@@ -6,7 +6,7 @@ from popdist import context, popart
 from popdist.contract import Contract
 from popdist.environments import Environment, Launcher
 from popdist.errors import ContractError
-from popdist.stubs import popart_enums
+from poptorch.stubs import popart_enums
 
 
 class Options:

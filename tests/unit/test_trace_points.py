@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from popdist.stubs import trace_points
-from popdist.stubs.trace_points import TraceChannel, Tracepoint
+from poptorch.stubs import trace_points
+from poptorch.stubs.trace_points import TraceChannel, Tracepoint
 
 
 def test_spans_of_channels_that_are_on() -> None:

@@ -55,9 +55,9 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Whether a library was imported, and not the stand-in of `popdist.stubs.finder`."""
+    """Whether a library was imported, and not the stand-in of `popdist.startup.stub_finder`."""
     spec = getattr(modules.get(name), "__spec__", None)
-    return name in modules and getattr(spec, "origin", None) != "popdist"
+    return name in modules and getattr(spec, "origin", None) != "poptorch"
 
 
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:

@@ -23,7 +23,7 @@ TORCH_TIMEOUT_SECONDS: Final = 120.0  # the first import may have to fetch a gig
 _TIMEOUT_SECONDS: Final = 10.0
 
 DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "torch")
-"""What pyproject.toml names."""
+"""What pyproject.toml names for poprun itself, for torch and for MPI."""
 
 _PROGRAM: Final = """
 import importlib, json

@@ -1,5 +1,6 @@
 """Finds libraries of PopTorch's programs where they are not installed: it is asked when all other finders fail.
 
+The stand-ins are those of poptorch, a distribution of its own: where it is not installed, nothing is found.
 It answers import statements only: who asks ``importlib.util.find_spec`` or metadata gets the truth, that the
 library is not installed. poprun's start-up hook loads this file alone, in any Python from 3.8 on, so it imports
 next to nothing.
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import FrameType, ModuleType
 
-ORIGIN = "popdist"
+ORIGIN = "poptorch"
 """The origin in the specs of the modules that are served here."""
 
-_FOLDER = "popdist.stubs"
+_FOLDER = "poptorch.stubs"
 
 _SERVED = {
     "horovod": "",
@@ -30,7 +31,7 @@ _SERVED = {
     "examples_utils.load_lib_utils": "operation_loading",
     "examples_utils.load_lib_utils.load_lib_utils": "operation_loading",
 }
-"""Each module that is served, and the module of this folder whose public names it has."""
+"""Each module that is served, and the module of the folder whose public names it has."""
 
 _MACHINERY = "<frozen importlib._bootstrap>"
 
@@ -59,7 +60,7 @@ class LastFinder:
         parent = sys.modules.get(name.rpartition(".")[0])
         if parent is not None and getattr(parent.__spec__, "origin", None) != ORIGIN:
             return None
-        if not (_is_popdist_here() if self.is_for_all else _is_popdist_used()):
+        if not (self.is_for_all or _is_popdist_used()) or not _is_poptorch_here():
             return None
         is_package = any(other.startswith(name + ".") for other in _SERVED)
         return ModuleSpec(name, _Loader(), origin=ORIGIN, is_package=is_package)  # type: ignore[arg-type] # a loader by its methods
@@ -89,13 +90,13 @@ def _is_from_import(finder_frame: FrameType | None) -> bool:
     return frame is None or frame.f_globals.get("__name__") != "importlib.util"
 
 
-def _is_popdist_here() -> bool:
-    """Whether popdist can be imported; in a program of another Python it may not be installed."""
-    if "popdist" in sys.modules:
+def _is_poptorch_here() -> bool:
+    """Whether poptorch can be imported; nobody has it unasked, and a program may run in another Python."""
+    if "poptorch" in sys.modules:
         return True
-    from importlib.util import find_spec  # noqa: PLC0415 - only programs without popdist come here
+    from importlib.util import find_spec  # noqa: PLC0415 - only programs that ask for a stand-in come here
 
-    return find_spec("popdist") is not None
+    return find_spec("poptorch") is not None
 
 
 def _is_popdist_used() -> bool:

@@ -1,6 +1,6 @@
 """Libraries beside PopTorch are found by import statements only, and last: a real one always wins.
 
-Holds popdist.stubs.operation_loading and popdist.stubs.popart_enums.
+Holds poptorch.stubs.operation_loading and poptorch.stubs.popart_enums.
 """
 
 import importlib
@@ -17,8 +17,9 @@ from types import ModuleType
 import pytest
 
 import popdist
-from popdist.stubs import finder, operation_loading, popart_enums
-from popdist.stubs.finder import LastFinder
+from popdist.startup import stub_finder
+from popdist.startup.stub_finder import LastFinder
+from poptorch.stubs import operation_loading, popart_enums
 
 SERVED = ("horovod", "popart", "examples_utils", "libpvti", "pvti")
 
@@ -106,21 +107,33 @@ def test_it_is_asked_only_where_popdist_is_used(monkeypatch: pytest.MonkeyPatch)
         holds = "popdist" in getattr(module, "__dict__", {}) or name.partition(".")[0] == "poptorch"
         if holds and not name.startswith("popdist"):
             monkeypatch.delitem(sys.modules, name)
-    assert not finder._is_popdist_used()
+    assert not stub_finder._is_popdist_used()
     program = ModuleType("program")
     monkeypatch.setitem(sys.modules, "program", program)
-    assert not finder._is_popdist_used()
+    assert not stub_finder._is_popdist_used()
     vars(program)["popdist"] = popdist
-    assert finder._is_popdist_used()
+    assert stub_finder._is_popdist_used()
     del program.popdist
     monkeypatch.setitem(sys.modules, "poptorch", ModuleType("poptorch"))
-    assert finder._is_popdist_used()
+    assert stub_finder._is_popdist_used()
+
+
+def test_nothing_is_served_without_poptorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets names of other projects who has not installed poptorch."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "poptorch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [it for it in sys.path if not Path(it, "poptorch").exists()])
+    (ours,) = (each for each in sys.meta_path if isinstance(each, LastFinder))
+    monkeypatch.setattr(ours, "is_for_all", True)  # as in a program under poprun
+    for name in SERVED:
+        with pytest.raises(ModuleNotFoundError, match=f"'{name}'"):
+            importlib.import_module(name)
 
 
 def test_there_is_one_finder() -> None:
     """However often popdist is imported, and after poprun's hook."""
-    finder.begin()
-    finder.begin(is_for_all=True)
+    stub_finder.begin()
+    stub_finder.begin(is_for_all=True)
     assert sum(isinstance(each, LastFinder) for each in sys.meta_path) == 1
 
 

@@ -40,6 +40,6 @@ __all__ = list(_MEMBERS)
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"popart has no {name!r} here: PopART is not installed, and popdist stands for the enumerations that "
+        f"popart has no {name!r} here: PopART is not installed, and poptorch stands for the enumerations that "
         "programs hand to options._Popart.set"
     )

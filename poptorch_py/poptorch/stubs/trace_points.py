@@ -15,14 +15,14 @@ __all__ = ["TraceChannel", "Tracepoint", "createTraceChannel", "traceDrivers", "
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"libpvti has no {name!r} here: it is not installed, and popdist stands for {', '.join(__all__)}"
+        f"libpvti has no {name!r} here: it is not installed, and poptorch stands for {', '.join(__all__)}"
     )
 
 
 class TraceChannel:
     """A name under which spans are shown, unless it is not ``enabled``."""
 
-    def __init__(self, name: str, enabled: bool = True) -> None:  # noqa: FBT001, FBT002 - as in libpvti
+    def __init__(self, name: str, enabled: bool = True) -> None:
         self.name = name
         self.enabled = enabled
 

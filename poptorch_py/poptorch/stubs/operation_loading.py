@@ -13,7 +13,7 @@ _log = logging.getLogger("examples_utils")
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"examples_utils has no {name!r} here: it is not installed, and popdist stands for {', '.join(__all__)}"
+        f"examples_utils has no {name!r} here: it is not installed, and poptorch stands for {', '.join(__all__)}"
     )
 
 

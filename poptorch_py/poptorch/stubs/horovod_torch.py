@@ -65,7 +65,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 def __getattr__(name: str) -> object:
     raise AttributeError(
-        f"horovod.torch has no {name!r} here: Horovod is not installed, and popdist stands for what programs for "
+        f"horovod.torch has no {name!r} here: Horovod is not installed, and poptorch stands for what programs for "
         "PopTorch use of it; popdist's own collectives are all_reduce, all_gather, gather, broadcast and barrier"
     )
 
@@ -122,7 +122,7 @@ def is_homogeneous() -> bool:
 
 def allreduce(
     tensor: Tensor,
-    average: bool | None = None,  # noqa: FBT001 - Horovod's own
+    average: bool | None = None,
     name: str | None = None,
     op: AllreduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -148,7 +148,7 @@ def allreduce(
 
 def allreduce_(
     tensor: AnyTensor,
-    average: bool | None = None,  # noqa: FBT001 - as above
+    average: bool | None = None,
     name: str | None = None,
     op: AllreduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -302,7 +302,7 @@ def _encode(obj: object) -> tuple[bytes, str]:
     return file.getvalue(), ""
 
 
-def DistributedOptimizer(optimizer: object, *_arguments: object, **_settings: object) -> Any:  # noqa: ANN401, N802 - Horovod's
+def DistributedOptimizer(optimizer: object, *_arguments: object, **_settings: object) -> Any:  # noqa: ANN401 - Horovod's
     """Raise OptimizerError, which says what to write instead."""
     raise OptimizerError(
         f"horovod.torch.DistributedOptimizer({type(optimizer).__name__}): Horovod is not installed, and popdist "
