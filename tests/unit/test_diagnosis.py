@@ -5,11 +5,12 @@ Holds poprun.doctor.facts.
 
 import json
 import re
-import tomllib
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
+from popdist.installation.torch_found import OLDEST_TORCH, trouble_of_torch
 from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
 from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
 from poprun.plan.topology import Gpu, MachineFacts
@@ -33,10 +34,10 @@ HEALTHY = InstallationFacts(
     slurm_job="77",
     hash_seed="7",
 )
-NO_TORCH = {"torch": "ModuleNotFoundError: No module named 'torch'"}
+BROKEN = {"torch": "ImportError: libtorch.so: cannot open shared object file"}
 BARE = replace(
     HEALTHY,
-    libraries=Libraries(problems=NO_TORCH, versions={"popdist": "0.0.9"}),
+    libraries=Libraries(problems=BROKEN, versions={"popdist": "0.0.9"}),
     machine=replace(
         with_gpus("fb"), gpu_source="nvidia-smi", unknown_mpi=("/usr/bin/mpirun",), memory_nodes=(0, 1)
     ),
@@ -69,12 +70,12 @@ jobs of this machine can run
 
 BARE_TABLE = """\
 Python     ok       3.12.3, /env/bin/python
-torch      fails    ModuleNotFoundError: No module named 'torch'
-                    → /env/bin/python -m pip install torch
+torch      fails    ImportError: libtorch.so: cannot open shared object file
+                    → /env/bin/python -m pip install --force-reinstall torch
 popdist    fails    0.0.9, but poprun is 0.1.0
                     → /env/bin/python -m pip install poprun==0.1.0
 MPI        absent   none, so jobs start without it, on this machine only; of neither family: /usr/bin/mpirun
-                    → /env/bin/python -m pip install mpich
+                    → /env/bin/python -m pip install 'poprun[mpich]'
 GPUs       warning  2 (NVIDIA), found by nvidia-smi; GPU 0 is free; torch sees 0
                     → install a torch that is built for devices of NVIDIA, and for this machine's driver
 cores      ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2.5
@@ -120,6 +121,40 @@ def test_what_no_job_can_do_without(facts: InstallationFacts, failing: set[str])
     assert {finding.subject for finding in fails} == failing
     assert all(finding.remedy for finding in fails)
     assert can_run(findings) == (not failing)
+
+
+WITHOUT = {"popdist": "0.1.0"}
+OLD = trouble_of_torch("2.3.1", has_distributed=True)
+TWO = ("/env/torch", "/home/me/torch")
+
+
+@pytest.mark.parametrize(
+    ("libraries", "subject", "state", "found", "remedy"),
+    [
+        ({"versions": WITHOUT}, "torch", State.ABSENT, "none: programs of torch", "'poprun[torch]'"),
+        ({"versions": WITHOUT}, "mpi4py", State.ABSENT, "none: only programs", "install mpi4py"),
+        ({"versions": WITHOUT}, "GPUs", State.OK, "2 (NVIDIA)", ""),
+        ({"torch_trouble": OLD}, "torch", State.FAILS, "torch 2.3.1 is too old", "pip install 'torch>=2.6'"),
+        (
+            {"torch_folders": TWO},
+            "torch",
+            State.WARNING,
+            f"programs import {TWO[0]}, and not {TWO[1]}",
+            "all but one",
+        ),
+    ],
+)
+def test_what_is_found_of_torch_and_mpi4py(
+    libraries: dict[str, Any], subject: str, state: State, found: str, remedy: str
+) -> None:
+    """Where they are not there, jobs of other programs run; a wrong one, or a second one, is named."""
+    facts = replace(HEALTHY, machine=replace(with_gpus("ff"), mpi=MPICH))
+    findings = diagnose(replace(facts, libraries=replace(HEALTHY.libraries, num_devices=0, **libraries)))
+    first = next(it for it in findings if it.subject == subject)
+
+    assert (first.state, can_run(findings)) == (state, state is not State.FAILS)
+    assert found in first.found
+    assert remedy in first.remedy
 
 
 @pytest.mark.parametrize(
@@ -183,13 +218,12 @@ def test_a_torch_says_for_what_it_was_built() -> None:
 
 
 def test_the_tested_versions_of_torch_stand_in_a_table() -> None:
-    """From the oldest that the project allows to the newest that is taken for tested."""
+    """None is older than what the project allows, and the last is the newest that is taken for tested."""
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("| torch |")[2]
     tested = [tuple(map(int, found)) for found in re.findall(r"^\| (\d+)\.(\d+)\.\d+\b", table, re.MULTILINE)]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
     assert tested[-1] == NEWEST_TORCH
-    assert f"torch>={tested[0][0]}.{tested[0][1]}" in project["dependencies"]
+    assert min(tested) >= OLDEST_TORCH
 
 
 def test_json() -> None:
@@ -200,8 +234,8 @@ def test_json() -> None:
     assert report["findings"][1] == {
         "subject": "torch",
         "state": "fails",
-        "found": NO_TORCH["torch"],
-        "remedy": "/env/bin/python -m pip install torch",
+        "found": BROKEN["torch"],
+        "remedy": "/env/bin/python -m pip install --force-reinstall torch",
     }
 
 
@@ -217,6 +251,7 @@ def test_what_the_other_python_says() -> None:
     found = Libraries(
         versions={"torch": "2"},
         problems={"mpi4py": "ImportError: x"},
+        torch_folders=["/env/torch"],
         num_devices=3,
         has_gloo=True,
         has_extension=True,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.contract import VERSION
-from poprun.doctor.facts import InstallationFacts
+from poprun.doctor.facts import InstallationFacts, Libraries
 from poprun.makers.maker import MAKERS, TORCH_BUILDS
 from poprun.plan.advice import named
 from poprun.plan.program_environment import HASH_SEED
@@ -98,23 +98,8 @@ def render_findings(
 
 def _libraries(facts: InstallationFacts) -> Iterator[Finding]:
     yield Finding("Python", State.OK, f"{facts.python}, {facts.interpreter}")
+    yield from _torch(facts.libraries, pip := f"{facts.interpreter} -m pip install")
     libraries = facts.libraries
-    pip = f"{facts.interpreter} -m pip install"
-    torch = libraries.versions.get("torch")
-    if torch is None:
-        problem = libraries.problems.get("torch", "it cannot be imported")
-        yield Finding("torch", State.FAILS, problem, f"{pip} torch")
-    elif not libraries.has_gloo:
-        yield Finding("torch", State.FAILS, f"{torch}, which lacks gloo", f"{pip} torch, as its project builds it")
-    else:
-        built = (f"for {TORCH_BUILDS[name]} {version}" for name, version in libraries.builds.items() if version)
-        build = next(built, "for the CPU")
-        if _is_untested(torch):
-            newest = ".".join(map(str, NEWEST_TORCH))
-            found = f"{torch}, {build}; poprun was tested with versions up to {newest}"
-            yield Finding("torch", State.WARNING, found)
-        else:
-            yield Finding("torch", State.OK, f"{torch}, {build}")
     version = libraries.versions.get("popdist")
     if version != VERSION:
         problem = libraries.problems.get("popdist", "not found")
@@ -134,6 +119,35 @@ def _libraries(facts: InstallationFacts) -> Iterator[Finding]:
         )
 
 
+def _torch(libraries: Libraries, pip: str) -> Iterator[Finding]:
+    torch = libraries.versions.get("torch")
+    if torch is None and "torch" not in libraries.problems:
+        found = "none: programs of torch and popdist need it, others run without it"
+        yield Finding("torch", State.ABSENT, found, f"{pip} 'poprun[torch]'")
+        return
+    if torch is None:
+        yield Finding("torch", State.FAILS, libraries.problems["torch"], f"{pip} --force-reinstall torch")
+        return
+    if libraries.torch_folders[1:]:
+        first, *others = libraries.torch_folders
+        remedy = "uninstall all but one; PYTHONNOUSERSITE=1 leaves out those of your home"
+        yield Finding("torch", State.WARNING, f"programs import {first}, and not {', '.join(others)}", remedy)
+    if libraries.torch_trouble:
+        found, _, remedy = libraries.torch_trouble.partition(": ")
+        yield Finding("torch", State.FAILS, found, remedy)
+    elif not libraries.has_gloo:
+        yield Finding("torch", State.FAILS, f"{torch}, which lacks gloo", f"{pip} torch, as its project builds it")
+    else:
+        built = (f"for {TORCH_BUILDS[name]} {version}" for name, version in libraries.builds.items() if version)
+        build = next(built, "for the CPU")
+        if _is_untested(torch):
+            newest = ".".join(map(str, NEWEST_TORCH))
+            found = f"{torch}, {build}; poprun was tested with versions up to {newest}"
+            yield Finding("torch", State.WARNING, found)
+        else:
+            yield Finding("torch", State.OK, f"{torch}, {build}")
+
+
 def _is_untested(torch: str) -> bool:
     numbers = re.match(r"(\d+)\.(\d+)", torch)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TORCH
@@ -144,11 +158,13 @@ def _mpi(facts: InstallationFacts) -> Iterator[Finding]:
     unknown = f"; of neither family: {', '.join(facts.machine.unknown_mpi)}" if facts.machine.unknown_mpi else ""
     if facts.machine.mpi is None:
         found = f"none, so jobs start without it, on this machine only{unknown}"
-        yield Finding("MPI", State.ABSENT, found, f"{pip} mpich")
+        yield Finding("MPI", State.ABSENT, found, f"{pip} 'poprun[mpich]'")
         return
     yield Finding("MPI", State.OK, f"{facts.machine.mpi}{unknown}")
     if problem := facts.libraries.problems.get("mpi4py"):
-        yield Finding("mpi4py", State.WARNING, problem, f"{pip} mpi4py")
+        yield Finding("mpi4py", State.WARNING, problem, f"{pip} --force-reinstall mpi4py")
+    elif "mpi4py" not in facts.libraries.versions:
+        yield Finding("mpi4py", State.ABSENT, "none: only programs that import it need it", f"{pip} mpi4py")
 
 
 def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
@@ -168,7 +184,7 @@ def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
     found = f"{len(gpus)} ({kinds}){f', found by {source}' if source else ''}; {state}"
     # of several slices a process sees one
     expected = 1 if any(maker.is_slice(gpu.name) for gpu in gpus) else len(gpus)
-    if seen == expected:
+    if seen == expected or not {"torch"} & {*facts.libraries.versions, *facts.libraries.problems}:
         yield Finding("GPUs", State.OK, found)
     else:
         remedy = f"install a torch that is built for devices of {maker.name}, and for this machine's driver"

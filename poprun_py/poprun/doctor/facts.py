@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -26,12 +26,13 @@ DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "
 """What pyproject.toml names for poprun itself, for torch and for MPI."""
 
 _PROGRAM: Final = """
-import importlib, json
+import importlib, importlib.util, json, os, sys
 versions, problems = {}, {}
 found = {"versions": versions, "problems": problems}
 for name in ("torch", "mpi4py", "popdist"):
     try:
-        versions[name] = getattr(importlib.import_module(name), "__version__", "")
+        if importlib.util.find_spec(name) is not None:
+            versions[name] = getattr(importlib.import_module(name), "__version__", "")
     except Exception as error:
         problems[name] = f"{type(error).__name__}: {error}"
 try:
@@ -41,6 +42,12 @@ except Exception:
     pass
 if "torch" in versions:
     import torch
+    files = (os.path.realpath(os.path.join(place, "torch", "__init__.py")) for place in sys.path)
+    found["torch_folders"] = [*dict.fromkeys(os.path.dirname(file) for file in files if os.path.exists(file))]
+    try:
+        found["torch_trouble"] = importlib.import_module("popdist.installation.torch_found").find_trouble()
+    except Exception:
+        pass
     found["builds"] = {name: getattr(torch.version, name, None) or "" for name in BUILDS}
     found["num_devices"] = torch.accelerator.device_count() if hasattr(torch, "accelerator") else 0
     found["has_gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -55,7 +62,9 @@ class Libraries:
 
     # of torch, mpi4py and popdist, each only if it can be imported
     versions: Mapping[str, str] = field(default_factory=dict)
-    problems: Mapping[str, str] = field(default_factory=dict)  # why one of them cannot
+    problems: Mapping[str, str] = field(default_factory=dict)  # why one of them that is installed cannot
+    torch_trouble: str = ""  # why popdist cannot train with torch, and what to do; empty if it can
+    torch_folders: Sequence[str] = ()  # where torch lies, first the one that programs import
     # the version of each runtime that torch was built for, by its attribute of ``torch.version``; or empty
     builds: Mapping[str, str] = field(default_factory=dict)
     num_devices: int = 0  # devices that torch sees
