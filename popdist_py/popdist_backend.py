@@ -4,17 +4,36 @@ An exception here would end every program at ``import torch``. An interpreter ma
 distribution and not its packages, as with PYTHONPATH and an editable installation, or another ``popdist.py``.
 """
 
+from contextlib import suppress
 from importlib import util
+from typing import NoReturn
 
 
 def register() -> None:
-    """Register the backend ``popdist`` with torch, if the package can be imported. Never raises."""
+    """Register the backend ``popdist`` with torch; where that fails, one that says why. Never raises."""
     try:
-        found = util.find_spec("popdist")
-        if found is None or found.submodule_search_locations is None:  # a program of that name must not run again
-            return
-        from popdist.process_group import registration  # noqa: PLC0415 - which may fail
+        _register()
+    except Exception as error:  # noqa: BLE001 - torch would raise it
+        with suppress(Exception):  # a torch that has no backends, or other ones
+            _register_reason(error)
 
-        registration.register()
-    except Exception:  # noqa: BLE001, S110 - torch would raise it
-        pass
+
+def _register() -> None:
+    found = util.find_spec("popdist")
+    if found is None:
+        raise ImportError("Python does not find popdist, of which it finds the metadata; install poprun again")
+    if found.submodule_search_locations is None:  # a program of that name must not run again
+        raise ImportError(f"{found.origin} stands in the way of the package popdist; give that file another name")
+    from popdist.process_group import registration  # noqa: PLC0415 - which may fail
+
+    registration.register()
+
+
+def _register_reason(reason: Exception) -> None:
+    from torch.distributed import Backend  # noqa: PLC0415 - torch is being imported when it calls this
+
+    def refuse(*_options: object) -> NoReturn:
+        told = reason if type(reason) is ImportError else f"{type(reason).__name__}: {reason}"
+        raise ImportError(f"torch has no backend popdist: {told} (`poprun --doctor` tells more)") from reason
+
+    Backend.register_backend("popdist", refuse, extended_api=True, devices=["cpu"])

@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import DatasetError as DatasetError
     from popdist.errors import DescriptionError as DescriptionError
     from popdist.errors import GradientError as GradientError
+    from popdist.errors import InstallationError as InstallationError
     from popdist.errors import LaunchError as LaunchError
     from popdist.errors import MicroBatchError as MicroBatchError
     from popdist.errors import NotInitializedError as NotInitializedError
@@ -109,8 +110,8 @@ _NAMES_OF_MODULES = {
     "data.dealt_streams": "shard_iterable",
     "errors": (
         "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError "
-        "DescriptionError GradientError LaunchError MicroBatchError NotInitializedError OnnxError OptimizerError "
-        "PopdistError PopdistWarning StoreError WeightsError"
+        "DescriptionError GradientError InstallationError LaunchError MicroBatchError NotInitializedError "
+        "OnnxError OptimizerError PopdistError PopdistWarning StoreError WeightsError"
     ),
     "gradients.clipping": "clip_grad_norm_",
     "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
@@ -140,6 +141,9 @@ _MEANT = {
 }
 """What was meant by names that other libraries have."""
 
+_WITHOUT_TORCH = ("compat", "context", "errors", "instances", "launching", "metrics.reported_numbers")
+"""How the names of the modules begin that need no torch."""
+
 _OF_TRAINING = tuple(f"popdist.{it}" for it in ("collectives", "data.", "parallel.", "training."))
 """How the names of modules begin that programs use which train with torch."""
 
@@ -167,6 +171,8 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         meant = f": write popdist.{_MEANT[name]}" if name in _MEANT else ""
         raise AttributeError(f"module 'popdist' has no attribute {name!r}{meant}")
+    if not _MODULE_OF[name].removeprefix("popdist.").startswith(_WITHOUT_TORCH):
+        import_module("popdist.installation.needs_torch")
     module = import_module(_MODULE_OF[name])
     is_training = module.__name__.startswith(_OF_TRAINING)
     if is_training or (name == "init" and "torch" in sys.modules):  # init() alone does without torch

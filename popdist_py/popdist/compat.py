@@ -19,6 +19,7 @@ from popdist.context import (
     num_replicas,
 )
 from popdist.environments import Launcher
+from popdist.errors import InstallationError
 
 getInstanceIndex = instance_index
 getNumInstances = num_instances
@@ -44,7 +45,11 @@ def getReplicaIndexOffset() -> int:
 def getDeviceId(ipusPerReplica: int = 0) -> int:
     """Number of this instance's device on its host, another for each instance whatever the argument."""
     del ipusPerReplica
-    return local_instance_index() if device().index is None else device().index
+    try:
+        index: int | None = device().index
+    except InstallationError:  # a program of another framework has those that poprun dealt
+        index = next(iter(environment().contract.devices), None)
+    return local_instance_index() if index is None else index
 
 
 def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
@@ -54,6 +59,6 @@ def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
 
 def synchronize() -> None:
     """Wait until every instance has called it; see :func:`popdist.barrier`."""
-    from popdist.collectives import barrier  # noqa: PLC0415 - the queries above need no torch
+    import popdist  # noqa: PLC0415 - the queries above need no torch, which is asked for there
 
-    barrier()
+    popdist.barrier()

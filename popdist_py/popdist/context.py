@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from popdist.accelerators import BACKENDS
@@ -297,6 +298,7 @@ def _prepare_arithmetic(contract: Contract) -> str:
     """Compute from now on as the launcher asked; gives what all instances must have alike, in words."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
+    import_module("popdist.installation.needs_torch")
     from popdist.accelerators import arithmetic  # noqa: PLC0415 - torch is loaded only here
 
     return arithmetic.prepare(contract)
@@ -491,6 +493,7 @@ def devices() -> "tuple[torch.device, ...]":
     Raises:
         BackendError: As :func:`device`.
     """
+    import_module("popdist.installation.needs_torch")
     from popdist.accelerators import accelerator  # noqa: PLC0415 - torch, which queries do without
 
     found = environment()

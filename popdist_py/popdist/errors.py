@@ -76,6 +76,10 @@ class LaunchError(PopdistError):
     """A function cannot be launched, or an instance brought neither its value nor its exception."""
 
 
+class InstallationError(PopdistError, ImportError):
+    """A library that popdist needs is not installed, or is one with which popdist cannot work."""
+
+
 class PopdistWarning(UserWarning):
     """Something works, and perhaps not as expected: other bits, or an older checkpoint."""
 

@@ -12,10 +12,10 @@ _LOWEST_FIRST: Final = {
     " < search < cases tables < picture",
     "poprun": "errors < text < process < messages < makers < plan < probe < hosts < launch render < trace"
     " < devices page < job monitor emit doctor < cli vipu reports < start size < command < __main__",
-    "popdist": "errors layout local_tensors tree stack_signal startup trusted_paths < contract torch_private"
-    " extension < environments progress accelerators < host_memory < transport < groups < process_group < context"
-    " < collectives < metrics weights < instances gradients < data < training packing < checks < optim < sharded"
-    " < phases"
+    "popdist": "errors layout local_tensors tree stack_signal startup trusted_paths < contract installation"
+    " torch_private extension < environments progress accelerators < host_memory < transport < groups"
+    " < process_group < context < collectives < metrics weights < instances gradients < data < training packing"
+    " < checks < optim < sharded < phases"
     " < parallel < checkpoint compat tensorflow onnx poptorch launching preemption < popdist_core popart",
     "poptorch": "errors enums environment _impl profiling stubs < _logging custom_types < options losses testing"
     " < blocks poptorch_core optim data < executor ops",

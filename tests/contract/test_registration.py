@@ -33,7 +33,28 @@ print("POPDIST" in dist.Backend._plugins)
 FOREIGN = """
 import sys
 import torch.distributed as dist
-print("POPDIST" in dist.Backend._plugins, "popdist.process_group" in sys.modules)
+print("popdist.process_group" in sys.modules)
+try:
+    dist.init_process_group("popdist", store=dist.HashStore(), rank=0, world_size=1)
+except ImportError as error:
+    print(error)
+"""
+
+TOO_OLD = """
+import sys, types
+version = sys.modules["torch.version"] = types.ModuleType("torch.version")
+version.__version__ = "2.3.1+cpu"
+version.__getattr__ = lambda name: None
+import torch.distributed as dist
+try:
+    dist.init_process_group("popdist", store=dist.HashStore(), rank=0, world_size=1)
+except ImportError as error:
+    print(error)
+import popdist
+try:
+    import popdist.optim
+except popdist.InstallationError as error:
+    print(error)
 """
 
 INIT_BEFORE_TORCH = """
@@ -66,17 +87,36 @@ def test_it_is_found_without_an_import_or_by_init(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("hides", "file", "text"),
+    ("hides", "file", "text", "reason"),
     [
-        (True, "", ""),
-        (False, "popdist.py", "raise SystemExit('ran')"),
-        (False, "popdist/__init__.py", "import a_module_that_is_missing"),
-        (False, "popdist/__init__.py", "raise RuntimeError('half of an installation')"),
+        (True, "", "", "Python does not find popdist, of which it finds the metadata; install poprun again"),
+        (False, "popdist.py", "raise SystemExit('ran')", "stands in the way of the package popdist"),
+        (
+            False,
+            "popdist/__init__.py",
+            "import a_module_that_is_missing",
+            "ModuleNotFoundError: No module named 'a_module_that_is_missing'",
+        ),
+        (
+            False,
+            "popdist/__init__.py",
+            "raise RuntimeError('half of an installation')",
+            "RuntimeError: half of an installation",
+        ),
     ],
     ids=["hidden", "a program of that name", "missing dependency", "broken"],
 )
-def test_programs_of_others_never_end_by_it(hides: bool, file: str, text: str, tmp_path: Path) -> None:  # noqa: FBT001 - a case
-    """At ``import torch``, where the metadata of the distribution is there and the package cannot be imported."""
+def test_programs_of_others_never_end_by_it(
+    hides: bool,  # noqa: FBT001 - a case
+    file: str,
+    text: str,
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    """At ``import torch``, where the metadata of the distribution is there and the package cannot be imported.
+
+    Who asks for the backend hears why it is not there.
+    """
     names = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]["torch.backends"]
     information = tmp_path / "poprun-0.dist-info"
     information.mkdir()
@@ -103,7 +143,23 @@ def test_programs_of_others_never_end_by_it(hides: bool, file: str, text: str, t
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{libraries}"},
     )
 
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["False", "False"], "")
+    loaded, told = done.stdout.splitlines()
+    assert (done.returncode, loaded, done.stderr) == (0, "False", "")
+    assert told.startswith("torch has no backend popdist: ")
+    assert reason in told
+
+
+def test_a_torch_that_is_too_old_is_imported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend, and what trains, say which version was found and which is the oldest that works."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_OLD], capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS
+    )
+    told = "torch 2.3.1+cpu is too old for popdist, which works with torch 2.6 and newer: pip install 'torch>=2.6'"
+    assert done.stdout.splitlines() == [
+        f"torch has no backend popdist: {told} (`poprun --doctor` tells more)",
+        told,
+    ]
 
 
 def test_its_name_for_the_page_is_the_contracts() -> None:
@@ -128,5 +184,5 @@ def test_it_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist.Backend, "_plugins", {})
     monkeypatch.setattr(dist.Backend, "register_backend", refuse)
-    register()
+    popdist_backend.register()
     assert dist.Backend._plugins == {}

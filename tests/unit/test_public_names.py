@@ -11,8 +11,8 @@ import popdist
 
 PUBLIC = """
 BackendError BatchError CheckpointError CollectiveError ContractError DatasetError DescriptionError
-GradientError LaunchError MicroBatchError NotInitializedError OnnxError OptimizerError PopdistError PopdistWarning
-StoreError WeightsError
+GradientError InstallationError LaunchError MicroBatchError NotInitializedError OnnxError OptimizerError
+PopdistError PopdistWarning StoreError WeightsError
 checkpoint optim packing parallel popdist_core poptorch check_preemption on_preemption on_report
 Mean ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable

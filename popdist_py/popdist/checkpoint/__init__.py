@@ -3,6 +3,9 @@
 >>> from popdist.checkpoint import save, load_latest
 """
 
+from popdist.installation import needs_torch as needs_torch
+
+# isort: split
 from popdist.checkpoint.loading import Loaded, load_latest
 from popdist.checkpoint.saving import save
 

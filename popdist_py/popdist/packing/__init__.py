@@ -3,6 +3,7 @@
 >>> from popdist.packing import Packing, lpfhp
 """
 
+from popdist.installation import needs_torch as needs_torch
 from popdist.packing.collation import (
     Collator,
     Packed,

@@ -6,6 +6,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from popdist.installation import needs_torch as needs_torch
+
+# isort: split
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.parallel.describe import Description, describe
 from popdist.phases.phased_model import PhasedModel, phased

@@ -3,10 +3,14 @@
 from importlib import import_module
 from typing import Any
 
+from popdist.errors import InstallationError
+from popdist.installation import needs_torch as needs_torch
+
 __all__ = ["Options"]
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of the package above
-    if name != "Options":
-        raise AttributeError(f"module 'popdist.poptorch' has no attribute {name!r}: it has Options")
-    return import_module("poptorch.options.job_options").JobOptions
+try:
+    Options: Any = import_module("poptorch.options.job_options").JobOptions  # of a package above
+except ModuleNotFoundError as error:
+    if error.name != "poptorch":
+        raise
+    raise InstallationError("poptorch is not installed: pip install 'poprun[poptorch]'") from None

@@ -4,7 +4,6 @@ When torch is imported, it has ``popdist_backend`` call :func:`register`: every 
 nothing here opens or starts anything.
 """
 
-import contextlib
 import os
 import sys
 from functools import cache
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from popdist.accelerators import TYPES
+from popdist.installation.torch_found import trouble_of_torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,14 +24,20 @@ _INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
 
 
 def register() -> None:
-    """Make ``init_process_group("popdist")`` work; does nothing the second time, and never raises."""
-    with contextlib.suppress(Exception):
-        from torch import distributed as dist  # noqa: PLC0415 - torch is being imported when it calls this
+    """Make ``init_process_group("popdist")`` work; does nothing the second time.
 
-        if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", *TYPES])
-        if _INSTANCES_PER_REPLICA in os.environ:
-            remember_wrappers()
+    Raises:
+        ImportError: If popdist cannot train with this torch.
+    """
+    import torch  # noqa: PLC0415 - which is being imported when it calls this
+    from torch import distributed as dist  # noqa: PLC0415 - as above
+
+    if trouble := trouble_of_torch(torch.__version__, has_distributed=dist.is_available()):
+        raise ImportError(trouble)
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", *TYPES])
+    if _INSTANCES_PER_REPLICA in os.environ:
+        remember_wrappers()
 
 
 @cache

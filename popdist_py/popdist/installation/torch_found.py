@@ -1,0 +1,62 @@
+"""The torch that Python finds, judged. Importing this loads neither torch nor much else."""
+
+import re
+from importlib import import_module
+from typing import Any, Final
+
+OLDEST_TORCH: Final = (2, 6)
+"""As the extra ``torch`` of pyproject.toml has it."""
+
+_OLDEST_WORDS: Final = ".".join(map(str, OLDEST_TORCH))
+
+
+def trouble_of_torch(version: str, *, has_distributed: bool) -> str:
+    """Say why popdist cannot train with a torch, and what to do; nothing if it can."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        return (
+            f"torch {version} is too old for popdist, which works with torch {_OLDEST_WORDS} and newer: "
+            f"pip install 'torch>={_OLDEST_WORDS}'"
+        )
+    if not has_distributed:
+        return (
+            f"torch {version or 'of no version'} was built without torch.distributed, which popdist needs: "
+            "install a build of its own project: pip install --force-reinstall torch"
+        )
+    return ""
+
+
+def trouble_of_numpy(torch: str, numpy: str) -> str:
+    """Say why a torch cannot use numpy, and what to do; ``numpy`` is its version, or empty where there is none."""
+    if not numpy:
+        return "popdist needs numpy, which is not installed: pip install 'poprun[torch]'"
+    other = "numpy<2" if int(numpy.partition(".")[0]) > 1 else "numpy>=2"
+    return (
+        f"torch {torch} cannot use numpy {numpy}, for which it was not built, and popdist needs both: "
+        f"pip install '{other}', or a torch that was built for this numpy"
+    )
+
+
+def find_trouble() -> str:
+    """Say why popdist cannot train with the torch that is installed, which is imported; nothing if it can."""
+    try:
+        torch: Any = import_module("torch")
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "torch":
+            raise
+        return "popdist trains with torch, which is not installed: pip install 'poprun[torch]'"
+    version, distributed = str(getattr(torch, "__version__", "")), getattr(torch, "distributed", None)
+    if trouble := trouble_of_torch(version, has_distributed=bool(distributed and distributed.is_available())):
+        return trouble
+    try:
+        torch.empty(0, device="cpu").numpy()
+    except RuntimeError:  # so torch says that it has no numpy
+        return trouble_of_numpy(version, _version_of_numpy())
+    return ""
+
+
+def _version_of_numpy() -> str:
+    try:
+        return str(getattr(import_module("numpy"), "__version__", ""))
+    except ImportError:
+        return ""
