@@ -1,6 +1,7 @@
 """The distribution: what is built from a checkout runs where there is nothing else of it, not even torch."""
 
 import importlib.metadata
+import os
 import shutil
 import sys
 import tarfile
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from popdist.contract import VERSION
-from tests.running import run
+from tests.running import MpiEnvironment, run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,6 +26,31 @@ import sys
 from importlib.machinery import ExtensionFileLoader
 print(dir(ExtensionFileLoader(sys.argv[1], sys.argv[2]).load_module()))
 """
+
+WITHOUT_TORCH = """
+import sys
+import popdist, popdist.popart
+print(popdist.getNumInstances(), popdist.getInstanceIndex(), popdist.getReplicaIndexOffset(), end=" ")
+print(popdist.getDeviceId(), popdist.isPopdistEnvSet(), popdist.popart.getDevice().numIpus)
+told = set()
+for wish in (
+    "from popdist import ReplicatedModel", "import popdist.optim", "import popdist.checkpoint", "popdist.packing",
+    "import popdist.parallel", "popdist.poptorch", "import popdist.poptorch", "popdist.init()", "popdist.device()",
+    "popdist.synchronize()",
+):
+    try:
+        exec(wish)
+    except popdist.InstallationError as error:
+        told.add(str(error))
+print(*told)
+for foreign in ("horovod.torch", "popart", "poptorch"):
+    try:
+        print("there is", __import__(foreign))
+    except ModuleNotFoundError:
+        pass
+"""
+
+REDUCE = "from mpi4py.MPI import COMM_WORLD as world; print(world.allreduce(1), world.size)"
 
 WHERE = "import poprun, popdist; print(poprun.__file__); print(popdist.__file__)"
 
@@ -145,3 +171,45 @@ def test_the_installed_command_runs_a_job(installed: Path, tmp_path: Path, how: 
     finished = run(command, cwd=tmp_path).succeeded()
 
     assert [line.endswith("Hello") for line in finished.lines] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "poprun --doctor",
+        "poprun-report --version",
+        "poprun-size --model gpt2 --devices 8xH100 --global-batch 64",
+        "poprun-top --version",
+        "vipu list ipus",
+    ],
+)
+def test_every_command_works_without_torch(installed: Path, tmp_path: Path, command: str) -> None:
+    """None of them needs torch, numpy or mpi4py."""
+    name, *words = command.split()
+    run([str(installed / name), *words], cwd=tmp_path).succeeded()
+
+
+def test_a_program_asks_popdist_without_torch(installed: Path, tmp_path: Path) -> None:
+    """Its place in the job is told; what trains says what to install; no library of others is there unasked."""
+    (tmp_path / "ask.py").write_text(WITHOUT_TORCH, encoding="utf-8")
+    words = ["-n", "2", "--num-replicas", "4", "--launcher", "local", "--tag-output=no"]
+    words += [str(installed / "python"), "ask.py"]
+    finished = run([str(installed / "poprun"), *words], cwd=tmp_path).succeeded()
+
+    told = "popdist trains with torch, which is not installed: pip install 'poprun[torch]'"
+    assert finished.lines == ["2 0 0 0 True 2", "2 1 2 1 True 2", told, told]
+
+
+@pytest.mark.parametrize("program", [["sh", "-c", "echo 2 2"], ["python", "-c", REDUCE]], ids=["shell", "mpi4py"])
+def test_mpi_starts_programs_without_torch(
+    installed: Path, mpi_environments: dict[str, MpiEnvironment], tmp_path: Path, program: list[str]
+) -> None:
+    """A program that uses no MPI, and one of an interpreter that has mpi4py, which poprun's own lacks."""
+    if "mpich" not in mpi_environments:
+        pytest.skip("there is no MPICH")
+    mpich = mpi_environments["mpich"]
+    words = ["-n", "2", "--launcher", "mpi", "--tag-output=no", *program]
+    path = f"{mpich.python.parent}{os.pathsep}{os.environ['PATH']}"
+    finished = run([str(installed / "poprun"), *words], cwd=tmp_path, env={"PATH": path}).succeeded()
+
+    assert finished.lines == ["2 2"] * 2

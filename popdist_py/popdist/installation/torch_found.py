@@ -49,7 +49,7 @@ def find_trouble() -> str:
     if trouble := trouble_of_torch(version, has_distributed=bool(distributed and distributed.is_available())):
         return trouble
     try:
-        torch.empty(0, device="cpu").numpy()
+        torch.empty(0, dtype=torch.float32, device="cpu").numpy()
     except RuntimeError:  # so torch says that it has no numpy
         return trouble_of_numpy(version, _version_of_numpy())
     return ""
