@@ -1,6 +1,7 @@
 """The torch that Python finds, judged. Importing this loads neither torch nor much else."""
 
 import re
+import sys
 from importlib import import_module
 from typing import Any, Final
 
@@ -50,13 +51,7 @@ def find_trouble() -> str:
         return trouble
     try:
         torch.empty(0, dtype=torch.float32, device="cpu").numpy()
-    except RuntimeError:  # so torch says that it has no numpy
-        return trouble_of_numpy(version, _version_of_numpy())
+    except RuntimeError as error:
+        if "Numpy is not available" in str(error):  # else a mode of the program's hides the numbers of tensors
+            return trouble_of_numpy(version, getattr(sys.modules.get("numpy"), "__version__", ""))
     return ""
-
-
-def _version_of_numpy() -> str:
-    try:
-        return str(getattr(import_module("numpy"), "__version__", ""))
-    except ImportError:
-        return ""
