@@ -1,7 +1,6 @@
 """ONNX files as torch modules, which train as any others and are written back as ONNX.
 
->>> from popdist.installation import needs_torch as needs_torch
-from popdist.onnx import load
+>>> from popdist.onnx import load
 """
 
 import inspect
