@@ -1,12 +1,24 @@
-"""The private names of torch that popdist and poptorch use: these and no others.
+"""The names of torch that popdist and poptorch use and that are private or differ between versions: no others.
 
 Each function says what happens in a torch without its name: something slower, or that checks less, takes its
-place; only where nothing can, is it an error.
+place; only where nothing can, is it an error. Names were looked for in torch 2.6, 2.8, 2.11, 2.13
+and 2.15. All of them have the names, but for these:
+
+=====================================  ===============================================
+name                                   seen in torch
+=====================================  ===============================================
+``UntypedStorage._swap_data_ptr_``     2.13, 2.15
+``set_code_exec_strategy``             2.8 and later
+``c10d._shutdown_backend``             2.6; later torchs call ``ProcessGroup.shutdown``
+``op`` of an operator's operation      2.8 and later
+``asyncOp`` of all options             2.8 and later
+methods in ``RENAMED_METHODS``         by their newer names 2.13, 2.15
+=====================================  ===============================================
 """
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -19,7 +31,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch import distributed as dist
 from torch.autograd import Variable
-from torch.distributed import distributed_c10d
+from torch.distributed import ReduceOp, TCPStore, distributed_c10d  # type: ignore[attr-defined] # torch exports it all the same
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,6 +43,24 @@ from popdist.errors import BackendError, DescriptionError, PopdistWarning
 def _find(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
     """The attribute, or None in a torch that lacks it."""
     return getattr(owner, name, None)
+
+
+def is_older_than(major: int, minor: int) -> bool:
+    """Whether this torch is of an earlier version."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
+
+
+def needs(major: int, minor: int, what: str) -> str:
+    """The sentence that refuses ``what``, which an older torch cannot do."""
+    return f"{what} needs torch {major}.{minor}; this is {torch.__version__}"
+
+
+def current_accelerator() -> torch.device | None:
+    """The accelerator that this torch is built for; torch 2.6 raises RuntimeError where it finds no device."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
 
 
 _current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")  # noqa: SLF001 - the place of such names
@@ -84,6 +114,76 @@ def done_work(results: list[Any]) -> Any:  # noqa: ANN401 - torch's stubs lack t
     future: Future[list[Any]] = Future()
     future.set_result(results)  # never one that may fail: the wait of torch's work would raise nothing
     return _create_work_from_future(future)
+
+
+def arguments_of(operator: str) -> list[str]:
+    """The names of the arguments of an operator of torch's collectives. Without the name: RuntimeError."""
+    schema = _find(_find(_find(torch.ops.c10d, operator), "default"), "_schema")
+    if schema is None:
+        raise RuntimeError(f"torch {torch.__version__} lacks c10d::{operator}: use the backend gloo")
+    return [argument.name for argument in schema.arguments]
+
+
+def tcp_store(*where: Any, **named: Any) -> TCPStore:  # noqa: ANN401 - as torch's class
+    """A TCPStore; before torch 2.8, it takes a socket that listens already only without libuv."""
+    named["use_libuv"] = not is_older_than(2, 8)
+    return TCPStore(*where, **named)
+
+
+RENAMED_METHODS: Final = {
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Methods of process groups with the names that torch has had before 2.12."""
+
+
+def with_async_op(options: Any) -> Any:  # noqa: ANN401 - a class of torch's options
+    """The class of a collective's options, with the field ``asyncOp``: some classes of torch 2.6 lack it."""
+    return options if hasattr(options, "asyncOp") else type(options.__name__, (options,), {"asyncOp": True})
+
+
+def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:  # noqa: ANN401 - torch's stubs lack it
+    """What an operator combines with. The one of torch 2.6 tells no kernel: it is among the method's arguments."""
+    if hasattr(boxed, "op"):
+        return ReduceOp(ReduceOp.RedOpType(boxed.op()))
+    if arguments is None:
+        raise RuntimeError(f"{needs(2, 8, 'a call of a c10d operator itself')}; call torch.distributed's function")
+    found = [getattr(argument, "reduceOp", argument) for argument in arguments]
+    op = next((it for it in found if isinstance(it, ReduceOp | ReduceOp.RedOpType)), ReduceOp.SUM)
+    return op if isinstance(op, ReduceOp) else ReduceOp(op)
+
+
+def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:  # noqa: ANN401 - as above
+    """Call an operator with the backend of another's ``group``, before torch 2.8: see :func:`reduce_op`."""
+    device = torch.device("privateuseone")  # of its kernel, which is torch's own, and calls what is registered
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))  # noqa: SLF001 - as above
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)  # noqa: SLF001 - as above
+    return getattr(torch.ops.c10d, operator).default.redispatch(keys, *arguments)
+
+
+def reduce_scatter_of(backend: Any) -> Callable[..., Any]:  # noqa: ANN401 - as above
+    """What reduces and scatters one tensor: before torch 2.11, gloo's own adds whatever the operation is."""
+    gloo: Any = dist.ProcessGroupGloo
+    if not (is_older_than(2, 11) and isinstance(backend, gloo)):
+        return backend._reduce_scatter_base  # type: ignore[no-any-return] # noqa: SLF001 - as above
+
+    def call(output: Tensor, tensor: Tensor, opts: Any) -> Any:  # noqa: ANN401 - as above
+        return backend.reduce_scatter([output], [list(tensor.view(backend.size(), *output.shape))], opts)
+
+    return call
+
+
+_shutdown_backend: Final = _find(distributed_c10d, "_shutdown_backend")
+
+
+def have_shut_down(kind: type[Any]) -> None:
+    """Have ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``: torch 2.6 does not by itself."""
+    if _shutdown_backend is not None:
+        distributed_c10d._shutdown_backend = lambda group: (  # type: ignore[attr-defined] # noqa: SLF001 - as above
+            group.shutdown() if isinstance(group, kind) else _shutdown_backend(group)
+        )
 
 
 _set_unwrap_func: Final = _find(Future, "_set_unwrap_func")

@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from tests.contract.forked_ranks import Rank
+from tests.torch_names import VERSION, all_gather_single, named
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -59,19 +60,21 @@ def mistakes(rank: Rank, group: Group) -> Iterator[Callable[[], Any]]:
     yield from (partial(call, []) for call in (group.allreduce, group.allreduce_coalesced, group.broadcast))
     for call in (group.allgather, group.allgather_coalesced, group.reduce_scatter, group.alltoall):
         yield partial(call, [], [])
-    yield partial(group.all_gather_single_coalesced, [], [])
-    yield partial(group.reduce_scatter_single_coalesced, [], [])
+    yield partial(named(group, "all_gather_single_coalesced"), [], [])
+    yield partial(named(group, "reduce_scatter_single_coalesced"), [], [])
     yield partial(group.reduce, [])
     yield partial(group.send, [], 0, 0)
     yield partial(group.allgather, [rows(rank)[1:]], [mine])
     yield partial(group.allgather, [rows(rank, 4)], [mine])
     yield partial(group.allgather, [[tensor.int() for tensor in rows(rank)]], [mine])
     yield partial(group.allgather_coalesced, [[tensor] for tensor in rows(rank)[1:]], [mine])
-    yield partial(group.all_gather_single, torch.zeros(3 * size + 1), mine)
+    yield partial(named(group, "all_gather_single"), torch.zeros(3 * size + 1), mine)
     yield partial(group.reduce_scatter, [mine], [rows(rank)[1:]])
     yield partial(group.alltoall, rows(rank)[1:], rows(rank)[1:])
     yield partial(group.alltoall, [tensor.int() for tensor in rows(rank)], rows(rank))
-    yield partial(group.all_to_all_single, torch.zeros(2 * size), torch.zeros(2 * size), [2] * size, [1] * size)
+    yield partial(
+        named(group, "all_to_all_single"), torch.zeros(2 * size), torch.zeros(2 * size), [2] * size, [1] * size
+    )
     yield partial(group.allreduce, ["a tensor"])
     yield partial(group.allreduce, None)
 
@@ -111,7 +114,7 @@ def law_tensors_of_one_call_may_share_memory(rank: Rank) -> None:
     assert exchanged.tolist() == [100.0 * number + rank.rank for number in range(size)]
     whole = torch.zeros(size, 3)
     whole[0] = row(rank)
-    distributed.all_gather_single(whole, whole[0])
+    all_gather_single(whole, whole[0])
     assert whole[:, 0].tolist() == [10.0 * number for number in range(size)]
 
 
@@ -124,10 +127,10 @@ def law_numbers_in_one_place_are_refused_before_the_exchange(rank: Rank) -> None
         partial(group.broadcast, expanded, 0),
         partial(group.reduce, expanded, 0),
         partial(group.allgather, [[expanded] * rank.num_ranks], [torch.ones(4)]),
-        partial(group.all_gather_single, torch.ones(1).expand(4 * rank.num_ranks), torch.ones(4)),
+        partial(named(group, "all_gather_single"), torch.ones(1).expand(4 * rank.num_ranks), torch.ones(4)),
         partial(group.reduce_scatter, [expanded], [rows(rank, 4)]),
         partial(
-            group.all_to_all_single,
+            named(group, "all_to_all_single"),
             torch.ones(1).expand(2 * rank.num_ranks),
             rows(rank, 2)[0].repeat(rank.num_ranks),
             [],
@@ -144,30 +147,31 @@ def law_numbers_in_one_place_are_refused_before_the_exchange(rank: Rank) -> None
 def law_arguments_have_torchs_names(rank: Rank) -> None:
     """Of one tensor, and what would stand in the options."""
     group, size, last = ours(), rank.num_ranks, 10.0 * (rank.num_ranks - 1)
+    timeout = {} if VERSION < (2, 8) else {"timeout": TIMEOUT}  # in the options alone
     tensor = row(rank)
-    group.allreduce(tensor=tensor, op=ReduceOp.MAX, timeout=TIMEOUT).wait()
+    group.allreduce(tensor=tensor, op=ReduceOp.MAX, **timeout).wait()
     assert tensor[0].item() == last
     group.allreduce(tensors=[tensor], op=ReduceOp.MIN).wait()
     tensor = row(rank)
-    group.broadcast(tensor=tensor, root=size - 1, timeout=TIMEOUT).wait()
+    group.broadcast(tensor=tensor, root=size - 1, **timeout).wait()
     assert tensor[0].item() == last
     tensor = row(rank)
     group.reduce(tensor=tensor, root=0, op=ReduceOp.MAX).wait()
     assert rank.rank or tensor[0].item() == last
     places = rows(rank)
-    group.allgather(output_tensors=places, input_tensor=row(rank), timeout=TIMEOUT).wait()
+    group.allgather(output_tensors=places, input_tensor=row(rank), **timeout).wait()
     assert places[-1][0].item() == last
-    group.reduce_scatter(output=tensor, input=[row(rank)] * size, op=ReduceOp.MAX, timeout=TIMEOUT).wait()
+    group.reduce_scatter(output=tensor, input=[row(rank)] * size, op=ReduceOp.MAX, **timeout).wait()
     assert tensor[0].item() == last
-    group.reduce_scatter_single(outputTensor=tensor, inputTensor=torch.cat([row(rank)] * size)).wait()
+    named(group, "reduce_scatter_single")(outputTensor=tensor, inputTensor=torch.cat([row(rank)] * size)).wait()
     whole = torch.zeros(size)
-    group.all_to_all_single(
-        output=whole, input=row(rank, size), output_split_sizes=[], input_split_sizes=[], timeout=TIMEOUT
+    named(group, "all_to_all_single")(
+        output=whole, input=row(rank, size), output_split_sizes=[], input_split_sizes=[], **timeout
     ).wait()
     assert whole[-1].item() == last + rank.rank
     group.alltoall_base(output=whole, input=row(rank, size), output_split_sizes=[], input_split_sizes=[]).wait()
     assert whole[-1].item() == last + rank.rank
-    group.barrier(timeout=TIMEOUT).wait()
+    group.barrier(**timeout).wait()
     if size > 1:
         sent = group.send(tensors=[row(rank)], dstRank=(rank.rank + 1) % size, tag=0)
         group.recv(tensors=[tensor], srcRank=(rank.rank - 1) % size, tag=0).wait()
@@ -185,10 +189,12 @@ def futures(rank: Rank, group: Group) -> Iterator[Any]:
         lambda: group.broadcast([row(rank)]),
         lambda: group.allgather([rows(rank)], [row(rank)]),
         lambda: group.allgather_coalesced([[tensor] for tensor in rows(rank)], [row(rank)]),
-        lambda: group.all_gather_single(whole, row(rank)),
-        lambda: group.all_gather_single_coalesced([whole, torch.zeros(size)], [row(rank), torch.ones(1)]),
+        lambda: named(group, "all_gather_single")(whole, row(rank)),
+        lambda: named(group, "all_gather_single_coalesced")(
+            [whole, torch.zeros(size)], [row(rank), torch.ones(1)]
+        ),
         lambda: group.alltoall(rows(rank), parts),
-        lambda: group.all_to_all_single(torch.zeros(3 * size), whole, [], []),
+        lambda: named(group, "all_to_all_single")(torch.zeros(3 * size), whole, [], []),
         group.barrier,
     )
     for work in works:

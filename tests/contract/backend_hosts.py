@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from popdist.transport.hosts import HostMessages
 from tests.contract.forked_ranks import Rank
+from tests.torch_names import all_gather_single, reduce_scatter_single
 
 LENGTH = 3 << 20
 """Several chunks."""
@@ -46,8 +47,8 @@ def run_all(rank: Rank) -> None:
     assert tensor.eq(rank.num_ranks).all()
 
     gathered = torch.empty(LENGTH * rank.num_ranks)
-    assert sent_bytes(lambda: distributed.all_gather_single(gathered, tensor)) == tensor.nbytes
-    assert sent_bytes(lambda: distributed.reduce_scatter_single(tensor, gathered)) == tensor.nbytes
+    assert sent_bytes(lambda: all_gather_single(gathered, tensor)) == tensor.nbytes
+    assert sent_bytes(lambda: reduce_scatter_single(tensor, gathered)) == tensor.nbytes
 
     root = rank.num_ranks - 1
     is_rank_of_its_host = rank.rank == root

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tests.contract.forked_ranks import Rank
+from tests.torch_names import all_gather_single, named, reduce_scatter_single
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
@@ -124,7 +125,7 @@ def law_reduce_scatter_gives_each_rank_its_part(rank: Rank) -> None:
             parts = list(whole.split(size)) if size else [whole.clone() for _ in range(num_ranks)]
             from_list, from_tensor = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
             distributed.reduce_scatter(from_list, parts, ReduceOp(op))
-            distributed.reduce_scatter_single(from_tensor, whole, ReduceOp(op))
+            reduce_scatter_single(from_tensor, whole, ReduceOp(op))
             assert same(from_list, mine), (op, dtype, size)
             assert same(from_tensor, mine), (op, dtype, size)
 
@@ -137,7 +138,7 @@ def law_what_is_gathered_is_what_was_brought(rank: Rank) -> None:
             listed = [torch.empty(size, dtype=dtype) for _ in rows]
             distributed.all_gather(listed, mine)
             stacked = torch.empty(rank.num_ranks, size, dtype=dtype)
-            distributed.all_gather_single(stacked, mine)
+            all_gather_single(stacked, mine)
             flat = torch.empty(rank.num_ranks * size, dtype=dtype)
             distributed.all_gather_into_tensor(flat, mine)
             assert all(map(same, listed, rows)), (dtype, size)
@@ -188,10 +189,10 @@ def law_a_tensor_larger_than_the_segment_is_reduced_whole(rank: Rank) -> None:
     distributed.all_reduce(tensor)
     assert same(tensor, expected(rows, ReduceOp.SUM))
     gathered = torch.empty(rank.num_ranks * length)
-    distributed.all_gather_single(gathered, rows[rank.rank])
+    all_gather_single(gathered, rows[rank.rank])
     assert same(gathered, torch.cat(rows))
     scattered = torch.empty(length)
-    distributed.reduce_scatter_single(scattered, gathered)
+    reduce_scatter_single(scattered, gathered)
     assert same(scattered, expected([rows[rank.rank]] * rank.num_ranks, ReduceOp.SUM))
     distributed.broadcast(tensor, rank.num_ranks - 1)
     small = torch.ones(3)
@@ -222,7 +223,7 @@ def law_strides_play_no_part(rank: Rank) -> None:
         lambda: distributed.reduce(bits[::2], 0, ReduceOp.BOR),
         lambda: distributed.all_reduce(bits[::2], ReduceOp.BXOR),
         lambda: distributed.reduce_scatter(bits[:2], [bits[::2]] * rank.num_ranks, ReduceOp.BXOR),
-        lambda: distributed.reduce_scatter_single(bits[::2], bits.repeat(rank.num_ranks)[::2], ReduceOp.BXOR),
+        lambda: reduce_scatter_single(bits[::2], bits.repeat(rank.num_ranks)[::2], ReduceOp.BXOR),
         lambda: distributed.scatter(torch.empty(4)[::2], rows if rank.is_last else None, rank.num_ranks - 1),
     )
     for call in calls:
@@ -257,7 +258,9 @@ def law_a_coalesced_gather_may_have_an_empty_part(rank: Rank) -> None:
     """Also where it is not done at once, and so has results to hand over."""
     wholes = [torch.empty(0), torch.empty(2 * rank.num_ranks)]
     group: Any = distributed.group.WORLD
-    results = group.all_gather_single_coalesced(wholes, [torch.empty(0), torch.ones(2)]).get_future().wait()
+    results = (
+        named(group, "all_gather_single_coalesced")(wholes, [torch.empty(0), torch.ones(2)]).get_future().wait()
+    )
     assert wholes[1].tolist() == [1.0] * (2 * rank.num_ranks)
     assert len(results) == rank.num_ranks if rank.num_ranks > 1 else len(results) == 2
 

@@ -16,6 +16,7 @@ from popdist.process_group import work_queue
 from popdist.process_group.work_queue import PendingWork, WorkQueue
 from tests.contract.backend_laws import all_brought, brought, expected, same
 from tests.contract.forked_ranks import Rank
+from tests.torch_names import named
 
 TIMEOUT_SECONDS = 30.0
 
@@ -75,7 +76,7 @@ def law_what_fails_raises_where_it_is_waited_for(rank: Rank) -> None:
     """Also over gloo beside the group, by an operator that is called itself, and where only the results fail."""
     gloo: Any = rank.gloo
     odd = torch.ones(2, dtype=torch.uint16)
-    work = gloo.all_gather_single_coalesced([odd.repeat(rank.num_ranks)], [odd])
+    work = named(gloo, "all_gather_single_coalesced")([odd.repeat(rank.num_ranks)], [odd])
     with pytest.raises(RuntimeError, match="Invalid scalar type"):
         work.wait()
 
@@ -83,7 +84,7 @@ def law_what_fails_raises_where_it_is_waited_for(rank: Rank) -> None:
     if rank.num_ranks > 1 and group.host_group:
         tensor = torch.ones(3 if rank.is_last else 2)
         with pytest.raises(RuntimeError, match="not in the same collective"):
-            torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, async_op=True, timeout=-1)
+            torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, -1)  # noqa: FBT003 - whose names differ
 
     pending = PendingWork(lambda: [int("no number")], WorkQueue(lambda: None))
     assert (pending.is_completed(), pending.exception()) == (False, None)

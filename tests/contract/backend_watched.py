@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.contract.backend_calls import raised
 from tests.contract.backend_laws import brought, expected, same
 from tests.contract.forked_ranks import Rank
+from tests.torch_names import named
 
 Group = Any  # torch's stubs lack the methods of groups and the types of modes
 
@@ -61,10 +62,10 @@ def calls(rank: Rank, group: Group) -> list[Callable[[], object]]:
         lambda: distributed.all_gather(parts, part, group),
         lambda: distributed.all_gather_into_tensor(whole, part, group),
         lambda: group.allgather_coalesced([[tensor] for tensor in parts], [part]).wait(),
-        lambda: group.all_gather_single_coalesced([whole], [part]).wait(),
+        lambda: named(group, "all_gather_single_coalesced")([whole], [part]).wait(),
         lambda: distributed.reduce_scatter(part, parts, group=group),
         lambda: distributed.reduce_scatter_tensor(part, whole, group=group),
-        lambda: group.reduce_scatter_single_coalesced([part], [whole]).wait(),
+        lambda: named(group, "reduce_scatter_single_coalesced")([part], [whole]).wait(),
         lambda: distributed.all_to_all(parts, others, group),
         lambda: distributed.all_to_all_single(whole, torch.cat(others), group=group),
         lambda: distributed.barrier(group),
@@ -189,9 +190,9 @@ def law_other_groups_are_as_before(rank: Rank) -> None:
         assert any(event.name.startswith("gloo:") for event in profile.events() or ())
     whole, part = torch.zeros(size * 2), torch.zeros(2)
     gloo: Group = rank.gloo
-    gloo.all_gather_single_coalesced([whole], [torch.full((2,), float(rank.rank))]).wait()
+    named(gloo, "all_gather_single_coalesced")([whole], [torch.full((2,), float(rank.rank))]).wait()
     assert whole[::2].tolist() == list(map(float, range(size)))
-    gloo.reduce_scatter_single_coalesced([part], [whole]).wait()
+    named(gloo, "reduce_scatter_single_coalesced")([part], [whole]).wait()
     assert part.tolist() == [float(rank.rank * size)] * 2
 
 

@@ -25,6 +25,7 @@ from popdist.contract import SHARE_TENSORS
 from popdist.host_memory import host_group, shared_storages
 from popdist.host_memory.addition import Reduction
 from popdist.host_memory.in_place import InPlace
+from tests.torch_names import all_gather_single, reduce_scatter_single
 
 SUM: Final = dist.ReduceOp.SUM
 
@@ -269,18 +270,18 @@ def law_what_the_group_makes_is_scattered_and_gathered_where_it_lies() -> None:
         assert not apart.supports_tensor_alloc(torch.device("cpu"))
         wanted, total, addresses = torch.empty(LARGE), torch.empty(LARGE), set[int]()
         for op, without in product((SUM, dist.ReduceOp.AVG), (None, 0)):
-            dist.reduce_scatter_single(wanted, every[rank].clone(), op, group=plain)
+            reduce_scatter_single(wanted, every[rank].clone(), op, group=plain)
             given = made_by.allocate_tensor(size * LARGE, dtype=torch.float32, device=torch.device("cpu"))
             addresses.add(given.data_ptr())
             with in_places() as count:
-                dist.reduce_scatter_single(
+                reduce_scatter_single(
                     total, every[rank].clone() if rank == without else given.copy_(every[rank]), op, group=made
                 )
             assert bool(count) is (without is None and not is_one())
             assert torch.equal(total, wanted)
             with in_places() as count:
                 own = torch.empty(LARGE) if rank == without else given[rank * LARGE : (rank + 1) * LARGE]
-                dist.all_gather_single(given, own.fill_(rank), group=made)
+                all_gather_single(given, own.fill_(rank), group=made)
             assert bool(count) is (without is None and not is_one())
             assert torch.equal(given, torch.arange(size).repeat_interleave(LARGE).float())
         del given, own

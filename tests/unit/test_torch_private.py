@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined] # torch exports it all the same
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
 from popdist import torch_private
@@ -271,3 +271,80 @@ def test_parts_of_tensors_draw_alike_without_torchs_name(monkeypatch: pytest.Mon
     with pytest.warns(PopdistWarning, match="lacks _rng_tracker: .*sharded_randomness"):
         torch_private.set_numbers_of_dtensors(lambda *_: nullcontext())
     assert not hasattr(random, "_rng_tracker")
+
+
+def test_versions_are_compared() -> None:
+    """By number; a refusal names what is needed and what is here."""
+    assert not torch_private.is_older_than(2, 6)
+    assert torch_private.is_older_than(99, 0)
+    assert torch_private.needs(99, 1, "flying") == f"flying needs torch 99.1; this is {torch.__version__}"
+
+
+def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch 2.6, which raises for it."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", Mock(side_effect=RuntimeError))
+    assert torch_private.current_accelerator() is None
+
+
+def test_stores_serve_a_socket_that_listens_in_older_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without libuv before torch 2.8."""
+    seen = list[bool]()
+    for version in ("2.6.0", "2.7.1+cu126", "2.8.0", "2.15.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch_private, "TCPStore", lambda _host, use_libuv: seen.append(use_libuv))
+        torch_private.tcp_store("host")
+    assert seen == [False, False, True, True]
+
+
+def test_operators_say_what_they_are_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which arguments there are, and which name each has, differs; one that is not there is refused."""
+    assert torch_private.arguments_of("barrier")[:3] == ["tensor", "process_group", "device_ids"]
+    with pytest.raises(RuntimeError, match="lacks c10d::no_such: use the backend gloo"):
+        torch_private.arguments_of("no_such")
+
+
+def test_options_have_the_field_that_older_ones_lack() -> None:
+    """A class of the same kind, so that torch takes it."""
+    older = type("Options", (), {})
+    made = torch_private.with_async_op(older)()
+    made.asyncOp = False
+    assert isinstance(made, older)
+    assert torch_private.with_async_op(older)().asyncOp
+    assert torch_private.with_async_op(dist.BroadcastOptions) is dist.BroadcastOptions
+
+
+def test_an_operation_is_found_among_the_arguments_where_torch_hides_it() -> None:
+    """As options, as an operation, or as none, which is a sum; an operator called itself is refused."""
+    options, ops = dist.AllreduceOptions(), cast("Any", dist.ReduceOp)
+    options.reduceOp = ops.MAX
+    boxed = object()
+    cases: list[tuple[list[object], Any]] = [([[], options], ops.MAX), ([[], ops.MIN], ops.MIN), ([[]], ops.SUM)]
+    for arguments, wanted in cases:
+        assert torch_private.reduce_op(boxed, arguments) == wanted
+    assert torch_private.reduce_op(SimpleNamespace(op=lambda: 3), None) == ops.RedOpType(3)
+    with pytest.raises(RuntimeError, match=r"a c10d operator itself needs torch 2\.8; this is .*call torch.dist"):
+        torch_private.reduce_op(boxed, None)
+
+
+def test_older_gloos_reduce_and_scatter_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.11 gloo adds whatever is asked where it gets one tensor, but not where it gets parts."""
+    backend = Mock(spec=dist.ProcessGroupGloo, size=lambda: 2)
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    torch_private.reduce_scatter_of(backend)(torch.zeros(3), torch.arange(6.0), "options")
+    outputs, parts, options = backend.reduce_scatter.call_args.args
+    assert (len(outputs), [part.tolist() for part in parts[0]], options) == (1, [[0, 1, 2], [3, 4, 5]], "options")
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert torch_private.reduce_scatter_of(backend) is backend._reduce_scatter_base
+
+
+def test_groups_are_shut_down_by_older_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the kind, by their own method; others as torch does."""
+    torchs_own, ours = Mock(), Mock(spec=["shutdown"])
+    monkeypatch.setattr(torch_private, "_shutdown_backend", torchs_own)
+    monkeypatch.setattr(distributed_c10d, "_shutdown_backend", torchs_own, raising=False)
+    torch_private.have_shut_down(type(ours))
+    shut_down: Any = vars(distributed_c10d)["_shutdown_backend"]
+    shut_down(ours)
+    shut_down("another's")
+    ours.shutdown.assert_called_once_with()
+    torchs_own.assert_called_once_with("another's")

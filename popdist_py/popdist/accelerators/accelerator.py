@@ -28,7 +28,7 @@ IDENTITY_BYTES: Final = 16
 
 def found_type() -> str | None:
     """Return the type of the accelerator that this torch is built for; None for a torch of the CPU alone."""
-    found = torch.accelerator.current_accelerator()
+    found = torch_private.current_accelerator()
     return None if found is None else found.type
 
 

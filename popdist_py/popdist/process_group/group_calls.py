@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.dlpack import from_dlpack
 
+from popdist import torch_private
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove
@@ -306,7 +307,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:  # noqa: ANN401 - torch's stubs lack its methods
     """Reduce and scatter each of ``inputs`` by a backend of torch's own; several are done when this returns."""
-    call = backend._reduce_scatter_base  # noqa: SLF001 - torch's name for it
+    call = torch_private.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:
         return works[0]

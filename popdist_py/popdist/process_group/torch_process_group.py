@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cache, wraps
 from inspect import currentframe
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] #
     BarrierOptions,
     BroadcastOptions,
     PrefixStore,
-    ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
@@ -96,7 +95,7 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
-        with DispatchedCall(arguments) as call:
+        with DispatchedCall((*arguments, *named.values())) as call:
             work = torchs_own(self, *arguments, **named)
         return work if call.work is None else call.work
 
@@ -131,6 +130,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     ) -> None:
         install_kernels()
         accept_monitored_barriers()
+        torch_private.have_shut_down(PopdistProcessGroup)
         super().__init__(rank, size)
         names = Names(members=members)
         own = PrefixStore("popdist", store)
@@ -187,7 +187,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
         """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
-        with DispatchedCall(arguments, self._may_move(currentframe())) as call:
+        with DispatchedCall((*arguments, *named.values()), self._may_move(currentframe())) as call:
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else call.work
 
@@ -235,7 +235,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a lost or late rank is waited for from now on."""
-        super().set_timeout(timeout)
+        if hasattr(_ProcessGroup, "set_timeout"):  # not in torch 2.6, as shutdown
+            super().set_timeout(timeout)
         self._host.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
@@ -243,19 +244,13 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         self._queue.stop()
         self._host.close()
         self._gloo.pool = None
-        super().shutdown()
+        if hasattr(_ProcessGroup, "shutdown"):
+            super().shutdown()
 
     abort = shutdown
 
 
-_RENAMED: Final = {
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-"""Methods with the names that torch has had before 2.12."""
-
-for _newer, _older in _RENAMED.items():
+for _newer, _older in torch_private.RENAMED_METHODS.items():
     _name = _newer if hasattr(_ProcessGroup, _newer) else _older
     setattr(PopdistProcessGroup, _name, _method(_name))
 
@@ -289,13 +284,27 @@ def accept_monitored_barriers() -> None:
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
 
 
-class _Operator(NamedTuple):
-    """A collective's operator: its method, options, and arguments, of which ``data`` are no options."""
-
-    method: str
-    options: Any
-    arguments: str
-
+_OPERATORS: Final[dict[str, Any]] = {
+    "allreduce_": torch_private.with_async_op(AllreduceOptions),
+    "allreduce_coalesced_": torch_private.with_async_op(AllreduceCoalescedOptions),
+    "broadcast_": torch_private.with_async_op(BroadcastOptions),
+    "reduce_": torch_private.with_async_op(ReduceOptions),
+    "allgather_": torch_private.with_async_op(AllgatherOptions),
+    "allgather_coalesced_": torch_private.with_async_op(AllgatherOptions),
+    "_allgather_base_": torch_private.with_async_op(AllgatherOptions),
+    "allgather_into_tensor_coalesced_": torch_private.with_async_op(AllgatherOptions),
+    "reduce_scatter_": torch_private.with_async_op(ReduceScatterOptions),
+    "_reduce_scatter_base_": torch_private.with_async_op(ReduceScatterOptions),
+    "reduce_scatter_tensor_coalesced_": torch_private.with_async_op(ReduceScatterOptions),
+    "alltoall_": torch_private.with_async_op(AllToAllOptions),
+    "alltoall_base_": torch_private.with_async_op(AllToAllOptions),
+    "scatter_": torch_private.with_async_op(ScatterOptions),
+    "barrier": torch_private.with_async_op(BarrierOptions),
+    "send": None,
+    "recv_": None,
+    "recv_any_source_": None,
+}
+"""The options of each operator."""
 
 _RETURN_TENSORS: Final = (
     *("allreduce_", "broadcast_", "allgather_", "_allgather_base_"),
@@ -303,46 +312,18 @@ _RETURN_TENSORS: Final = (
 )
 """The operators that return their first argument, the tensors, beside the work."""
 
-_OPERATORS: Final = {
-    "allreduce_": _Operator("allreduce", AllreduceOptions, "data group reduce_op sparse async_op timeout"),
-    "allreduce_coalesced_": _Operator(
-        "allreduce_coalesced", AllreduceCoalescedOptions, "data group reduce_op async_op timeout"
-    ),
-    "broadcast_": _Operator("broadcast", BroadcastOptions, "data group root root_tensor async_op timeout"),
-    "reduce_": _Operator("reduce", ReduceOptions, "data group reduce_op root root_tensor async_op timeout"),
-    "allgather_": _Operator("allgather", AllgatherOptions, "data data group async_op timeout"),
-    "allgather_coalesced_": _Operator("allgather_coalesced", AllgatherOptions, "data data group async_op"),
-    "_allgather_base_": _Operator("_allgather_base", AllgatherOptions, "data data group async_op timeout"),
-    "allgather_into_tensor_coalesced_": _Operator(
-        "allgather_into_tensor_coalesced", AllgatherOptions, "data data group async_op"
-    ),
-    "reduce_scatter_": _Operator(
-        "reduce_scatter", ReduceScatterOptions, "data data group reduce_op async_op timeout"
-    ),
-    "_reduce_scatter_base_": _Operator(
-        "_reduce_scatter_base", ReduceScatterOptions, "data data group reduce_op async_op timeout"
-    ),
-    "reduce_scatter_tensor_coalesced_": _Operator(
-        "reduce_scatter_tensor_coalesced", ReduceScatterOptions, "data data group reduce_op async_op timeout"
-    ),
-    "alltoall_": _Operator("alltoall", AllToAllOptions, "data data group async_op timeout"),
-    "alltoall_base_": _Operator("alltoall_base", AllToAllOptions, "data data group data data async_op timeout"),
-    "scatter_": _Operator("scatter", ScatterOptions, "data data group root async_op timeout"),
-    "barrier": _Operator("barrier", BarrierOptions, "device group device_ids async_op timeout"),
-    "send": _Operator("send", None, "data group data data"),
-    "recv_": _Operator("recv", None, "data group data data"),
-    "recv_any_source_": _Operator("recv_anysource", None, "data group data"),
-}
-
 _FIELDS: Final = {
     "reduce_op": "reduceOp",
-    "root": "rootRank",
+    "root_rank": "rootRank",
     "root_tensor": "rootTensor",
     "async_op": "asyncOp",
+    "asyncOp": "asyncOp",  # as torch 2.6 calls it
     "timeout": "timeout",
     "device_ids": "device_ids",
 }
 """Arguments of the operators that stand in the options of a method."""
+
+_NO_DATA: Final = {*_FIELDS, "process_group", "sparse_indices"}
 
 
 class _Current(threading.local):
@@ -358,6 +339,7 @@ class DispatchedCall:
     """A call of a group's method on its way through the dispatcher, from ``with`` to the kernel here."""
 
     def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
+        self.arguments = arguments
         self.options = arguments[-1] if arguments else None  # those of the caller need not be made again
         self.may_move = may_move
         self.work: Any = None  # left by the kernel: what the dispatcher returns has lost its methods in Python
@@ -377,8 +359,8 @@ def install_kernels(device_key: str = "CPU") -> Any:  # noqa: ANN401 - torch's l
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the kernels that are replaced
-        for name, operator in _OPERATORS.items():
-            kernel = torch_private.skip_tracing(_kernel(name, operator))
+        for name, options in _OPERATORS.items():
+            kernel = torch_private.skip_tracing(_kernel(name, options))
             # torch's kernels for the last two keys would write into a copy
             keys = ["CPU", "Negative", "Conjugate"] if device_key == "CPU" else [device_key]
             for key in [*keys, f"Sparse{device_key}"] if name == "allreduce_" and device_key == "CPU" else keys:
@@ -386,46 +368,51 @@ def install_kernels(device_key: str = "CPU") -> Any:  # noqa: ANN401 - torch's l
     return library
 
 
-def _kernel(name: str, operator: _Operator) -> Callable[..., object]:
-    names = operator.arguments.split()
+def _kernel(name: str, options: Any) -> Callable[..., object]:  # noqa: ANN401 - of torch's many classes
+    names = torch_private.arguments_of(name)  # which they are depends on torch's version
+    method = "recv_anysource" if name == "recv_any_source_" else name.removesuffix("_")
 
     def kernel(*arguments: Any) -> object:  # noqa: ANN401 - as the operator's schema says
         data, given = [], {}
         for argument, value in zip(names, arguments, strict=False):
-            if argument == "data":
-                data.append(value)
-            else:
+            if argument in _NO_DATA:
                 given[argument] = value
-        group = dist.ProcessGroup.unbox(given["group"])
+            else:
+                data.append(value)
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        calls = getattr(group, "message_calls" if options is None else "calls", None)
+        if calls is None and torch_private.is_older_than(2, 8):
+            return torch_private.call_torchs_kernel(name, group, arguments)
         call = _current.call
-        if operator.options is None:
+        if options is None:
             opts: tuple[Any, ...] = ()
-        elif call is not None and type(call.options) is operator.options:
+        elif call is not None and type(call.options) is options:
             opts = (call.options,)
         else:
-            opts = (_options(operator.options, given),)
-        first = given["device"] if operator.method == "barrier" else _first_tensor(data)
-        calls = getattr(group, "message_calls" if operator.options is None else "calls", None)
+            opts = (_options(options, given, call),)
+        first = _first_tensor(data)
+        if method == "barrier":
+            data.clear()  # a tensor that only says which backend is asked
         is_ours = calls is not None
         if is_ours and first.device.type != "cpu" and getattr(group, "direct_device", None) is None:
-            boxed = _call_over_host(calls, operator.method, data, opts)
+            boxed = _call_over_host(calls, method, data, opts)
         elif is_ours and first.device.type == "cpu" and first.layout is torch.strided:
-            boxed = _call_group(calls, operator.method, data, opts, call)
+            boxed = _call_group(calls, method, data, opts, call)
         else:
-            boxed = _call_backend(group._get_backend(first.device), operator.method, data, opts)  # noqa: SLF001 - torch's name for it
+            boxed = _call_backend(group._get_backend(first.device), method, data, opts)  # noqa: SLF001 - torch's name for it
         return (arguments[0], boxed) if name in _RETURN_TENSORS else boxed
 
     return kernel
 
 
-def _options(make: Any, given: dict[str, Any]) -> Any:  # noqa: ANN401 - of torch's many classes
+def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> Any:  # noqa: ANN401 - of torch's many classes
     made = make()
     for name, field in _FIELDS.items():
         value = given.get(name)
         if value is None:
             continue
         if name == "reduce_op":
-            value = ReduceOp(ReduceOp.RedOpType(value.op()))
+            value = torch_private.reduce_op(value, None if call is None else call.arguments)
         elif name == "timeout":
             if value < 0:
                 continue

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from popdist import torch_private
 from popdist.contract import STORE, STORE_DESCRIPTOR, Contract, Endpoint
 from popdist.environments import Environment, Launcher
 from popdist.environments.slurm import store_ports
@@ -94,7 +95,7 @@ def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> T
                 (master.host, master.port), family=_family(master.host), backlog=BACKLOG
             )
             descriptor = listener.detach()
-    return TCPStore(
+    return torch_private.tcp_store(
         master.host,
         master.port,
         contract.num_instances,
@@ -107,7 +108,7 @@ def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> T
 
 
 def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> TCPStore:
-    return TCPStore(
+    return torch_private.tcp_store(
         address.host,
         address.port,
         contract.num_instances,

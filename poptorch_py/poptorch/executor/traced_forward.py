@@ -160,7 +160,7 @@ def _generators_as_before() -> Iterator[None]:
     """Put back the generators of Python, numpy and torch when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what programs draw from unasked
     try:
-        found = torch.accelerator.current_accelerator()
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = {} if found is None else {"device_type": found.type}
         with torch.random.fork_rng(range(torch.accelerator.device_count()), **kind):
             yield
