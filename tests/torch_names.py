@@ -15,6 +15,9 @@ _OLDER: Final = {
 
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
+HAS_GLOO_LISTS: Final = VERSION >= (2, 12)
+"""Whether gloo exchanges lists of tensors; the laws of what popdist and gloo both do leave them out where not."""
+
 
 def named(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
     """What ``owner``, a module or a group of torch's, has by this name or by the older one."""

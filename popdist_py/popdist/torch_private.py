@@ -10,7 +10,7 @@ name                                   seen in torch
 ``UntypedStorage._swap_data_ptr_``     2.13, 2.15
 ``set_code_exec_strategy``             2.8 and later
 ``c10d._shutdown_backend``             2.6; later torchs call ``ProcessGroup.shutdown``
-``op`` of an operator's operation      2.8 and later
+``op`` of an operator's operation      2.11 and later
 ``asyncOp`` of all options             2.8 and later
 methods in ``RENAMED_METHODS``         by their newer names 2.13, 2.15
 =====================================  ===============================================
@@ -144,18 +144,20 @@ def with_async_op(options: Any) -> Any:  # noqa: ANN401 - a class of torch's opt
 
 
 def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:  # noqa: ANN401 - torch's stubs lack it
-    """What an operator combines with. The one of torch 2.6 tells no kernel: it is among the method's arguments."""
+    """What an operator combines with. Before torch 2.11 no kernel is told: it is among the method's arguments."""
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
-        raise RuntimeError(f"{needs(2, 8, 'a call of a c10d operator itself')}; call torch.distributed's function")
+        raise RuntimeError(
+            f"{needs(2, 11, 'a call of a c10d operator itself')}; call torch.distributed's function"
+        )
     found = [getattr(argument, "reduceOp", argument) for argument in arguments]
     op = next((it for it in found if isinstance(it, ReduceOp | ReduceOp.RedOpType)), ReduceOp.SUM)
     return op if isinstance(op, ReduceOp) else ReduceOp(op)
 
 
 def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:  # noqa: ANN401 - as above
-    """Call an operator with the backend of another's ``group``, before torch 2.8: see :func:`reduce_op`."""
+    """Call an operator with the backend of another's ``group``, before torch 2.11: see :func:`reduce_op`."""
     device = torch.device("privateuseone")  # of its kernel, which is torch's own, and calls what is registered
     gloo = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))  # noqa: SLF001 - as above

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.contract.backend_calls import raised
 from tests.contract.backend_laws import brought, expected, same
 from tests.contract.forked_ranks import Rank
-from tests.torch_names import named
+from tests.torch_names import HAS_GLOO_LISTS, named
 
 Group = Any  # torch's stubs lack the methods of groups and the types of modes
 
@@ -66,7 +66,7 @@ def calls(rank: Rank, group: Group) -> list[Callable[[], object]]:
         lambda: distributed.reduce_scatter(part, parts, group=group),
         lambda: distributed.reduce_scatter_tensor(part, whole, group=group),
         lambda: named(group, "reduce_scatter_single_coalesced")([part], [whole]).wait(),
-        lambda: distributed.all_to_all(parts, others, group),
+        *((lambda: distributed.all_to_all(parts, others, group),) if HAS_GLOO_LISTS else ()),
         lambda: distributed.all_to_all_single(whole, torch.cat(others), group=group),
         lambda: distributed.barrier(group),
     ]

@@ -322,7 +322,7 @@ def test_an_operation_is_found_among_the_arguments_where_torch_hides_it() -> Non
     for arguments, wanted in cases:
         assert torch_private.reduce_op(boxed, arguments) == wanted
     assert torch_private.reduce_op(SimpleNamespace(op=lambda: 3), None) == ops.RedOpType(3)
-    with pytest.raises(RuntimeError, match=r"a c10d operator itself needs torch 2\.8; this is .*call torch.dist"):
+    with pytest.raises(RuntimeError, match=r"a c10d operator itself needs torch 2\.11; this is .*call torch.dist"):
         torch_private.reduce_op(boxed, None)
 
 

@@ -277,7 +277,8 @@ def accept_monitored_barriers() -> None:
     ) -> None:
         chosen: Any = dist.group.WORLD if group is None else group
         if isinstance(chosen, PopdistProcessGroup):
-            chosen.monitored_barrier(timeout, wait_all_ranks)
+            given = {} if timeout is None else {"timeout": timeout}  # torch 2.6 takes no None
+            chosen.monitored_barrier(**given, wait_all_ranks=wait_all_ranks)
         else:
             torchs_own(group, timeout, wait_all_ranks)
 
@@ -381,7 +382,7 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:  # noqa: ANN401 -
                 data.append(value)
         group = dist.ProcessGroup.unbox(given["process_group"])
         calls = getattr(group, "message_calls" if options is None else "calls", None)
-        if calls is None and torch_private.is_older_than(2, 8):
+        if calls is None and torch_private.is_older_than(2, 11):
             return torch_private.call_torchs_kernel(name, group, arguments)
         call = _current.call
         if options is None:
