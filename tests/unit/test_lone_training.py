@@ -123,9 +123,9 @@ def test_torchrun_in_each_instance(modules: dict[str, Any]) -> None:
     assert not is_alone(modules, "--nnodes=2")
 
 
-def test_what_popdist_has_for_horovod_connects_nobody(modules: dict[str, Any]) -> None:
+def test_what_poptorch_has_for_horovod_connects_nobody(modules: dict[str, Any]) -> None:
     """Popdist says itself when it does."""
-    served = SimpleNamespace(__spec__=SimpleNamespace(origin="popdist"))
+    served = SimpleNamespace(__spec__=SimpleNamespace(origin="poptorch"))
     assert has_trained_alone(modules | {"horovod": served}, [], sys.excepthook, {})
 
 

@@ -78,6 +78,7 @@ def test_the_installed_torch_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_trains_is_not_given_out_with_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name or by folder; what torch itself lacks is its own exception."""
     monkeypatch.delitem(sys.modules, "popdist.installation.needs_torch", raising=False)
+    monkeypatch.delattr("popdist.installation.needs_torch", raising=False)  # of an import that went well
     monkeypatch.setattr(torch_found, "import_module", lambda _name: SimpleNamespace(__version__="1.0.2"))
     monkeypatch.delitem(vars(popdist), "ReplicatedModel", raising=False)
     with pytest.raises(popdist.InstallationError, match=r"torch 1\.0\.2 is too old"):

@@ -12,7 +12,7 @@ from popdist.progress import PhaseCounters
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence, Stacks
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
-from poprun.job.performance.slowness import describe_slowness
+from poprun.job.performance.slowness import Slowness, describe_slowness
 from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.report.printed_report import render_end
@@ -80,7 +80,7 @@ def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd)
         "printed": render_end(end, plan) if end.is_over else [],
         "verdict": None if end.findings is None else _verdict_to_dict(end.findings.verdict),
         "warnings": end.warnings,
-        "slowdowns": [{"text": describe_slowness(it), **asdict(it)} for it in end.slowdowns],
+        "slowdowns": [_slowdown_to_dict(it) for it in end.slowdowns],
         "clocks": {host: _clock_to_dict(clock) for host, clock in sorted(recent_fits(end.clock_rounds).items())},
         "instances": [
             _instance_to_dict(plan, plan.instance(status.index, given), end, status) for status in end.statuses
@@ -101,6 +101,12 @@ def _verdict_to_dict(verdict: Verdict) -> dict[str, object]:
         "since": None if since is None else _utc(since),
         "advice": verdict.advice,
     }
+
+
+def _slowdown_to_dict(slowness: Slowness) -> dict[str, object]:
+    fields = asdict(slowness)
+    del fields["num_windows"]  # which only says when it is over
+    return {"text": describe_slowness(slowness), **fields}
 
 
 def _clock_to_dict(clock: ClockFit) -> dict[str, float]:
