@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -26,6 +25,8 @@ CHANGING = (
     (r"\d+\.\d+\.\d+\w*", "VERSION"),
     (r"folder +\S+", "folder HERE"),
     (r"\S*/bin/", "BIN/"),
+    (r"\d\d:\d\d:\d\d\.\d+ \d+ POPRUN", "TIME POPRUN"),
+    (r'File "\S*/examples', 'File "EXAMPLES'),
     (r"[ ─]+", " "),
 )
 """What differs from machine to machine in what is printed, and what stands for it in a comparison."""
@@ -71,30 +72,34 @@ def test_no_block_escapes_the_tests() -> None:
     assert {block.language for block in blocks(README)} == {"bash", "console", "diff"}
 
 
-@pytest.mark.parametrize(
-    "block",
-    [*of_language("console")[IN_THE_SCRIPTS_ENVIRONMENT:], *of_language("console", GUIDE)],
-    ids=lambda block: f"line {block.line}",
-)
+@pytest.mark.parametrize("block", of_language("console", GUIDE), ids=lambda block: f"line {block.line}")
 def test_a_command_prints_what_is_shown(block: Block) -> None:
-    """The numbers may differ from machine to machine, nothing else; ``scripts/demo`` runs the README's."""
+    """The numbers may differ from machine to machine, nothing else."""
     command, _, shown = block.text.partition("\n")
 
     assert normalised(shell(command.removeprefix("$ ")).succeeded().out) == normalised(shown)
 
 
 @pytest.mark.skipif(not IN_THE_SCRIPTS_ENVIRONMENT, reason="makes .venv when there is none")
-def test_the_first_command_trains_the_model() -> None:
-    """``scripts/demo`` runs the command that the page shows, from a checkout as it is; ``scripts/test`` tests."""
-    demo, test = (shlex.split(line, comments=True) for line in of_language("bash")[1].text.splitlines())
-    command, *shown = of_language("console")[0].text.splitlines()
-    finished = shell(shlex.join(demo)).succeeded()
-    accuracies = re.findall(r"test accuracy (\d+\.\d+)%", finished.out)
+def test_the_first_screen_is_what_the_demo_shows() -> None:
+    """Of the README: each command with its lines, from a checkout as it is; three checksums are equal."""
+    (demo,) = of_language("bash")[1].text.splitlines()
+    told = shell(demo).succeeded().out
+    without_warnings = "\n".join(line for line in told.splitlines() if "POPRUN [W]" not in line)
+    checksums = re.findall(r"weights ([0-9a-f]{32})", told)
 
-    assert command.removeprefix("$ ") in finished.err
-    assert normalised("\n".join(finished.out.splitlines()[-len(shown) :])) == normalised("\n".join(shown))
-    assert float(accuracies[-1]) >= 90
-    assert " passed in " in shell(shlex.join([*test, "-n0", "tests/unit/test_layout.py"])).succeeded().out
+    assert len(checksums) == 3
+    assert len(set(checksums)) == 1
+    for block in of_language("console"):
+        assert "\n".join(normalised(block.text)) in "\n".join(normalised(without_warnings))
+    assert told.endswith("left: 0\n")
+
+
+def test_torchrun_prints_more_than_the_readme_says() -> None:
+    """Of the same failure; both of its streams are counted."""
+    torchrun = shell("torchrun --nproc-per-node 4 examples/failing_rank.py 2>&1 || true").succeeded()
+
+    assert len(torchrun.lines) > 60
 
 
 def test_the_three_commands_train_a_script_of_ones_own(tmp_path: Path) -> None:
@@ -107,12 +112,6 @@ def test_the_three_commands_train_a_script_of_ones_own(tmp_path: Path) -> None:
     assert {"torch", "mpich"} <= project["optional-dependencies"].keys()
     for command in commands:
         shell(command, cwd=tmp_path).succeeded()
-
-
-@pytest.mark.parametrize("block", of_language("bash")[2:], ids=lambda block: f"line {block.line}")
-def test_a_shell_block_runs(block: Block, tmp_path: Path) -> None:
-    """Every further command ends well, in the order in which they stand there."""
-    shell(block.text, cwd=tmp_path).succeeded()
 
 
 def test_the_diff_is_between_two_scripts_that_run(forked_world: ForkedWorlds, tmp_path: Path) -> None:
