@@ -51,6 +51,14 @@ def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
     assert "0 25% 75%" in text
 
 
+def test_the_steps_of_a_restart_begin_anew(tmp_path: Path) -> None:
+    """And the first attempt needs no word about it."""
+    job = timed_job()
+    job["attempts"] *= 2
+
+    assert shown(tmp_path / "r.json", job).count("counted from 0 again in this attempt") == 1
+
+
 def test_a_large_job_shows_those_that_failed(tmp_path: Path) -> None:
     """Beside the first instances, which are as well as those that are left out."""
     job = timed_job()

@@ -92,7 +92,7 @@ def _figures(job: Json, time: JobTime) -> str:
     if time.goodput is not None:
         figures["goodput"] = f"{time.goodput:.0%}"
     if steps:
-        figures["steps"] = f"{max(steps):,}"
+        figures["steps of the last attempt" if len(job["attempts"]) > 1 else "steps"] = f"{max(steps):,}"
     if any(peaks):
         figures["most memory of an instance"] = describe_bytes(max(peaks))
     if len(job["attempts"]) > 1:

@@ -69,6 +69,8 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
     yield ""
     name = f"attempt {number}" if len(job.attempts) > 1 else "run"
     yield _fact(name, f"{attempt.started_at}, {describe_seconds(attempt.duration_seconds)}: {_end_of(attempt)}")
+    if number and any(it.num_steps for it in attempt.instances):
+        yield _fact("steps", "counted from 0 again in this attempt")
     yield from _lines("verdict", [] if attempt.verdict is None else [_verdict(attempt.verdict)])
     yield from _lines("printed", attempt.printed)
     yield from _lines("slow", [it.text for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
