@@ -65,7 +65,7 @@ hash seed  ok      PYTHONHASHSEED=7, as you have set it
 ssh        ok      OpenSSH_9.2p1
 Slurm      ok      slurm 24.11, inside job 77
 
-jobs of this machine can run
+jobs can run on this machine
 """
 
 BARE_TABLE = """\
@@ -84,8 +84,7 @@ memory     ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 Gi
                     → start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm
 loopback   fails    the loopback address 127.0.0.1 cannot be reached
                     → ip link set lo up
-hash seed  absent   poprun sets PYTHONHASHSEED=0; other launchers leave sets in another order in each process
-                    → export PYTHONHASHSEED=0, before torchrun, mpiexec or srun
+hash seed  ok       poprun sets PYTHONHASHSEED=0; with torchrun, mpiexec and srun, export PYTHONHASHSEED=0 yourself
 ssh        absent   none: no jobs on other hosts
                     → install an ssh client (Debian: apt install openssh-client)
 Slurm      absent   none

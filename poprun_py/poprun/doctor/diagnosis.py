@@ -92,7 +92,7 @@ def render_findings(
         )
         if finding.remedy:
             table.add_row("", "", Text(f"→ {finding.remedy}", "cyan"))
-    verdict = "jobs of this machine can run" if can_run(findings) else "no job can run before that is mended"
+    verdict = "jobs can run on this machine" if can_run(findings) else "no job can run before that is mended"
     return terminal_text(table, "", verdict, width=width, has_color=has_color)
 
 
@@ -235,8 +235,8 @@ def _hash_seed(facts: InstallationFacts) -> Iterator[Finding]:
     if facts.hash_seed:
         yield Finding("hash seed", State.OK, f"{HASH_SEED}={facts.hash_seed}, as you have set it")
     else:
-        found = f"poprun sets {HASH_SEED}=0; other launchers leave sets in another order in each process"
-        yield Finding("hash seed", State.ABSENT, found, f"export {HASH_SEED}=0, before torchrun, mpiexec or srun")
+        found = f"poprun sets {HASH_SEED}=0; with torchrun, mpiexec and srun, export {HASH_SEED}=0 yourself"
+        yield Finding("hash seed", State.OK, found)
 
 
 def _other_hosts(facts: InstallationFacts) -> Iterator[Finding]:
