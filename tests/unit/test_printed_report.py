@@ -255,7 +255,7 @@ def test_the_tracebacks_of_ctrl_c_are_one_line() -> None:
     """Whose they were."""
     end = JobEnd(statuses=[STOPPED], num_interrupts=1, interrupted=(0, 1, 2, 3))
 
-    assert render_end(end, planned()) == ["instances 0 to 3: KeyboardInterrupt"]
+    assert render_end(end, planned()) == ["interrupted: instances 0 to 3"]
 
 
 def test_a_program_that_left_has_not_failed() -> None:

@@ -30,6 +30,7 @@ from poprun.probe.program import words_for_own_python
 from poprun.text.ranges import describe_seconds, numbered
 from poprun.text.screen import Level, log
 
+_INTERRUPTED: Final = "interrupted: "  # by Ctrl-C, which is no failure
 _MAX_SURVIVORS: Final = 10
 MAX_OTHER_LINES: Final = 3
 MAX_REPORT_LINES: Final = 15
@@ -104,7 +105,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     elif end.stop_reason and not (end.num_interrupts or end.is_terminated or end.is_output_closed):
         lines = _render_launcher_end(end, plan)
     else:
-        lines = [f"{name_instances(end.interrupted)}: KeyboardInterrupt"] if end.interrupted else []
+        lines = [f"{_INTERRUPTED}{name_instances(end.interrupted)}"] if end.interrupted else []
         lines += _render_late(end, plan)
     if end.survivors:
         lines.append(f"{'  ' if lines else ''}{_render_survivors(end.survivors)}")
@@ -298,7 +299,7 @@ def explain(
         verdict = combine(end.verdict_of_hang, verdict, words)
     explained = replace(end, findings=replace(findings, verdict=verdict))
     if lines := render_end(explained, plan):
-        log("\n".join(lines), Level.ERROR)
+        log("\n".join(lines), Level.INFO if lines[0].startswith(_INTERRUPTED) else Level.ERROR)
     return explained
 
 
