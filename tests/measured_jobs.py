@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from popdist.progress import Progress
+from poprun.job.job_end import JobEnd
 from poprun.job.performance.curves import JobCurves
 from poprun.job.performance.slowness import Slowness
-from poprun.job.record import JobEnd
 from poprun.job.report.report_file import job_to_dict
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.text.ranges import parse_hosts

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from popdist.trusted_paths import own_folder_problem
 from poprun.errors import HostsError, PlanError, UsageError, error_of_system
+from poprun.job.job_end import JobEnd, exit_code, first_failure, has_left
 from poprun.job.loop import Attempt
-from poprun.job.record import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import JobIdentity
 from poprun.plan.advice import named

@@ -48,6 +48,25 @@ def test_the_report_shows_the_users_own_traceback(launcher: Poprun, tmp_path: Pa
     ]
 
 
+def test_who_only_lost_a_peer_does_not_give_the_exit_code(launcher: Poprun, tmp_path: Path) -> None:
+    """Instance 1 closes its connections, and ends half a second after instance 0, which fails because of that."""
+    text = """
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+ready()
+if rank == 0:
+    note("lost")
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:555] Connection closed by peer [127.0.0.1]:4711")
+wait_for("lost", 1)
+first = int(open(os.path.join(meeting, "lost-0")).read().split()[1])
+while os.path.exists(f"/proc/{first}"): time.sleep(0.01)
+sys.exit(9 if signal.sigtimedwait({signal.SIGTERM}, 0.5) else 7)
+"""
+    finished = launcher("-n", "2", *write_program(tmp_path, text))
+
+    assert finished.code == 7
+    assert "instance 1 is at fault, although instance 0 ended before it: exit code 7" in finished.told
+
+
 def test_one_failing_instance_does_not_hide_the_end_of_the_good_ones(launcher: Poprun, tmp_path: Path) -> None:
     """An instance that ended well before is told of as such."""
     text = """

@@ -1,6 +1,6 @@
 """Whose failure ended a job, from what real programs have said and left behind (torch 2.13, gloo).
 
-Holds poprun.makers.failures.
+Holds poprun.makers.failures and poprun.job.job_end.
 """
 
 import signal
@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.job.end_verdict import combine, find_verdict_of_end, is_torn
+from poprun.job.end_verdict import awaits_culprit, combine, find_verdict_of_end, is_torn
 from poprun.job.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
-from poprun.job.report.findings import hint
+from poprun.job.job_end import JobEnd, exit_code, failure_at_fault
+from poprun.job.report.findings import Findings, hint
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.state import HOST_LOST, InstanceState, InstanceStatus
 from poprun.job.verdict import Cause, Verdict
@@ -417,3 +418,30 @@ def test_who_fails_slowly_in_a_hang_has_failed() -> None:
     assert nothing is hung
     assert combine(Verdict(), found, words).culprits == (1,)
     assert combine(replace(hung, culprits=(0,)), found, words).culprits == (0,)
+
+
+def test_a_peer_gets_time_to_end_by_itself() -> None:
+    """While all that failed have only lost a connection, for two seconds; not where nothing is known of them."""
+    lost, own = traceback(CLOSED).lines, VALUE.lines
+    failed = {0: ended(0, 1, 10.0)}
+    both = failed | {1: ended(1, 7, 10.5)}
+
+    assert awaits_culprit(failed, {0: lost}, 11.9)
+    assert not awaits_culprit(failed, {0: lost}, 12.0)
+    assert not awaits_culprit(failed, {0: own}, 10.1)
+    assert not awaits_culprit(failed, {}, 10.1)
+    assert not awaits_culprit(both, {0: lost, 1: own}, 10.6)
+    assert not awaits_culprit({0: replace(failed[0], problem="its agent was killed")}, {0: lost}, 10.1)
+
+
+def test_the_exit_code_is_the_culprits() -> None:
+    """Also where a victim has ended before; the first failure's where the culprit ended well, or is not known."""
+    victim, culprit = ended(0, 1, 1.0), ended(1, 7, 2.0)
+    found = find_verdict_of_end([victim, culprit], {0: traceback(CLOSED), 1: LastWords()}, {}, {})
+    end = JobEnd(statuses=[victim, culprit])
+    told = replace(end, findings=Findings(verdict=found))
+
+    assert found.culprits == (1,)
+    assert (exit_code(end), exit_code(told)) == (1, 7)
+    assert failure_at_fault(told) is culprit
+    assert exit_code(replace(told, statuses=[victim, replace(culprit, exit_code=0)])) == 1

@@ -37,6 +37,7 @@ TABLE = [
     (replace(RUNNING, num_ended=4), Action.FINISH),
     (replace(RUNNING, failed_instance=0), Action.STOP),
     (replace(RUNNING, failed_instance=0, has_recorders=True), Action.ASK),
+    (replace(RUNNING, failed_instance=0, has_recorders=True, awaits_culprit=True), Action.WAIT),
     (replace(RUNNING, failed_instance=0, awaits_evidence=True), Action.WAIT),
     (replace(RUNNING, failed_instance=0, awaits_evidence=True, is_terminated=True), Action.STOP),
     (replace(INTERRUPTED, failed_instance=0, has_recorders=True), Action.WAIT),

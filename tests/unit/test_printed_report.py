@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.progress import Progress
-from poprun.job.record import JobEnd, exit_code, first_failure
+from poprun.job.job_end import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.report.printed_report import blame_aborter, explain, render_attempts, render_end, render_warning

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from popdist.contract import Endpoint
 from popdist.progress import USED_BYTES, Progress, ProgressPage
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.record import JobEnd, Record, after_event, exit_code
+from poprun.job.job_end import JobEnd, exit_code
+from poprun.job.record import Record, after_event
 from poprun.job.report.printed_report import render_end
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import (
@@ -83,7 +84,12 @@ def recorded(events: Events, identity: JobIdentity = IDENTITY) -> Record:
 def snapshot(record: Record) -> JobSnapshot:
     """What the policy sees, when nobody has sent a signal."""
     return record.snapshot(
-        ReceivedSignals(), StartWatch(100.0, None), awaits_stacks=False, has_launcher_ended=False, now_seconds=NOW
+        ReceivedSignals(),
+        StartWatch(100.0, None),
+        awaits_stacks=False,
+        awaits_culprit=False,
+        has_launcher_ended=False,
+        now_seconds=NOW,
     )
 
 
@@ -239,7 +245,9 @@ def test_signals_shims_and_stacks_are_seen() -> None:
     watch.note_living(set(), set(), 102.0)
     watch.note_living(set(), set(), 102.5)
 
-    seen = recorded([]).snapshot(signals, watch, awaits_stacks=True, has_launcher_ended=True, now_seconds=NOW)
+    seen = recorded([]).snapshot(
+        signals, watch, awaits_stacks=True, awaits_culprit=True, has_launcher_ended=True, now_seconds=NOW
+    )
 
     assert seen == replace(
         START,
@@ -247,6 +255,7 @@ def test_signals_shims_and_stacks_are_seen() -> None:
         is_terminated=True,
         is_output_closed=True,
         awaits_stacks=True,
+        awaits_culprit=True,
         has_lost_shim=True,
         no_shim_seconds=0.5,
         has_launcher_ended=True,

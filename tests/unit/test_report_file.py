@@ -9,9 +9,9 @@ from popdist.progress import PhaseCounters, Progress
 from popdist.startup.phase_sampler import PHASES
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
+from poprun.job.job_end import JobEnd
 from poprun.job.performance.curves import JobCurves
 from poprun.job.performance.slowness import Slowness
-from poprun.job.record import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
 from poprun.job.report.printed_report import render_end

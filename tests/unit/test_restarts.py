@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from popdist.progress import Progress
-from poprun.job.record import JobEnd
+from poprun.job.job_end import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
 from poprun.job.restarts import reason_to_end

@@ -7,7 +7,7 @@ import pytest
 
 from poprun import start
 from poprun.errors import HostsError
-from poprun.job.record import JobEnd
+from poprun.job.job_end import JobEnd
 from poprun.job.report.printed_report import render_attempts
 from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
 from poprun.plan.plan import LaunchPlan

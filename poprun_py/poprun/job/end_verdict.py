@@ -7,8 +7,8 @@ from typing import Final
 
 from popdist.errors import name_instances, remedy_of_lone_call
 from poprun.job.evidence import InstanceEvidence
-from poprun.job.record import order_of_failure
-from poprun.job.report.last_words import LastWords, without_numbers
+from poprun.job.job_end import order_of_failure
+from poprun.job.report.last_words import LastWords, last_words, without_numbers
 from poprun.job.stacks import collective_of
 from poprun.job.state import InstanceStatus, signal_of
 from poprun.job.verdict import (
@@ -59,6 +59,7 @@ _NO_MEMORY: Final = re.compile(
 )
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b|[A-Za-z_][\w.]*: ")
 
+_CULPRIT_SECONDS: Final = 2.0  # how long a peer that has closed its connections gets to end by itself
 _MORE_MEMORY: Final = "smaller batches, fewer data loader workers, or a larger limit"
 
 
@@ -102,6 +103,20 @@ def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -
     details = (f"{name_instances(culprits)} had failed, and was about to end: {said}{of_end.at(culprits[0])}",)
     victims = tuple(index for index in of_hang.victims if index not in culprits)
     return replace(of_end, victims=victims, details=details)
+
+
+def awaits_culprit(
+    failed: Mapping[int, InstanceStatus], tails: Mapping[int, Sequence[str]], now_seconds: float
+) -> bool:
+    """Whether all ``failed`` instances have only lost a peer, which may still end by itself in time.
+
+    Connections close before the process that had them has ended, so that those who lost a peer may end before the
+    peer does. ``tails`` are the last lines that each wrote; without them nobody is waited for.
+    """
+    since_seconds = min((it.exited_at_seconds or 0.0 for it in failed.values()), default=0.0)
+    if now_seconds - since_seconds >= _CULPRIT_SECONDS or any(it.problem for it in failed.values()):
+        return False
+    return bool(tails) and all(is_torn(last_words(tail)) for tail in tails.values())
 
 
 def is_torn(said: LastWords | None) -> bool:

@@ -8,14 +8,15 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order, stop_order
+from poprun.job.job_end import JobEnd, exit_code, first_failure
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
-from poprun.job.record import CAUSE_SECONDS, JobEnd, Record, exit_code, first_failure
+from poprun.job.record import CAUSE_SECONDS, Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import InstanceState, JobIdentity, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
@@ -26,7 +27,7 @@ from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import launcher_environment
 from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
-from poprun.process.process_tree import ProcessKey, StoppedChildren, own_tree, reap, send, terminate
+from poprun.process.process_tree import ProcessKey, StoppedChildren, end_descendants, own_tree, send
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
@@ -39,10 +40,8 @@ if TYPE_CHECKING:
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
 _LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end, and a launcher to end
-_LEFTOVER_SECONDS: Final = 1.0  # what left processes get to end after SIGTERM
 _DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
 _MOST_LEFT: Final = 3
-_POLL_SECONDS: Final = 0.02
 _MEMORY_SECONDS: Final = 30.0  # how often memory is looked at
 
 
@@ -133,9 +132,10 @@ class Attempt:
 
     def _supervise(self) -> None:
         while True:
-            is_asking = self._inquiry is not None or self._record.awaits_evidence(time.monotonic())
-            is_calm = self._record.phase is Phase.RUNNING and not self._launcher.has_ended and not is_asking
-            self._listen(_LOOK_SECONDS if is_calm else _TICK_SECONDS)
+            is_calm = (
+                self._record.phase is Phase.RUNNING and not self._launcher.has_ended and self._inquiry is None
+            )
+            self._listen(_LOOK_SECONDS if is_calm and not self._record.failed else _TICK_SECONDS)
             now = time.monotonic()
             self._stopped_children.continue_them()
             for instance in self._record.frozen_instances(now):
@@ -157,6 +157,7 @@ class Attempt:
                 self._signals,
                 self._start_watch,
                 awaits_stacks=self._inquiry is not None,
+                awaits_culprit=bool(self._record.failed) and self._awaits_culprit(now),
                 has_launcher_ended=self._has_lost_launcher(now),
                 now_seconds=now,
             )
@@ -166,6 +167,11 @@ class Attempt:
             if decision.action is Action.FINISH:
                 return
             self._act(decision)
+
+    def _awaits_culprit(self, now_seconds: float) -> bool:
+        from poprun.job.end_verdict import awaits_culprit  # noqa: PLC0415 - jobs that end well need none
+
+        return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)
 
     def _has_lost_launcher(self, now_seconds: float) -> bool:
         """Whether the launcher has ended; on several hosts, shims may say first that a part of it was hit."""
@@ -414,7 +420,7 @@ class Attempt:
         if self._gpu_watch is not None:
             self._gpu_watch.close()
         network = self._identity.network
-        self._survivors = end_descendants(() if network is None else network.lease_holders)
+        self._survivors = end_descendants(() if network is None else network.lease_holders, KILL_SECONDS)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
         self._remove_sessions()
         self._streams.finish(_DRAIN_SECONDS)
@@ -472,26 +478,3 @@ class Attempt:
     def _log(self, level: int, text: str) -> None:
         if self._verbosity >= level:
             log(text, Level.DEBUG if level > 1 else Level.INFO)
-
-
-def end_descendants(spared: Collection[int]) -> list[ProcessKey]:
-    """End all descendants but the ``spared`` and those below them; those that even SIGKILL did not end in time."""
-    if not _living(spared):
-        return []
-    terminate(_living(spared))
-    _wait_until_none(_LEFTOVER_SECONDS, spared)
-    send(_living(spared), signal.SIGKILL)
-    _wait_until_none(KILL_SECONDS, spared)
-    return _living(spared)
-
-
-def _living(spared: Collection[int]) -> list[ProcessKey]:
-    for _ in reap():
-        pass
-    return own_tree(spared)
-
-
-def _wait_until_none(timeout_seconds: float, spared: Collection[int]) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while _living(spared) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)

@@ -83,7 +83,9 @@ def _decide_before_stop(job: JobSnapshot, ending: EndingSettings) -> Decision:
 
 
 def _decide_failure(job: JobSnapshot) -> Decision:
-    """Ask the others where they stand before they are stopped, for a moment only."""
+    """Wait for who closed its connections and is about to end; ask the others where they stand; then stop all."""
+    if job.awaits_culprit:
+        return _WAIT
     if job.has_recorders:
         return Decision(Action.ASK, f"instance {job.failed_instance} failed: where do the others stand?")
     return _WAIT if job.awaits_evidence else Decision(Action.STOP, f"instance {job.failed_instance} failed")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import name_instances
-from poprun.job.record import JobEnd
+from poprun.job.job_end import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, without_numbers
 from poprun.job.state import InstanceStatus

@@ -215,6 +215,8 @@ class JobSnapshot:
     awaits_stacks: bool = False  # whether programs have been asked where they stand, and not all have answered
     has_recorders: bool = False  # whether programs record their calls, and were not asked since a failure
     awaits_evidence: bool = False  # whether they have been asked, and may still answer in time
+    # whether those that failed only lost a peer, which may be about to end by itself
+    awaits_culprit: bool = False
     has_lost_shim: bool = False  # whether the MPI runtime has lost a shim that had not reported
     # for how long, while the job starts, the MPI runtime has had no shim that may still report
     no_shim_seconds: float = 0.0

@@ -22,6 +22,8 @@ else:
     from poprun.process import NamedTuple
 
 STOPPED_SECONDS = 1.0  # how often to look for children that are stopped
+_LEFTOVER_SECONDS = 1.0  # what left processes get to end after SIGTERM
+_POLL_SECONDS = 0.02
 _KIBIBYTE = 1024
 _STATE_FIELD, _PARENT_FIELD, _CHILD_FAULTS_FIELD, _START_FIELD = 0, 1, 8, 19
 
@@ -267,3 +269,26 @@ def user_of(pid: int) -> str:
         return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
         return ""
+
+
+def end_descendants(spared: Collection[int], kill_seconds: float) -> list[ProcessKey]:
+    """End all descendants but the ``spared`` and their children; return those that SIGKILL did not end in time."""
+    if not _living(spared):
+        return []
+    terminate(_living(spared))
+    _wait_until_none(_LEFTOVER_SECONDS, spared)
+    send(_living(spared), signal.SIGKILL)
+    _wait_until_none(kill_seconds, spared)
+    return _living(spared)
+
+
+def _living(spared: Collection[int]) -> list[ProcessKey]:
+    for _ in reap():
+        pass
+    return own_tree(spared)
+
+
+def _wait_until_none(timeout_seconds: float, spared: Collection[int]) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while _living(spared) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from poprun.errors import UsageError
+from poprun.job.job_end import JobEnd
 from poprun.job.performance.curves import OF_NUMBERS, count_steps
-from poprun.job.record import JobEnd
 from poprun.job.report.report_file import split_time
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.plan.plan import LaunchPlan

@@ -10,7 +10,7 @@ from typing import Final
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
 from poprun.job.end_verdict import combine, find_verdict_of_end, kind_of_failure
-from poprun.job.record import JobEnd, failed_while_leaving, first_failure, has_left
+from poprun.job.job_end import JobEnd, failed_while_leaving, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words, without_numbers
 from poprun.job.state import (

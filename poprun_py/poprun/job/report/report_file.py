@@ -11,9 +11,9 @@ from popdist import contract
 from popdist.progress import PhaseCounters
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence, Stacks
+from poprun.job.job_end import JobEnd, exit_code, first_failure
 from poprun.job.performance.curves import MAX_FOLDED, InstanceCurves, count_steps, curves_to_dict, folds_to_dict
 from poprun.job.performance.slowness import Slowness, describe_slowness
-from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.report.printed_report import render_end
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
