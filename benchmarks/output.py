@@ -115,8 +115,8 @@ def scrutinize(command: list[str], num_blocks: int, folder: Path) -> None:
     shown = [hashlib.blake2b() for _ in range(NUM_INSTANCES)]
     with started(command) as (_, output):
         for line in output:
-            tag, _, text = line.partition(b"]<stdout>:")
-            shown[int(tag.removeprefix(b"[1,"))].update(text)
+            tag, _, text = line.partition(b"] ")
+            shown[int(tag.removeprefix(b"["))].update(text)
     logs = {path.name: path for path in folder.glob("*/0/*.out.log")}
     for rank in range(NUM_INSTANCES):
         wanted = hashlib.blake2b()

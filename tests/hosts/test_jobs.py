@@ -50,7 +50,7 @@ def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun, tm
     finished = hosts_poprun(network, *words, sys.executable, "-c", program).succeeded()
 
     address = network.hosts["n1"].address
-    assert finished.lines == [f"[1,{n}]<stdout>:n{1 + n // 2} {address} eth0 {n // 2} {n % 2}" for n in range(6)]
+    assert finished.lines == [f"[{n}] n{1 + n // 2} {address} eth0 {n // 2} {n % 2}" for n in range(6)]
     assert f"eth0 {address} (n1)" in finished.err
     attempt = json.loads((tmp_path / "job.json").read_text())["attempts"][0]
     assert [it["curves"]["numbers/number"]["last"] for it in attempt["instances"]] == [*range(6)]
@@ -77,7 +77,7 @@ def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: H
     counted = hosts_poprun(network, *words, "import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000)
     unread = hosts_poprun(network, *words, "print(1)", stdin="x" * 10_000_000)
 
-    assert sorted(counted.succeeded().lines) == ["[1,0]<stdout>:1000000", "[1,1]<stdout>:0"]
+    assert sorted(counted.succeeded().lines) == ["[0] 1000000", "[1] 0"]
     assert len(unread.succeeded().lines) == 2
 
 
@@ -87,7 +87,7 @@ def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPo
     variables = {"TORCH_A": "1", "HF_TOKEN": "t", "NAMED": "n", "OTHER": "o", "HYDRA_LAUNCHER_EXTRA_ARGS": "-q"}
     finished = hosts_poprun(network, "-v", "--host=n1,n2", "-n", "2", *words, env=variables).succeeded()
 
-    assert finished.lines == [f"[1,{n}]<stdout>:1 None None /run/tmp n g" for n in range(2)]
+    assert finished.lines == [f"[{n}] 1 None None /run/tmp n g" for n in range(2)]
     (told,) = [line for line in finished.err.splitlines() if "variables that go to other hosts" in line]
     assert "TORCH_A" in told
     assert "HF_TOKEN" not in told

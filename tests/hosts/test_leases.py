@@ -152,7 +152,7 @@ def test_each_host_gives_the_gpus_that_it_has_free(
     folders = ("/usr/local/sbin", str(Path(sys.executable).parent), os.environ["PATH"])
     finished = poprun(own_network, "-v", *words, env={"PATH": os.pathsep.join(folders)})
 
-    assert finished.succeeded().lines == [f"[1,{n}]<stdout>:{gpu} 0" for n, gpu in enumerate("010")]
+    assert finished.succeeded().lines == [f"[{n}] {gpu} 0" for n, gpu in enumerate("010")]
     assert "holds GPU 1 on n2" in finished.err
 
 

@@ -191,7 +191,7 @@ def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, popr
         spoilt, "--host", "n1,n2", "--host-subnet", "fd00:217::/64", "-n", "2", sys.executable, "-c", SUM
     ).succeeded()
 
-    assert finished.lines == [f"[1,{n}]<stdout>:3.0 fd00:217::1" for n in range(2)]
+    assert finished.lines == [f"[{n}] 3.0 fd00:217::1" for n in range(2)]
 
 
 def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_poprun: HostPoprun) -> None:
@@ -206,7 +206,7 @@ def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_popr
         cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
         assert table(finished) == [["n1-6,n2-6", cause, "give it one, or use Open MPI"]]
     else:
-        assert finished.succeeded().lines == [f"[1,{n}]<stdout>:3.0 3.0 fd00:217::1" for n in range(2)]
+        assert finished.succeeded().lines == [f"[{n}] 3.0 3.0 fd00:217::1" for n in range(2)]
 
 
 def test_open_mpi_needs_room_for_temporary_files_and_descriptors(
@@ -253,5 +253,5 @@ def test_hosts_that_lack_the_environment_get_it(
     finished = poprun(spoilt, "--synchronise-python-venv", "yes", *words).succeeded()
 
     assert refused[0][:2] == ["n2", f"there is no Python at {poprun.python}"]
-    assert finished.lines == [f"[1,{n}]<stdout>:{folder}" for n in range(2)]
+    assert finished.lines == [f"[{n}] {folder}" for n in range(2)]
     assert f"copying {folder} to n2" in finished.err

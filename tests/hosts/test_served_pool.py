@@ -74,7 +74,7 @@ def test_jobs_of_several_hosts_share_one_pool(
 
     assert "holds lab/4 on n2, from the pool n3:8090" in told
     assert "holds GPU 0 on n2, from the pool /run/pool" in told
-    assert second.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:1 0"]
+    assert second.succeeded().lines == ["[0] 0 0", "[1] 1 0"]
     assert "holds lab/0,5 on n[1-2], from the pool n3:8090" in second.err
     assert large.code == 69
     assert "the job needs 8 virtual IPUs, and 7 are free of 8 in lab at n3:8090" in large.err

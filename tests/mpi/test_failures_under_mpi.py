@@ -50,7 +50,7 @@ def test_a_rank_that_fails_ends_the_job(mpi: MpiEnvironment, how: str, code: int
     assert finished.code == code
     assert f"instance 1 failed first: {end}" in finished.err
     assert said in finished.err
-    assert "[1,1]<stdout>:saved" in finished.out
+    assert "[1] saved" in finished.out
 
 
 GOOD = """

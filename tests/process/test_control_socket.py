@@ -168,8 +168,8 @@ def test_agents_come_over_the_network(poprun: Poprun, tmp_path: Path, host: str)
     finished = over_tcp(poprun, tmp_path, host, "--launcher", "local", "-n", "3", sys.executable, "-c", text)
 
     out = [line for line in finished.succeeded().lines if ":out" in line]
-    assert out == [f"[1,{n}]<stdout>:out {n}" for n in range(3)]
-    assert finished.err.count("<stderr>:err") == 3
+    assert out == [f"[{n}] out {n}" for n in range(3)]
+    assert finished.err.count("] err") == 3
     assert "POPRUN_CONTROL" not in finished.out
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 

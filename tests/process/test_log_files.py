@@ -35,7 +35,7 @@ def test_each_stream_has_its_log(launcher: Poprun, tmp_path: Path) -> None:
 
     finished = launcher(*words, env=JOB, cwd=tmp_path).succeeded()
 
-    assert finished.out == "[1,1]<stdout>:a 1\n"
+    assert finished.out == "[1] a 1\n"
     for rank in range(3):
         assert log(tmp_path / "logs", rank).read_bytes() == b"a %d\n" % rank
         assert log(tmp_path / "logs", rank, "err").read_bytes() == b"\r50%\r100%"
@@ -49,8 +49,8 @@ def test_a_flood_arrives_byte_for_byte(poprun: Poprun, tmp_path: Path) -> None:
     shown = {rank: hashlib.sha256() for rank in range(8)}
     with (tmp_path / "out").open("rb") as lines:
         for line in lines:
-            tag, _, text = line.partition(b"]<stdout>:")
-            shown[int(tag.removeprefix(b"[1,"))].update(text)
+            tag, _, text = line.partition(b"] ")
+            shown[int(tag.removeprefix(b"["))].update(text)
     for rank in range(8):
         wanted = (tmp_path / f"sum-{rank}").read_text().split()[1]
         assert hashlib.sha256(log(tmp_path / "logs", rank).read_bytes()).hexdigest() == wanted
@@ -79,7 +79,7 @@ sys.stdin.read()
     finished = launcher("-n", "2", "--log-dir", str(tmp_path), sys.executable, "-c", text, env=JOB)
 
     assert finished.code == 137
-    assert finished.out == "[1,0]<stdout>:half a li\n"
+    assert finished.out == "[0] half a li\n"
     assert log(tmp_path, 0).read_bytes() == b"half a li"
 
 

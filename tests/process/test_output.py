@@ -32,12 +32,12 @@ def meet(place):
 
 
 def test_several_instances_are_tagged_as_poprun_does(launcher: Poprun) -> None:
-    """``[1,<instance>]<stdout>:`` before each line, on the stream that it was written to."""
+    """``[<instance>]`` before each line, on the stream that it was written to."""
     finished = launcher("-n", "3", sys.executable, "-c", SAY).succeeded()
 
-    assert finished.lines == [f"[1,{rank}]<stdout>:out {rank}" for rank in range(3)]
+    assert finished.lines == [f"[{rank}] out {rank}" for rank in range(3)]
     told = [line for line in finished.told.splitlines() if not line.startswith(("[I] ", "[W] "))]
-    assert sorted(told) == [f"[1,{rank}]<stderr>:err {rank}" for rank in range(3)]
+    assert sorted(told) == [f"[{rank}] err {rank}" for rank in range(3)]
 
 
 def test_one_instance_is_left_alone(launcher: Poprun) -> None:
@@ -67,7 +67,7 @@ def test_standard_input_goes_to_instance_0(launcher: Poprun) -> None:
 def test_only_one_instance_may_be_heard(launcher: Poprun) -> None:
     """The others still run, and a failure among them is still reported with its last words."""
     finished = launcher("-n", "3", "--only-output-from-instance", "1", sys.executable, "-c", SAY).succeeded()
-    assert finished.out == "[1,1]<stdout>:out 1\n"
+    assert finished.out == "[1] out 1\n"
 
     failing = launcher(
         *("-n", "2", "--only-output-from-instance", "1", sys.executable, "-c"),
@@ -94,7 +94,7 @@ for number in range(2000):
     os.write(1, line[7:].encode() + b"\\n")
 """
     finished = launcher("-n", "4", sys.executable, "-c", text).succeeded()
-    lines = [re.fullmatch(r"\[1,(\d)\]<stdout>:(\d) (\d+) (x*) end", line) for line in finished.out.splitlines()]
+    lines = [re.fullmatch(r"\[(\d)\] (\d+) (\d+) (x*) end", line) for line in finished.out.splitlines()]
 
     assert all(line is not None and line[1] == line[2] for line in lines)
     assert Counter(line[1] for line in lines if line) == dict.fromkeys("0123", 2000)
@@ -104,7 +104,7 @@ def test_bytes_that_are_no_text_pass_through(launcher: Poprun) -> None:
     """A last line without an ending gets one; nothing is decoded on the way."""
     finished = launcher("-n", "2", sys.executable, "-c", r"import os; os.write(1, b'\xff\xfe')")
 
-    assert finished.succeeded().lines == [rf"[1,{rank}]<stdout>:\xff\xfe" for rank in range(2)]
+    assert finished.succeeded().lines == [rf"[{rank}] \xff\xfe" for rank in range(2)]
 
 
 def test_python_does_not_hold_its_output_back(launcher: Poprun) -> None:
@@ -238,7 +238,7 @@ print("end", end="")
     (tmp_path / "program.py").write_text(text)
     finished = launcher("-n", "3", "--fold-output", sys.executable, "program.py", cwd=tmp_path).succeeded()
 
-    folded = [re.fullmatch(r"\[1,([0-9,-]+)\]<stdout>:(.*)", line) for line in finished.out.splitlines()]
+    folded = [re.fullmatch(r"\[([0-9,-]+)\] (.*)", line) for line in finished.out.splitlines()]
     shown = [(parse_numbers(line[1]), line[2]) for line in folded if line]
     for rank in range(3):
         lines = [line for number in range(20) for line in (f"alike {number}", f"own {rank}")]

@@ -106,26 +106,25 @@ def test_every_line_is_tagged_once(text: bytes) -> None:
     assert tagged(b"", block) == block
 
 
-def tag(
-    *instances: int, is_terminal: bool = False, is_coloured: bool = False, output: OutputSettings | None = None
-) -> bytes:
+def tag(*instances: int, is_coloured: bool = False, output: OutputSettings | None = None) -> bytes:
     """The tag of a line of standard error in a job of eight instances on two hosts."""
     asked: dict[str, Any] = {"num_instances": 8, "num_replicas": 16, "hosts": ("n0", "n1")}
     plan = planned(**asked, output=output or OutputSettings())
-    return Tags(plan, "stderr", is_terminal=is_terminal, is_coloured=is_coloured).of(instances)
+    return Tags(plan, "stderr", is_coloured=is_coloured).of(instances)
 
 
 def test_tools_find_what_poprun_writes() -> None:
-    """PopRun's tag, in a pipe or a file."""
-    assert tag(3) == b"[1,3]<stderr>:"
-    assert tag(0, 1, 2, 5) == b"[1,0-2,5]<stderr>:"
+    """PopRun's tag, where it is asked for."""
+    asked = OutputSettings(is_tagged=True)
+    assert tag(3, output=asked) == b"[1,3]<stderr>:"
+    assert tag(0, 1, 2, 5, output=asked) == b"[1,0-2,5]<stderr>:"
 
 
 def test_people_find_a_short_one() -> None:
     """In a colour of its own for each instance; what several printed has none."""
-    assert tag(3, is_terminal=True) == b"[3] "
-    assert tag(3, is_terminal=True, is_coloured=True) == b"\x1b[35m[3]\x1b[0m "
-    assert tag(0, 1, is_terminal=True, is_coloured=True) == b"[0-1] "
+    assert tag(3) == b"[3] "
+    assert tag(3, is_coloured=True) == b"\x1b[35m[3]\x1b[0m "
+    assert tag(0, 1, is_coloured=True) == b"[0-1] "
 
 
 def test_no_tags() -> None:
@@ -155,7 +154,7 @@ def test_a_replica_that_instances_share_is_in_a_tag_once() -> None:
     """A line that several of its instances print alike names it once, with their stages and shards."""
     output = OutputSettings(tag_format="{instance} {replicas}/{stage}.{shard}")
     plan = planned(num_instances=8, mapping=mapping_in_words("tp=2,pp=2"), output=output)
-    tags = Tags(plan, "stdout", is_terminal=False, is_coloured=False)
+    tags = Tags(plan, "stdout", is_coloured=False)
 
     assert [tags.of(instances) for instances in ((6,), (0, 1, 4))] == [b"6 1/1.0", b"0-1,4 0-1/0.0-1"]
     assert tag(3, output=output) == b"3 6-7/0.0"

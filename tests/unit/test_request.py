@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from poprun.errors import PlanError
 from poprun.plan.request import (
-    PIPE_TAG,
+    POPRUN_TAG,
     TAG_FIELDS,
-    TERMINAL_TAG,
+    USUAL_TAG,
     check_counts,
     check_tag_format,
     legal_instances,
@@ -36,8 +36,8 @@ pieces = st.lists(
 @pytest.mark.parametrize(
     ("template", "tag"),
     [
-        (PIPE_TAG, "[1,3]<stderr>:"),
-        (TERMINAL_TAG, "[3] "),
+        (POPRUN_TAG, "[1,3]<stderr>:"),
+        (USUAL_TAG, "[3] "),
         ("{host}/{local_instance} {replicas}|", "b/1 6-7|"),
         ("{instance:>3}{host:3}{stream:^8}|", "  3b   stderr |"),
         ("{{{instance}}}\t", "{3}\t"),

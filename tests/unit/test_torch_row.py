@@ -26,7 +26,7 @@ def test_a_row_says_what_was_run_and_whether_the_bits_are_equal() -> None:
 
 def test_the_digest_is_the_last_that_is_printed() -> None:
     """With a tag before it or not; none is an empty one."""
-    assert digest_in(f"epoch 1\n[1,0]<stdout>:test accuracy 98%, weights {DIGEST}\n") == DIGEST
+    assert digest_in(f"epoch 1\n[0] test accuracy 98%, weights {DIGEST}\n") == DIGEST
     assert digest_in("weights lost\n") == ""
 
 

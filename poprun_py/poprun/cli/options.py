@@ -374,7 +374,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Option("only-output-from-instance", "output.shown_instances", INSTANCES,
                "Show the output of these instances only: 0 or 0,4-7."),
         Option("tag-output", "output.is_tagged", SWITCH,
-               "Put the instance before each line. [default: with several instances]"),
+               "Put PopRun's tag before each line. [default: [0], with several instances]"),
         Option("tag-format", "output.tag_format", TEXT,
                "The tag, with {instance}, {host}, {stream} and the like."),
         Option("fold-output", "output.is_folded", SWITCH, "Show lines that several instances print alike once."),

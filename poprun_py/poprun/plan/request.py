@@ -26,8 +26,8 @@ _NUM_CHOICES: Final = 3
 TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stage", "shard", "stream")
 """What the template of a tag may name."""
 
-PIPE_TAG: Final = "[1,{instance}]<{stream}>:"  # PopRun's own tag, which tools read
-TERMINAL_TAG: Final = "[{instance}] "  # the short tag, for people at a terminal
+POPRUN_TAG: Final = "[1,{instance}]<{stream}>:"  # of PopRun, for --tag-output
+USUAL_TAG: Final = "[{instance}] "
 _PIECE: Final = re.compile(r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])")
 
 DEFAULT_PORT: Final = 8090  # where a server of virtual IPUs listens

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.request import PIPE_TAG, TERMINAL_TAG
+from poprun.plan.request import POPRUN_TAG, USUAL_TAG
 from poprun.text.ranges import fold_hosts, fold_numbers
 
 MAX_LINE_BYTES: Final = 1024 * 1024  # a line that grows longer is passed on in parts
@@ -59,13 +59,13 @@ def tagged(tag: bytes, lines: bytes) -> bytes:
 
 
 class Tags:
-    """The tags of one of poprun's streams, as the plan wants them: short where people read, perhaps coloured."""
+    """The tags of one of poprun's streams, as the plan wants them, perhaps coloured."""
 
-    def __init__(self, plan: LaunchPlan, stream: str, *, is_terminal: bool, is_coloured: bool) -> None:
+    def __init__(self, plan: LaunchPlan, stream: str, *, is_coloured: bool) -> None:
         self._plan = plan
         self._stream = stream
         asked = plan.output.tag_format
-        self._template = (TERMINAL_TAG if is_terminal else PIPE_TAG) if asked is None else asked
+        self._template = (POPRUN_TAG if plan.output.is_tagged else USUAL_TAG) if asked is None else asked
         self._is_coloured = is_coloured
         self.of = lru_cache(maxsize=_NUM_REMEMBERED)(self._make)
 

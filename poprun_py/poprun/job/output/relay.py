@@ -142,7 +142,7 @@ def make_displays(plan: LaunchPlan, on_closed: OnClosed, *, has_colours: bool) -
     displays = {}
     for target, name in _NAMES.items():
         is_terminal = os.isatty(target)
-        tags = Tags(plan, name, is_terminal=is_terminal, is_coloured=is_terminal and has_colours)
+        tags = Tags(plan, name, is_coloured=is_terminal and has_colours)
         row = _bottom_row(target, rows) if is_terminal else None
         displays[target] = Display(name, OutputStream(target, on_closed), tags, row, _folder(plan))
     return displays
