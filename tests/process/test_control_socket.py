@@ -167,7 +167,7 @@ def test_agents_come_over_the_network(poprun: Poprun, tmp_path: Path, host: str)
         pytest.skip("this machine has no IPv6 loopback address")
     finished = over_tcp(poprun, tmp_path, host, "--launcher", "local", "-n", "3", sys.executable, "-c", text)
 
-    out = [line for line in finished.succeeded().lines if ":out" in line]
+    out = [line for line in finished.succeeded().lines if "] out" in line]
     assert out == [f"[{n}] out {n}" for n in range(3)]
     assert finished.err.count("] err") == 3
     assert "POPRUN_CONTROL" not in finished.out

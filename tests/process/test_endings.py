@@ -120,7 +120,7 @@ finally:
     logs = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file())
     assert process.returncode == 130
     assert without_stamps(err).splitlines()[-1] == "[I] interrupted: instances 0 to 2"
-    assert sorted(line[-6:] for line in err.splitlines() if line.startswith("[1,")) == [":saved"] * 3
+    assert sorted(line[-6:] for line in err.splitlines() if line.startswith("[")) == [" saved"] * 3
     assert logs.count("Traceback (most recent call last):") == 3
 
 
