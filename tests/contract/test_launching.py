@@ -76,7 +76,8 @@ def test_what_a_script_defines_goes_there_and_back(tmp_path: Path) -> None:
     ended = run([sys.executable, str(script)]).succeeded()
 
     assert {"[0] from 10", "[1] from 10"} <= {*ended.lines}
-    values, wrong, lost, unread = (line for line in ended.out.splitlines() if not line.startswith(("[0] ", "[1] ")))
+    tags = ("[0] ", "[1] ")
+    values, wrong, lost, unread = (line for line in ended.out.splitlines() if not line.startswith(tags))
     assert values == "[10, 16] True"
     assert wrong.startswith("WrongError here")
     assert "instance 1 of 2:\\nTraceback (most recent call last):\\n  File" in wrong

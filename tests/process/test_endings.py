@@ -10,6 +10,7 @@ poprun.launch.start_rank_shim.
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,23 @@ def test_the_report_shows_the_users_own_traceback(launcher: Poprun, tmp_path: Pa
         "  | ValueError: bad batch",
         "  instances 0, 1 and 3   stopped by poprun: SIGTERM",
     ]
+
+
+def test_a_mistake_is_told_in_few_lines(poprun: Poprun, tmp_path: Path) -> None:
+    """Equal tracebacks once, calls of libraries in a line; ``-v`` and the logs have every line."""
+    script = tmp_path / "train.py"
+    script.write_text("import json\ndef read():\n    return json.loads('[1,')\nread()\n")
+    words = ("--launcher=local", "-n2", f"--log-dir={tmp_path}/logs", sys.executable, str(script))
+    short, whole = poprun(*words), poprun("-v", *words)
+    logged = [path.read_text() for path in (tmp_path / "logs").rglob("*.err.log")]
+
+    assert len(short.err.splitlines()) <= 21
+    assert short.err.count("… 3 calls of Python") == 1
+    assert "same traceback as instance" in short.err
+    assert f'File "{script}", line 3, in read\n' in short.err
+    assert "same traceback" not in whole.err
+    assert whole.err.count("in raw_decode") >= 2
+    assert [text.count("in raw_decode") for text in logged] == [1] * 4
 
 
 def test_who_only_lost_a_peer_does_not_give_the_exit_code(launcher: Poprun, tmp_path: Path) -> None:

@@ -299,3 +299,14 @@ def test_any_text_has_an_excerpt(tail: list[str]) -> None:
     assert len(said.lines) <= MAX_EXCERPT_LINES
     assert all(len(line) <= 200 for line in (*said.lines, said.summary))
     assert not {chr(code) for code in range(32)} & set("".join((*said.lines, said.summary)))
+
+
+def test_the_message_of_popdist_is_never_cut() -> None:
+    """It says what to do, however long it is; the calls above it give way."""
+    rows = [f"  instance {index}: all_reduce of {index} elements" for index in range(7)]
+    first = "popdist.errors.CollectiveError: " + "collective mismatch, " * 20 + "end"
+    calls = [f'  File "/home/me/train.py", line {number}, in step' for number in range(9)]
+    said = last_words(["Traceback (most recent call last):", *calls, first, *rows])
+
+    assert said.lines[-8:] == (first, *rows)
+    assert said.summary == first

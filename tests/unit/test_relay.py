@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.job.output.relay import MAX_HELD_LINES, InterruptFilter
 from poprun.job.output.streams import ProgramStreams
+from poprun.job.output.tracebacks import MAX_HELD_LINES, TracebackFilter
 from poprun.job.state import JobIdentity
 from poprun.plan.request import OutputSettings
 from tests.planning import planned
@@ -29,8 +29,8 @@ OTHERS = (b"step 1\n", b"saving\n", ERROR, HEADER, CALL, b"\xff\n", b"Process Sp
 
 def sift(*chunks: bytes) -> tuple[bytes, tuple[int, ...]]:
     """What is shown of what instance 5 writes, and who was interrupted."""
-    interrupts = InterruptFilter()
-    shown = b"".join(interrupts.feed(5, chunk) for chunk in chunks)
+    interrupts = TracebackFilter(shows_all=True)
+    shown = b"".join(interrupts.feed(5, chunk, leaves_out_interrupts=True) for chunk in chunks)
     return shown + interrupts.finish(5), interrupts.interrupted
 
 
@@ -48,9 +48,11 @@ def test_another_traceback_is_shown() -> None:
 
 def test_instances_do_not_disturb_each_other() -> None:
     """Each has tracebacks of its own, whatever the order in which they come."""
-    interrupts = InterruptFilter()
+    interrupts = TracebackFilter(shows_all=True)
     shown = [
-        interrupts.feed(instance, part) for part in (HEADER + CALL, b"KeyboardInterrupt\n") for instance in (1, 0)
+        interrupts.feed(instance, part, leaves_out_interrupts=True)
+        for part in (HEADER + CALL, b"KeyboardInterrupt\n")
+        for instance in (1, 0)
     ]
 
     assert shown == [b""] * 4
@@ -71,7 +73,7 @@ def test_what_is_held_back_is_bounded() -> None:
     endless = HEADER + CALL * MAX_HELD_LINES
 
     assert sift(endless) == (endless, ())
-    assert InterruptFilter().feed(0, endless) != b""
+    assert TracebackFilter(shows_all=True).feed(0, endless, leaves_out_interrupts=True) != b""
 
 
 def test_an_end_that_is_an_error_is_told(capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +85,7 @@ def test_an_end_that_is_an_error_is_told(capfd: pytest.CaptureFixture[str]) -> N
     there.send(b"step 1\n")
     there.close()
     identity = JobIdentity(job_id="j", restart_count=0, began_at_seconds=0.0)
-    streams = ProgramStreams(planned(num_instances=2), {}, identity)
+    streams = ProgramStreams(planned(num_instances=2), {}, identity, shows_all=False)
     streams.open(0, {1: here.detach(), 2: errors.detach()})
     streams.start(lambda _error: None)
     streams.finish(60.0)
@@ -99,7 +101,7 @@ def test_an_attempt_leaves_no_descriptor_open(tmp_path: Path) -> None:
     before = set(Path("/proc/self/fd").iterdir())
     for attempt, has_programs in enumerate((True, False)):
         identity = JobIdentity(job_id="j", restart_count=attempt, began_at_seconds=0.0)
-        streams = ProgramStreams(plan, {}, identity)
+        streams = ProgramStreams(plan, {}, identity, shows_all=False)
         if has_programs:
             for instance in range(2):
                 streams.close(streams.open(instance, {}))

@@ -73,7 +73,7 @@ class Attempt:
         self._selector = selectors.DefaultSelector()
         self._links = AgentLinks(plan.num_instances, self._selector, identity.network)
         self._launcher = LauncherProcesses(self._selector)
-        self._streams = ProgramStreams(plan, environ, identity)
+        self._streams = ProgramStreams(plan, environ, identity, shows_all=verbosity > 0)
         has_terminal = self._streams.is_inherited and os.isatty(0)
         self._record.hang_watch.is_interactive = has_terminal and plan.ending.hang_timeout_seconds is None
         self._clocks = self._other_clocks()

@@ -6,7 +6,6 @@ it would without poprun; it never blocks the supervision.
 
 import errno
 import os
-import re
 import select
 import selectors
 import threading
@@ -27,15 +26,12 @@ if TYPE_CHECKING:
     from poprun.job.output.folding import Folded, Folder
     from poprun.job.output.log_files import LogFiles
     from poprun.job.output.progress_bars import BottomRow
+    from poprun.job.output.tracebacks import TracebackFilter
 
 
 _NAMES: Final = {1: "stdout", 2: "stderr"}
 
-MAX_HELD_LINES: Final = 500
-_DECORATION: Final = re.compile(rb"\x1b\[[0-9;]*m|^\[rank\d+\]: ?")
 _HEADER: Final = b"Traceback (most recent call last):"
-_CAUSE: Final = re.compile(rb"KeyboardInterrupt\b")
-_ORIGIN: Final = re.compile(rb"Process \S+:$|Exception ignored ")
 _READ_BYTES = 64 * 1024
 """What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
 
@@ -174,46 +170,6 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
     return not plan.output.has_monitor and (shown is None or instance in shown)
 
 
-class InterruptFilter:
-    """The filter that takes the tracebacks of KeyboardInterrupt out of the standard errors after Ctrl-C."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, list[bytes]] = {}
-        self._interrupted: set[int] = set()
-
-    @property
-    def interrupted(self) -> tuple[int, ...]:
-        """The instances of which a traceback was taken out, ascending."""
-        return tuple(sorted(self._interrupted))
-
-    def feed(self, instance: int, lines: bytes) -> bytes:
-        """The part of whole ``lines`` to show; what may be the beginning of such a traceback is held back."""
-        return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
-
-    def finish(self, instance: int) -> bytes:
-        """The lines that were held back, now that the instance writes no more."""
-        return b"".join(self._held.pop(instance, ()))
-
-    def _sift(self, instance: int, line: bytes) -> bytes:
-        held = self._held.get(instance, [])
-        text = _DECORATION.sub(b"", line).rstrip()
-        if held and _CAUSE.match(text):
-            self._interrupted.add(instance)
-            del self._held[instance]
-            return b""
-        is_first = text == _HEADER or _ORIGIN.match(text) is not None
-        is_call = text.startswith(b"  ") or not text  # Python marks some calls with a line of blanks
-        is_next = bool(held) and (is_call or (text == _HEADER and len(held) == 1))
-        if is_next and len(held) < MAX_HELD_LINES:
-            held.append(line)
-            return b""
-        released = self.finish(instance)
-        if is_first:
-            self._held[instance] = [line]
-            return released
-        return released + line
-
-
 class Relay:
     """Reads every one of ``pipes``, (descriptor, instance, stream), until it ends; logs and shows its lines."""
 
@@ -223,6 +179,8 @@ class Relay:
         pipes: Iterable[tuple[int, int, int]],
         displays: Mapping[int, Display],
         logs: "LogFiles | None",
+        *,
+        shows_all: bool,
     ) -> None:
         is_alone = plan.num_instances == 1 and not plan.is_tagged
         sources = [
@@ -237,7 +195,9 @@ class Relay:
         ]
         self._displays = displays
         self._logs = logs
-        self._interrupts: InterruptFilter | None = None
+        self._shows_all = shows_all  # whether each call of a traceback is shown
+        self._is_interrupted = False
+        self._tracebacks: TracebackFilter | None = None
         self._splitters = {source: LineSplitter() for source in sources}
         self._tails: dict[int, deque[bytes]] = {}
         self._printed: dict[int, deque[bytes]] = {}
@@ -272,12 +232,12 @@ class Relay:
 
     def leave_out_interrupts(self) -> None:
         """From now on, do not show the tracebacks of KeyboardInterrupt: Ctrl-C was pressed."""
-        self._interrupts = InterruptFilter()
+        self._is_interrupted = True
 
     @property
     def interrupted(self) -> tuple[int, ...]:
         """The instances whose tracebacks of KeyboardInterrupt were not shown, ascending."""
-        return () if self._interrupts is None else self._interrupts.interrupted
+        return () if self._tracebacks is None else self._tracebacks.interrupted
 
     def _run(self) -> None:
         self._read_all()
@@ -327,16 +287,21 @@ class Relay:
         self._remember(source, lines)
         if source.is_shown and not source.is_raw:
             lines = self._sifted(source, lines)
-            if self._interrupts is not None and source.target == _STDERR:
-                lines += self._interrupts.finish(source.instance)
+            if self._tracebacks is not None and source.target == _STDERR:
+                lines += self._tracebacks.finish(source.instance)
             self._displays[source.target].show(source.instance, lines, b"")
             self._displays[source.target].end(source.instance)
         os.close(source.descriptor)
 
     def _sifted(self, source: Source, lines: bytes) -> bytes:
-        if self._interrupts is None or source.target != _STDERR:
+        has_begun = self._tracebacks is not None or self._is_interrupted or _HEADER in lines
+        if source.target != _STDERR or not has_begun:
             return lines
-        return self._interrupts.feed(source.instance, lines)
+        if self._tracebacks is None:
+            from poprun.job.output.tracebacks import TracebackFilter  # noqa: PLC0415 - most jobs print none
+
+            self._tracebacks = TracebackFilter(shows_all=self._shows_all)
+        return self._tracebacks.feed(source.instance, lines, leaves_out_interrupts=self._is_interrupted)
 
     def _remember(self, source: Source, lines: bytes) -> None:
         if source.target == _STDERR and lines:

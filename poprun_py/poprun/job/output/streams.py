@@ -32,8 +32,11 @@ _STDERR: Final = 2
 class ProgramStreams:
     """The standard streams of all programs of one attempt: pipes, sockets between hosts, or poprun's own."""
 
-    def __init__(self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity) -> None:
+    def __init__(
+        self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, *, shows_all: bool
+    ) -> None:
         self._plan = plan
+        self._shows_all = shows_all  # whether tracebacks are shown with each call
         self._has_colours = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._null = os.open(os.devnull, os.O_RDWR)
         self._pipes: list[tuple[int, int, int]] = []
@@ -75,7 +78,7 @@ class ProgramStreams:
             from poprun.job.output.relay import Relay, make_displays  # noqa: PLC0415 - loaded while shims started
 
             displays = make_displays(self._plan, on_closed, has_colours=self._has_colours)
-            self._relay = Relay(self._plan, self._pipes, displays, self._logs)
+            self._relay = Relay(self._plan, self._pipes, displays, self._logs, shows_all=self._shows_all)
             self._relay.start()
         if self._fed is not None:
             self._feed = InputFeed(_STDIN, self._fed)

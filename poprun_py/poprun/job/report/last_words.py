@@ -66,6 +66,9 @@ _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
 _ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
+_WHOLE: Final = re.compile(r"(?:\[rank\d+\]: )?pop(?:dist|torch)\.[\w.]*: ")
+"""The exceptions whose messages poprun never cuts, because they say what to do."""
+
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 Frame = tuple[str, ...]  # the printed lines of one call: its file, and the line of code if there is one
@@ -142,9 +145,14 @@ def without_numbers(text: str) -> str:
     return _NUMBER.sub("#", text)
 
 
+def is_own_code(call: str) -> bool:
+    """Whether a line of a traceback names the user's own code, and neither a library nor popdist."""
+    return not LIBRARY.search(call) and _OURS not in call
+
+
 def _place(frames: Sequence[Frame]) -> str:
     """The file and line of the user's last call, else of the last one; empty where there is none."""
-    own = [frame for frame in frames if not LIBRARY.search(frame[0]) and _OURS not in frame[0]] or frames
+    own = [frame for frame in frames if is_own_code(frame[0])] or frames
     found = _FRAME.match(own[-1][0]) if own else None
     return f"{found[1]}:{found[2]}" if found else ""
 
@@ -282,7 +290,7 @@ def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: 
 def _summary(traceback: Traceback) -> str:
     """A traceback in one line: the exception, and the place in the user's code that is nearest to it, if any."""
     said = _first_words(traceback) or traceback.header
-    own = [frame for frame in traceback.frames if not LIBRARY.search(frame[0])]
+    own = [frame for frame in traceback.frames if is_own_code(frame[0])]
     return f"{said} ({own[-1][0].strip()})" if own else said
 
 
@@ -297,7 +305,7 @@ def _condense_message(traceback: Traceback) -> list[str]:
         return [traceback.message[0], *filter(_ROOT_FACTS.match, traceback.root_cause)]
     lines = [line for line in traceback.message if line.strip() and not NOISE.match(line)]
     lines = lines or list(traceback.message[:1])
-    if len(lines) <= _MAX_MESSAGE_LINES:
+    if len(lines) <= _MAX_MESSAGE_LINES or _WHOLE.match(lines[0]):
         return lines
     kept = lines[: _MAX_MESSAGE_LINES - 1]
     return [*kept, f"… {len(lines) - len(kept)} more lines"]
@@ -306,7 +314,7 @@ def _condense_message(traceback: Traceback) -> list[str]:
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
     """All calls if they fit; else the user's last call, the very last one, and more of the user's."""
     every = range(len(frames))
-    own = [number for number in every if not LIBRARY.search(frames[number][0])] or list(every)
+    own = [number for number in every if is_own_code(frames[number][0])] or list(every)
     kept: set[int] = set(every)
     if len(_render_frames(frames, kept)) > max_lines:
         kept = set()
@@ -347,7 +355,7 @@ def _last_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """The two ends of a line that is too long to read."""
-    if len(line) <= _MAX_LINE:
+    """The two ends of a line that is too long to read; an error of popdist's stays whole."""
+    if len(line) <= _MAX_LINE or _WHOLE.match(line):
         return line
     return f"{line[: _MAX_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"
