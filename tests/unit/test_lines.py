@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.errors import PlanError
-from poprun.job.output.lines import MAX_LINE_BYTES, LineSplitter, Tags, tagged
+from poprun.job.output.lines import MAX_LINE_BYTES, LineSplitter, StepLines, Tags, tagged
 from poprun.plan.parallelism import mapping_in_words
 from poprun.plan.request import OutputSettings
 from tests.planning import planned
@@ -160,3 +160,21 @@ def test_a_replica_that_instances_share_is_in_a_tag_once() -> None:
     assert tag(3, output=output) == b"3 6-7/0.0"
     with pytest.raises(PlanError, match=r"there is no \{stage\} where --instances-per-replica stands for"):
         planned(num_instances=4, instances_per_replica=2, output=output)
+
+
+def test_a_bar_in_a_pipe_is_a_line_a_second() -> None:
+    """The last step is shown when other lines, or the end, come; the rows of bars below each other are one."""
+    steps, one, other = StepLines(), (0,), (1,)
+
+    assert steps.take(one, b"no bar\n\n", 0.0) == b"no bar\n\n"
+    assert steps.take(one, b"\r 0%\r 1%\r", 0.0) == b" 0%\n"
+    assert steps.take(other, b"5%\r", 0.5) == b"5%\n"
+    assert steps.take(one, b" 40%\r", 0.9) == b""
+    assert steps.take(one, b" 50%\r", 1.0) == b" 50%\n"
+    assert steps.take(one, b" 60%\r", 1.1) == b""
+    assert steps.take(one, b"\n7%\x1b[A\n\r\n8%\x1b[A\n", 2.0) == b"7%\n"
+    assert steps.take(one, b"100%\nloss 3\n", 2.1) == b"100%\nloss 3\n"
+    assert steps.end(one) == b""
+    assert steps.take(other, b"90%\r", 0.6) == b""
+    assert steps.end(other) == b"90%\n"
+    assert steps.take(other, b"\n", 3.0) == b"\n"

@@ -11,6 +11,8 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import POPRUN_TAG, USUAL_TAG
 from poprun.text.ranges import fold_hosts, fold_numbers
 
+STEP_SECONDS: Final = 1.0
+_CURSOR_UP: Final = b"\x1b[A"
 MAX_LINE_BYTES: Final = 1024 * 1024  # a line that grows longer is passed on in parts
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _NUM_REMEMBERED: Final = 4096
@@ -56,6 +58,39 @@ def tagged(tag: bytes, lines: bytes) -> bytes:
     if b"\r" in lines:
         return b"".join(tag + line for line in lines.splitlines(keepends=True))
     return tag + lines[:-1].replace(b"\n", b"\n" + tag) + lines[-1:]
+
+
+class StepLines:
+    """Progress bars as lines, for a pipe or a file: a bar's step is a line of its own, one each second at most."""
+
+    def __init__(self) -> None:
+        self._shown_at_seconds: dict[tuple[int, ...], float] = {}
+        self._waiting: dict[tuple[int, ...], bytes] = {}  # the last step that was not shown
+
+    def take(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
+        """Return what is to be shown of whole ``lines`` that ``instances`` printed."""
+        has_bar = instances in self._shown_at_seconds
+        if not (has_bar or b"\r" in lines or _CURSOR_UP in lines):
+            return lines
+        shown = []
+        for line in lines.splitlines(keepends=True):
+            text = line.replace(_CURSOR_UP, b"").rstrip()
+            if not (line.endswith(b"\r") or _CURSOR_UP in line):
+                self._waiting.pop(instances, None)
+                shown += [line] if text or not has_bar else []
+            elif not text:
+                self._waiting.pop(instances, None)
+            elif now_seconds - self._shown_at_seconds.get(instances, -STEP_SECONDS) >= STEP_SECONDS:
+                self._shown_at_seconds[instances] = now_seconds
+                shown.append(text + b"\n")
+            else:
+                self._waiting[instances] = text + b"\n"
+        return b"".join(shown)
+
+    def end(self, instances: tuple[int, ...]) -> bytes:
+        """Return the last step of a bar that its program has left as it was."""
+        self._shown_at_seconds.pop(instances, None)
+        return self._waiting.pop(instances, b"")
 
 
 class Tags:

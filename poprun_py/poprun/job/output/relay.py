@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from poprun.job.output.lines import LineSplitter, Tags, tagged
+from poprun.job.output.lines import LineSplitter, StepLines, Tags, tagged
 from poprun.plan.plan import LaunchPlan
 from poprun.process.spawn import start_thread
 from poprun.text.screen import Level, log
@@ -90,6 +90,7 @@ class Display:
         self._tags = tags
         self._row = row
         self._folder = folder
+        self._steps = StepLines()
 
     def pass_on(self, data: bytes) -> None:
         """Write ``data`` as it is."""
@@ -113,6 +114,8 @@ class Display:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
             self._output.write(self._row.end_bars(self._stream, instance))
+        elif step := self._steps.end((instance,)):
+            self._write((instance,), step, b"")
 
     @property
     def due_in_seconds(self) -> float | None:
@@ -127,6 +130,7 @@ class Display:
     def _write(self, instances: tuple[int, ...], lines: bytes, step: bytes) -> None:
         tag = self._tags.of(instances)
         if self._row is None:
+            lines = self._steps.take(instances, lines, time.monotonic()) if tag else lines
             self._output.write(tagged(tag, lines))
         else:
             self._output.write(self._row.render(self._stream, instances, tag, lines, step))
