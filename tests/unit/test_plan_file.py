@@ -13,7 +13,9 @@ from hypothesis import given
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict, read_plan
+from poprun.plan.request import VipuSettings
 from poprun.render import render_plan
+from poprun.text.fields import write_record
 from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned, plans
 
@@ -53,25 +55,6 @@ def test_a_file_states_ranges() -> None:
         "variables": {},
         "instance_variables": {},
         "executable_cache_path": None,
-        "vipu": {
-            "partition": None,
-            "partition_attempts": 1,
-            "allocation": None,
-            "cluster": None,
-            "updates_partition": False,
-            "resets_partition": None,
-            "removes_partition": True,
-            "num_ilds": None,
-            "ipus_per_host": None,
-            "waits_for_devices": False,
-            "shares_devices": False,
-            "is_offline": False,
-            "server_host": None,
-            "server_port": 8090,
-            "server_timeout_seconds": 120.0,
-            "pool": None,
-            "pod": None,
-        },
         "output": {
             "shown_instances": None,
             "is_tagged": None,
@@ -112,7 +95,7 @@ def nested(key: str, **values: object) -> Callable[[Values], Values]:
     """A change of some values of the mapping under ``key``."""
 
     def change(plan: Values) -> Values:
-        inner = plan[key]
+        inner = plan.get(key, write_record(VipuSettings()))
         assert isinstance(inner, dict)
         return plan | {key: inner | values}
 

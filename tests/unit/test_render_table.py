@@ -19,10 +19,10 @@ from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 LAPTOP_TABLE = """\
 poprun     2 instances · 4 replicas · 4 virtual IPUs · 1 host
 
-host        instance   replicas   virtual IPUs   stands for
-───────────────────────────────────────────────────────────────────
-localhost   0          0-1        0-1            cores 0-1 in turns
-            1          2-3        2-3            cores 2-3 in turns
+host        instance   replicas   device
+────────────────────────────────────────────────────
+localhost   0          0-1        cores 0-1 in turns
+            1          2-3        cores 2-3 in turns
 
 launcher   local
 threads    1 per replica
@@ -33,8 +33,8 @@ folder     /home/me
 GPU_TABLE = """\
 poprun     2 instances · 2 replicas · 4 virtual IPUs · 2 hosts
 
-host   instance   replicas   virtual IPUs   stands for
-──────────────────────────────────────────────────────
+host   instance   replicas   virtual IPUs   device
+────────────────────────────────────────────────────
 a      0          0          0-1            GPUs 1,3
 b      1          1          0-1            GPUs 1,3
 
@@ -47,35 +47,35 @@ folder     /home/me
 CLUSTER_TABLE = """\
 poprun     8,192 instances · 65,536 replicas · 65,536 virtual IPUs · 1,024 hosts
 
-host           instance   replicas      virtual IPUs   stands for
-───────────────────────────────────────────────────────────────────────────
-n0000          0          0-7           0-7            cores 0-7 in turns
-               1          8-15          8-15           cores 8-15 in turns
-               2          16-23         16-23          cores 16-23 in turns
-               3          24-31         24-31          cores 24-31 in turns
-               4          32-39         32-39          cores 32-39 in turns
-               5          40-47         40-47          cores 40-47 in turns
-               6          48-55         48-55          cores 48-55 in turns
-               7          56-63         56-63          cores 56-63 in turns
-n[0001-1022]   8-8183     64-65471      0-63           the same on each
-n1023          8184       65472-65479   0-7            cores 0-7 in turns
+host           instance   replicas      device
+────────────────────────────────────────────────────────────
+n0000          0          0-7           cores 0-7 in turns
+               1          8-15          cores 8-15 in turns
+               2          16-23         cores 16-23 in turns
+               3          24-31         cores 24-31 in turns
+               4          32-39         cores 32-39 in turns
+               5          40-47         cores 40-47 in turns
+               6          48-55         cores 48-55 in turns
+               7          56-63         cores 56-63 in turns
+n[0001-1022]   8-8183     64-65471      the same on each
+n1023          8184       65472-65479   cores 0-7 in turns
 """
 
 TURNS_TABLE = """\
-host        instance   replicas   virtual IPUs   stands for
-───────────────────────────────────────────────────────────────
-localhost   0          0-3        0-3            GPU 0 in turns
-            1          4-7        4-7            GPU 2 in turns
+host        instance   replicas   device
+────────────────────────────────────────────────
+localhost   0          0-3        GPU 0 in turns
+            1          4-7        GPU 2 in turns
 """
 
 MANY_INSTANCES_TABLE = """\
-host        instance   replicas   virtual IPUs   stands for
-──────────────────────────────────────────────────────────────────
-localhost   0          0          0              cores 0-3
-            1          1          1              cores 4-7
-            2          2          2              cores 8-11
-            3-14       3-14       3-14           one after another
-            15         15         15             cores 60-63
+host        instance   replicas   device
+─────────────────────────────────────────────
+localhost   0          0          cores 0-3
+            1          1          cores 4-7
+            2          2          cores 8-11
+            3-14       3-14       and so on
+            15         15         cores 60-63
 """
 
 
@@ -169,13 +169,13 @@ def test_the_largest_plans_fit_a_screen(topology_format: str, hosts: str) -> Non
 
 def test_a_narrow_terminal_does_not_take_the_cells_apart() -> None:
     """Virtual IPUs make room; below the width of the others rows stay whole, and the terminal wraps them."""
-    plan = planned(num_instances=2, num_replicas=4)
+    plan = planned(num_instances=2, num_replicas=4, ipus_per_replica=2)
     least, narrow, wide = (render_plan(plan, TopologyFormat.TABLE, details=None, width=w) for w in (20, 40, 60))
     rows = narrow.splitlines()[2:6]
 
     assert least == narrow
     assert ("   virtual IPUs" in narrow, "   virtual IPUs" in wide) == (False, True)
-    assert rows[1].split() == ["host", "instance", "replicas", "for"]
+    assert rows[0].split() == ["host", "instance", "replicas", "device"]
     assert "localhost  0         0-1" in narrow
     assert max(map(len, rows)) <= 40
 

@@ -28,6 +28,7 @@ from poprun.text import IF_USED
 from poprun.text.ranges import Hosts
 
 _NOT_SHARED: Final = Parallelism()
+_NO_VIPU: Final = VipuSettings()
 
 
 class LauncherKind(StrEnum):
@@ -161,7 +162,7 @@ class LaunchPlan:
     variables: Variables
     instance_variables: tuple[tuple[int, Variables], ...]
     executable_cache_path: str | None
-    vipu: VipuSettings
+    vipu: VipuSettings = field(default=_NO_VIPU, metadata=IF_USED)
     output: OutputSettings
     ending: EndingSettings
     remote: RemoteSettings

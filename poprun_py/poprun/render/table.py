@@ -33,7 +33,7 @@ class Details:
 
 
 MIN_WIDTH: Final = 40  # columns below which the cells would fall apart; a narrower terminal wraps whole rows
-_WHOLE_WIDTH: Final = 60  # columns below which there is no room for the numbers of virtual IPUs
+_WHOLE_WIDTH: Final = 60  # columns below which there is no room for them
 _MAX_HOSTS: Final = 4
 _MAX_INSTANCES: Final = 8
 _NUM_SHOWN: Final = 3
@@ -43,10 +43,10 @@ _IPUS: Final = "virtual IPUs"
 _PLACES: Final = ("stage", "shard", "part")
 """The columns of a shared replica, of which a plan has those that say where in it an instance is."""
 
-_HEADINGS: Final = ("host", "instance", "replicas", *_PLACES, _IPUS, "stands for")
+_HEADINGS: Final = ("host", "instance", "replicas", *_PLACES, _IPUS, "device")
 _STYLES: Final = ("bold", "green", "yellow", "yellow", "yellow", "yellow", "magenta", "cyan")
 _FOLDED_HOSTS: Final = "the same on each"
-_FOLDED_INSTANCES: Final = "one after another"
+_FOLDED_INSTANCES: Final = "and so on"
 _KEPT: Final = "\n\t" + "".join(map(chr, range(0xDC80, 0xDD00)))
 """Ends of lines, and bytes of names that are no text (PEP 383)."""
 
@@ -82,7 +82,7 @@ def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> st
 def _placements(plan: LaunchPlan, width: int) -> Table:
     gap = 2 if width >= _WHOLE_WIDTH else 1
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, gap, 0, 0))
-    left_out = {_IPUS} if width < _WHOLE_WIDTH else set()
+    left_out = {_IPUS} if width < _WHOLE_WIDTH or plan.ipus_per_replica == 1 else set()
     left_out |= {*_PLACES} - {*plan.parallelism.place_of(0)}
     kept = [number for number, heading in enumerate(_HEADINGS) if heading not in left_out]
     for number in kept:
