@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from popdist.trusted_paths import own_folder_problem
 from poprun.errors import HostsError, PlanError, UsageError, error_of_system
-from poprun.job.job_end import JobEnd, exit_code, first_failure, has_left
+from poprun.job.job_end import JobEnd, exit_code, first_failure, has_left, num_lone
 from poprun.job.loop import Attempt
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import JobIdentity
@@ -352,7 +352,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
     """Log how each attempt ended, and what to know about a job that ended well."""
-    if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not ends[-1].lone_instances:
+    if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
     from poprun.job.report.printed_report import render_attempts, render_warning  # noqa: PLC0415 - for few jobs
 

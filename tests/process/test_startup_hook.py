@@ -296,6 +296,31 @@ def test_processes_that_trained_alone_are_told_of_at_the_end(poprun: Poprun) -> 
     assert "trained alone" not in single.succeeded().told
 
 
+def test_processes_that_train_alone_are_told_of_while_they_train(poprun: Poprun, tmp_path: Path) -> None:
+    """After ten steps of an optimizer, and not again at the end; whoever has joined the others is left alone."""
+    text = """
+import os, sys, time
+import torch
+if "joins" in sys.argv:
+    torch.distributed.init_process_group("gloo")
+optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+for _ in range(10):
+    optimizer.step()
+while "joins" not in sys.argv and not os.path.exists(sys.argv[1]): time.sleep(0.05)
+"""
+    words = ("--launcher=local", "-n2", sys.executable, "-c", text)
+    go_on = tmp_path / "go-on"
+    with poprun.started(*words, str(go_on)) as process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "trained alone" in line)
+        go_on.touch()
+        _, err = process.communicate(timeout=DEADLINE_SECONDS)
+
+    assert "2 processes trained alone" in said
+    assert (process.returncode, "alone" in err) == (0, False)
+    assert "alone" not in poprun(*words, "joins").succeeded().told
+
+
 RECORDS = """
 import os, sys, time
 before = set(os.listdir(os.environ["TMPDIR"]))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.progress import Progress
-from poprun.job.job_end import JobEnd, exit_code, first_failure
+from poprun.job.job_end import JobEnd, exit_code, first_failure, num_lone
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.report.printed_report import blame_aborter, explain, render_attempts, render_end, render_warning
@@ -328,7 +328,8 @@ def test_processes_that_trained_alone_are_told_of_in_one_line() -> None:
     assert "replicas" not in line
     assert render_warning(JobEnd(statuses=joined), plan) == ""
     assert "trained alone" not in render_warning(JobEnd(statuses=[lone[0], replace(GOOD, index=1)]), plan)
-    assert JobEnd(statuses=lone[:1]).lone_instances == ()
+    assert render_warning(JobEnd(statuses=lone, has_told_lone=True), plan) == ""
+    assert num_lone(lone[:1]) == 0
 
 
 def test_a_failure_in_a_shared_replica_names_stage_and_shard() -> None:

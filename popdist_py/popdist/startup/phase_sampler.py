@@ -13,6 +13,7 @@ import time
 
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
@@ -37,6 +38,7 @@ ENDS_AT, ENDS_FORMAT, NUM_ENDS = 1280, "=100d", 100
 """Where it has the moments at which the last steps of optimizers ended, oldest first: seconds since 1970."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 0.07
+FIRST_STEPS = 10  # of optimizers, after which a process that is connected to no other trains alone
 LONG_SECONDS = 1.0  # of forward without a step of an optimizer: a program that validates
 _IDLE_SHARE = 0.3  # of the time between two looks: a thread that used less of a processor waited
 
@@ -193,8 +195,8 @@ class PhaseSampler:
         else:
             self.gc_seconds += now_seconds - self._gc_began_at_seconds
 
-    def run(self) -> None:
-        """Look until the program ends."""
+    def run(self, on_first_steps: Callable[[], None]) -> None:
+        """Look until the program ends; call ``on_first_steps`` after the first steps of optimizers."""
         import random  # noqa: PLC0415 - torch has loaded these two
         import signal  # noqa: PLC0415
 
@@ -206,9 +208,13 @@ class PhaseSampler:
         }  # where one is blocked, nobody says
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - crashes)
         moments = random.Random()  # noqa: S311 - and the program's own random numbers stay what they are
+        has_told = False
         while True:
             time.sleep(moments.uniform(LEAST_SECONDS, MOST_SECONDS))
             self.inspect()
+            if not has_told and self.num_steps >= FIRST_STEPS:
+                has_told = True
+                on_first_steps()
 
     def inspect(self) -> None:
         """Add the time since the last call to the phase that the main thread is in."""
@@ -271,8 +277,11 @@ class PhaseSampler:
             os.pwrite(self._page, text.ljust(PLACE_BYTES, b"\0"), PLACES_AT + PLACE_BYTES * PHASES.index(phase))
 
 
-def start(page: int) -> None:
-    """Begin to look at the main thread, in a thread that ends with the program; torch has been imported."""
+def start(page: int, on_first_steps: Callable[[], None]) -> None:
+    """Begin to look at the main thread, in a thread that ends with the program; torch has been imported.
+
+    The thread calls ``on_first_steps`` once, after the first steps of optimizers.
+    """
     import threading  # noqa: PLC0415 - torch has loaded it
 
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - the program has loaded it
@@ -280,4 +289,4 @@ def start(page: int) -> None:
     sampler = PhaseSampler(page, threading.main_thread().ident or 0)
     register_optimizer_step_post_hook(sampler.count_step)
     gc.callbacks.append(sampler.note_collection)
-    threading.Thread(target=sampler.run, name="poprun-phases", daemon=True).start()
+    threading.Thread(target=sampler.run, args=(on_first_steps,), name="poprun-phases", daemon=True).start()

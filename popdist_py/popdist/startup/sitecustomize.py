@@ -57,8 +57,10 @@ def begin() -> None:
     signals.watch_crashes(page)
     import atexit  # noqa: PLC0415 - only the program itself pays for it
 
-    atexit.register(announce_lone_training, os.getpid(), page, signals)
-    finder.call("torch", lambda _torch: load_module("startup", "phase_sampler").start(page))
+    lone_training = (os.getpid(), page, signals)
+    atexit.register(announce_lone_training, *lone_training)
+    announce = lambda: announce_lone_training(*lone_training)  # noqa: E731 - functools takes time to load
+    finder.call("torch", lambda _torch: load_module("startup", "phase_sampler").start(page, announce))
     if os.environ.get(WORLD_SIZE, "1") != "1":
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
         finder.call("jax", lambda _jax: watch_ending(page))  # once JAX has registered what it does at exit

@@ -66,6 +66,7 @@ class JobEnd:
     began_at_seconds: float = 0.0  # the same as monotonic time
     seconds: float = 0.0  # how long it took
     launcher_code: int | None = None  # exit code of the launcher, negative for a signal; None while it runs
+    has_told_lone: bool = False  # whether the user was told of instances that train alone
     has_started: bool = True  # whether the programs were ever told to start
     launcher_ended_early: bool = False  # whether the launcher was gone before its instances
     stop_reason: str = ""  # why poprun stopped the job; empty when it ended by itself
@@ -88,13 +89,11 @@ class JobEnd:
         pages = [status.progress for status in self.statuses if status.progress is not None]
         return any(page.has_joined or page.uses_jax for page in pages)
 
-    @property
-    def lone_instances(self) -> tuple[int, ...]:
-        """The instances that trained although nothing connected them to others; none in a job of one."""
-        if len(self.statuses) == 1:
-            return ()
-        pages = ((status.index, status.progress) for status in self.statuses)
-        return tuple(index for index, page in pages if page is not None and page.has_trained_alone)
+
+def num_lone(statuses: Sequence[InstanceStatus]) -> int:
+    """Return how many instances train although nothing connects them to others; 0 in a job of one."""
+    pages = [status.progress for status in statuses]
+    return sum(page is not None and page.has_trained_alone for page in pages) if len(pages) > 1 else 0
 
 
 def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:

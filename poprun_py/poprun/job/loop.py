@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order, stop_order
-from poprun.job.job_end import JobEnd, exit_code, first_failure
+from poprun.job.job_end import JobEnd, exit_code, first_failure, num_lone
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, Record
@@ -69,6 +69,7 @@ class Attempt:
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
         self._start_watch = StartWatch(time.monotonic(), plan.mpi if has_runtime else None)
         self._launcher_ended_early = False
+        self._has_told_lone = False
         self._launcher_ended_at_seconds = math.inf
         self._selector = selectors.DefaultSelector()
         self._links = AgentLinks(plan.num_instances, self._selector, identity.network)
@@ -153,6 +154,7 @@ class Attempt:
                 self._clocks.ask(self._record.reachable, now)
             self._watch_performance(now)
             self._watch_memory(now)
+            self._tell_lone()
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
@@ -334,6 +336,14 @@ class Attempt:
             self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
             warn_of_growth(self._plan, self._record.statuses, self._memory_warnings, log)
 
+    def _tell_lone(self) -> None:
+        """Say once, while they run, that instances train without each other."""
+        if not self._has_told_lone and (number := num_lone(self._record.statuses)) > 1:
+            from poprun.job.report.printed_report import describe_lone  # noqa: PLC0415 - few jobs need it
+
+            self._has_told_lone = True
+            log(describe_lone(number, self._plan))
+
     def _print_stacks(self, text: str) -> None:
         """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""
         viewers = self._links.viewers
@@ -446,6 +456,7 @@ class Attempt:
             began_at_seconds=record.began_at_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
+            has_told_lone=self._has_told_lone,
             has_started=record.has_started,
             launcher_ended_early=self._launcher_ended_early,
             stop_reason=record.stop_reason,

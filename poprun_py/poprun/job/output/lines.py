@@ -67,7 +67,7 @@ class StepLines:
         self._shown_at_seconds: dict[tuple[int, ...], float] = {}
         self._waiting: dict[tuple[int, ...], bytes] = {}  # the last step that was not shown
 
-    def take(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
+    def show(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
         """Return what is to be shown of whole ``lines`` that ``instances`` printed."""
         has_bar = instances in self._shown_at_seconds
         if not (has_bar or b"\r" in lines or _CURSOR_UP in lines):

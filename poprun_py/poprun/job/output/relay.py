@@ -130,7 +130,7 @@ class Display:
     def _write(self, instances: tuple[int, ...], lines: bytes, step: bytes) -> None:
         tag = self._tags.of(instances)
         if self._row is None:
-            lines = self._steps.take(instances, lines, time.monotonic()) if tag else lines
+            lines = self._steps.show(instances, lines, time.monotonic()) if tag else lines
             self._output.write(tagged(tag, lines))
         else:
             self._output.write(self._row.render(self._stream, instances, tag, lines, step))

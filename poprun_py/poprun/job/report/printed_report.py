@@ -10,7 +10,7 @@ from typing import Final
 from popdist.errors import name_instances
 from popdist.layout import Parallelism
 from poprun.job.end_verdict import combine, find_verdict_of_end, kind_of_failure
-from poprun.job.job_end import JobEnd, failed_while_leaving, first_failure, has_left
+from poprun.job.job_end import JobEnd, failed_while_leaving, first_failure, has_left, num_lone
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words, without_numbers
 from poprun.job.state import (
@@ -126,20 +126,25 @@ def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
     """A warning when the instances of a job that ended well did not do what they were started for; else ""."""
     if not end.has_started:
         return ""
-    num, num_lone = plan.num_instances, len(end.lone_instances)
-    if num_lone > 1:
-        return (
-            f"warning: {num_lone} processes trained alone, each a model of its own, if they trained: neither "
-            "popdist nor torch.distributed nor MPI added up their gradients; wrap the model in "
-            "popdist.ReplicatedModel, call init_process_group() with DistributedDataParallel, "
-            "jax.distributed.initialize() with JAX, use MultiWorkerMirroredStrategy with TensorFlow, or tell the "
-            f"library of {plan.num_instances_per_host} devices"
-        )
+    num = plan.num_instances
+    if (lone := num_lone(end.statuses)) > 1:
+        return "" if end.has_told_lone else describe_lone(lone, plan)
     if plan.num_replicas <= num or end.has_joined:
         return ""
     return (
         f"warning: no instance used popdist, so this was a job of {num}, not of {plan.num_replicas} replicas: "
         f"use popdist in the program, or give --num-replicas {num}"
+    )
+
+
+def describe_lone(number: int, plan: LaunchPlan) -> str:
+    """Return the warning that ``number`` instances have trained alone."""
+    return (
+        f"warning: {number} processes trained alone, each a model of its own, if they trained: neither popdist "
+        "nor torch.distributed nor MPI added up their gradients; wrap the model in popdist.ReplicatedModel, call "
+        "init_process_group() with DistributedDataParallel, jax.distributed.initialize() with JAX, use "
+        "MultiWorkerMirroredStrategy with TensorFlow, or tell the library of "
+        f"{plan.num_instances_per_host} devices"
     )
 
 
