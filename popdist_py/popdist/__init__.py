@@ -160,8 +160,6 @@ _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
     import_module("popdist.progress").begin()
 
-import_module("popdist.startup.stub_finder").begin()
-
 
 def __getattr__(name: str) -> object:
     if name in _PUBLIC_FOLDERS:
@@ -182,4 +180,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted(_PUBLIC)

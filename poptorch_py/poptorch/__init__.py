@@ -1,6 +1,7 @@
 """poptorch: programs written for PopTorch, on CPUs and GPUs, with the replicas of popdist."""
 
 import popdist
+from popdist.startup import stub_finder
 from poptorch import _impl as _impl
 from poptorch import enums as enums
 from poptorch import ops as ops
@@ -79,6 +80,8 @@ from poptorch.options.execution_strategies import ShardedExecution as ShardedExe
 from poptorch.options.execution_strategies import Stage as Stage
 
 __version__: str = popdist.__version__
+
+stub_finder.begin()
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

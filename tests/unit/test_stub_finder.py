@@ -20,6 +20,7 @@ import popdist
 from popdist.startup import stub_finder
 from popdist.startup.stub_finder import LastFinder
 from poptorch.stubs import operation_loading, popart_enums
+from tests.running import run
 
 SERVED = ("horovod", "popart", "examples_utils", "libpvti", "pvti")
 
@@ -99,42 +100,26 @@ def test_a_real_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_
         importlib.import_module("horovod.torch")
 
 
-def test_it_is_asked_only_where_popdist_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch imports popdist in every program; one that poprun has started has all of them, if it has popdist."""
-    (ours,) = (each for each in sys.meta_path if isinstance(each, LastFinder))
-    monkeypatch.setattr(ours, "is_for_all", False)
-    for name, module in list(sys.modules.items()):
-        holds = "popdist" in getattr(module, "__dict__", {}) or name.partition(".")[0] == "poptorch"
-        if holds and not name.startswith("popdist"):
-            monkeypatch.delitem(sys.modules, name)
-    assert not stub_finder._is_popdist_used()
-    program = ModuleType("program")
-    monkeypatch.setitem(sys.modules, "program", program)
-    assert not stub_finder._is_popdist_used()
-    vars(program)["popdist"] = popdist
-    assert stub_finder._is_popdist_used()
-    del program.popdist
-    monkeypatch.setitem(sys.modules, "poptorch", ModuleType("poptorch"))
-    assert stub_finder._is_popdist_used()
-
-
 def test_nothing_is_served_without_poptorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gets names of other projects who has not installed poptorch."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "poptorch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [it for it in sys.path if not Path(it, "poptorch").exists()])
-    (ours,) = (each for each in sys.meta_path if isinstance(each, LastFinder))
-    monkeypatch.setattr(ours, "is_for_all", True)  # as in a program under poprun
+    stub_finder.begin()
     for name in SERVED:
         with pytest.raises(ModuleNotFoundError, match=f"'{name}'"):
             importlib.import_module(name)
 
 
 def test_there_is_one_finder() -> None:
-    """However often popdist is imported, and after poprun's hook."""
+    """However often it is registered; `import popdist` alone registers none, and shows its public names only."""
     stub_finder.begin()
-    stub_finder.begin(is_for_all=True)
+    stub_finder.begin()
     assert sum(isinstance(each, LastFinder) for each in sys.meta_path) == 1
+    text = "import sys, popdist; print([type(it).__name__ for it in sys.meta_path], *dir(popdist))"
+    finders, *names = run([sys.executable, "-c", text]).succeeded().out.partition("] ")[::2]
+    assert "LastFinder" not in finders
+    assert names[0].split() == sorted(vars(popdist)["__all__"])
 
 
 def test_enumerations_are_numbers() -> None:

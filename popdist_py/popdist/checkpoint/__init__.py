@@ -3,10 +3,12 @@
 >>> from popdist.checkpoint import save, load_latest
 """
 
-from popdist.installation import needs_torch as needs_torch
+from popdist.installation import needs_torch
 
 # isort: split
 from popdist.checkpoint.loading import Loaded, load_latest
 from popdist.checkpoint.saving import save
 
 __all__ = ["Loaded", "load_latest", "save"]
+
+del needs_torch  # which raises without torch, and has no other use

@@ -3,8 +3,10 @@
 >>> from popdist.optim import LAMB, LARS, LowPrecision
 """
 
-from popdist.installation import needs_torch as needs_torch
+from popdist.installation import needs_torch
 from popdist.optim.low_precision import LowPrecision
 from popdist.optim.trust_ratio import LAMB, LARS
 
 __all__ = ["LAMB", "LARS", "LowPrecision"]
+
+del needs_torch  # which raises without torch, and has no other use

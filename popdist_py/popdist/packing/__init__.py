@@ -3,7 +3,7 @@
 >>> from popdist.packing import Packing, lpfhp
 """
 
-from popdist.installation import needs_torch as needs_torch
+from popdist.installation import needs_torch
 from popdist.packing.collation import (
     Collator,
     Packed,
@@ -39,3 +39,5 @@ __all__ = [
     "unpack",
     "unpacked",
 ]
+
+del needs_torch  # which raises without torch, and has no other use

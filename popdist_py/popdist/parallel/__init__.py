@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from popdist.installation import needs_torch as needs_torch
+from popdist.installation import needs_torch
 
 # isort: split
 from popdist.data.shard_randomness import sharded_randomness
@@ -30,6 +30,8 @@ __all__ = [
     "recompute",
     "sharded_randomness",
 ]
+
+del needs_torch  # which raises without torch, and has no other use
 
 
 def __getattr__(name: str) -> object:

@@ -4,9 +4,14 @@ from importlib import import_module
 from typing import Any
 
 from popdist.errors import InstallationError
-from popdist.installation import needs_torch as needs_torch
+from popdist.installation import needs_torch
+from popdist.startup import stub_finder
 
 __all__ = ["Options"]
+
+del needs_torch  # which raises without torch, and has no other use
+
+stub_finder.begin()
 
 try:
     Options: Any = import_module("poptorch.options.job_options").JobOptions  # of a package above

@@ -43,7 +43,7 @@ def begin() -> None:
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
-    load_module("startup", "stub_finder").begin(is_for_all=True)
+    load_module("startup", "stub_finder").begin()
     page, signals = int(descriptor), load_module("stack_signal")
     finder = load_module("startup", "after_import").AfterImport()
     if JAX_COORDINATOR in os.environ:

@@ -1,8 +1,9 @@
 """Finds libraries of PopTorch's programs where they are not installed: it is asked when all other finders fail.
 
 The stand-ins are those of poptorch, a distribution of its own: where it is not installed, nothing is found.
+poptorch, `popdist.poptorch` and poprun's start-up hook register the finder; `import popdist` does not.
 It answers import statements only: who asks ``importlib.util.find_spec`` or metadata gets the truth, that the
-library is not installed. poprun's start-up hook loads this file alone, in any Python from 3.8 on, so it imports
+library is not installed. The hook loads this file alone, in any Python from 3.8 on, so it imports
 next to nothing.
 """
 
@@ -39,9 +40,6 @@ _MACHINERY = "<frozen importlib._bootstrap>"
 class LastFinder:
     """A finder that answers only when no other one in ``sys.meta_path`` has the module."""
 
-    def __init__(self, *, is_for_all: bool) -> None:
-        self.is_for_all = is_for_all
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -60,7 +58,7 @@ class LastFinder:
         parent = sys.modules.get(name.rpartition(".")[0])
         if parent is not None and getattr(parent.__spec__, "origin", None) != ORIGIN:
             return None
-        if not (self.is_for_all or _is_popdist_used()) or not _is_poptorch_here():
+        if not _is_poptorch_here():
             return None
         is_package = any(other.startswith(name + ".") for other in _SERVED)
         return ModuleSpec(name, _Loader(), origin=ORIGIN, is_package=is_package)  # type: ignore[arg-type] # a loader by its methods
@@ -99,17 +97,7 @@ def _is_poptorch_here() -> bool:
     return find_spec("poptorch") is not None
 
 
-def _is_popdist_used() -> bool:
-    """Whether the program has imported poptorch, or a module that is not ours has imported popdist."""
-    popdist = sys.modules.get("popdist")
-    if popdist is None or "poptorch" in sys.modules:
-        return popdist is not None
-    others = [module for name, module in list(sys.modules.items()) if not name.startswith("popdist")]
-    values = (value for module in others for value in list(getattr(module, "__dict__", {}).values()))
-    return any(value is popdist for value in values)
-
-
-def begin(*, is_for_all: bool = False) -> None:
+def begin() -> None:
     """Add the finder to ``sys.meta_path``, once."""
     if not any(type(finder).__name__ == LastFinder.__name__ for finder in sys.meta_path):
-        sys.meta_path.append(LastFinder(is_for_all=is_for_all))
+        sys.meta_path.append(LastFinder())
