@@ -321,6 +321,34 @@ while "joins" not in sys.argv and not os.path.exists(sys.argv[1]): time.sleep(0.
     assert "alone" not in poprun(*words, "joins").succeeded().told
 
 
+LOOKS = """
+import os, sys, threading
+import torch
+import popdist
+popdist.init()
+total = popdist.all_reduce(torch.tensor(float(popdist.instance_index() + 1)))
+names = ("PYTHONPATH", "POPDIST_PROGRESS_DESCRIPTOR", "TORCH_FR_BUFFER_SIZE")
+finders = [type(each).__name__ for each in sys.meta_path if type(each).__module__.startswith("popdist")]
+threads = [each.name for each in threading.enumerate() if each.name.startswith("poprun")]
+print(float(total), [name in os.environ for name in names], finders, threads)
+sys.exit(7 if popdist.instance_index() else 0)
+"""
+
+
+def test_nothing_of_poprun_runs_in_a_program_that_is_not_watched(poprun: Poprun) -> None:
+    """Output, the exit code and popdist's collectives are the same; what needs watching is refused by name."""
+    words = ("--launcher=local", "-n2", "--no-watching")
+    program = (sys.executable, "-c", LOOKS)
+    finished = poprun(*words, *program, env={"PYTHONPATH": ""})
+    refused = poprun(*words, "--hang-timeout=5", *program)
+
+    assert finished.lines == [f"[{index}] 3.0 [True, False, False] [] []" for index in range(2)]
+    assert finished.code == 7
+    assert "instance 1 failed first: exit code 7" in finished.err
+    assert refused.code == 2
+    assert "--hang-timeout needs what --no-watching leaves out: give one of the two" in refused.err
+
+
 RECORDS = """
 import os, sys, time
 before = set(os.listdir(os.environ["TMPDIR"]))

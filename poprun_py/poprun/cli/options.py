@@ -315,6 +315,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     *_group(
         "Placement",
+        Option("numa-aware", "request.placement", _NUMA,
+               "The older --process-placement: yes is spreadnuma, no is disabled."),
         Option("process-placement", "request.placement", one_of(ProcessPlacement, "HOW"),
                f"Cores of the instances: {', '.join(ProcessPlacement)}."),
         Option("threads-per-replica", "request.threads_per_replica", NUMBER,
@@ -365,6 +367,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "Debug",
         Option("debug", "request.is_debugged", SWITCH,
                "Say all that -vv says, and have programs tell where they crash."),
+        Option("watching", "request.is_watched", SWITCH,
+               "Look into the programs: steps, calls, stacks of hangs. [default: yes]"),
         Option("dry-run", "line.is_dry_run", SWITCH,
                "Print the plan and start nothing.", is_local=True, goes_with_plan=True),
         Option("doctor", "line.asks_doctor", FLAG,
@@ -414,8 +418,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "Accepted; root is allowed.", why_no_effect="root is always allowed"),
         Option("sync-type", "", TEXT,
                "Accepted; virtual IPUs have no sync network.", why_no_effect="virtual IPUs have no sync network"),
-        Option("numa-aware", "request.placement", _NUMA,
-               "The older --process-placement: yes is spreadnuma, no is disabled."),
     ),
 )
 # fmt: on

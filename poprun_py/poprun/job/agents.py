@@ -286,7 +286,7 @@ def start_order(
         "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR, CLOCK_DESCRIPTOR],
         "clock_variable": CLOCK_DESCRIPTOR if plan.trace.folder is not None else "",
         "store_variable": STORE_DESCRIPTOR,
-        "progress_variable": PROGRESS_DESCRIPTOR,
+        "progress_variable": PROGRESS_DESCRIPTOR if plan.is_watched else "",
         "numbers_variable": NUMBERS_DESCRIPTOR if plan.has_curves else "",
         "progress_bytes": COUNTED_BYTES,
         "announcement_at": ANNOUNCEMENT_AT,

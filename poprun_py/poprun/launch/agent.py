@@ -348,7 +348,9 @@ class Agent:
         environment |= order["environment"]
         if self._store is not None:
             environment[order["store_variable"]] = str(self._store.fileno())
-        environment[order["progress_variable"]] = str(self._watch.open_page(order))
+        page = self._watch.open_page(order)
+        if order["progress_variable"]:
+            environment[order["progress_variable"]] = str(page)
         if order["numbers_variable"]:
             self._numbers = self._watch.open_numbers()
             environment[order["numbers_variable"]] = f"{self._numbers}:{os.fstat(self._numbers).st_ino}"

@@ -139,6 +139,7 @@ class LaunchPlan:
         ending: When the job ends other than by itself, and what is told of it.
         remote: How the hosts are reached.
         trace: What is recorded for a trace, if anything is.
+        is_watched: Whether poprun looks into the programs: their steps, calls and stacks.
     """
 
     program: tuple[str, ...]
@@ -167,6 +168,7 @@ class LaunchPlan:
     ending: EndingSettings
     remote: RemoteSettings
     trace: TraceSettings = field(default=NO_TRACE, metadata=IF_USED)
+    is_watched: bool = field(default=True, metadata=IF_USED)
     maker: str = field(default=DEFAULT_MAKER, metadata=IF_USED)
 
     def trace_parts(self, job_id: str, restart_count: int) -> str:

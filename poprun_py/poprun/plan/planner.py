@@ -118,6 +118,7 @@ def make_advised_plan(
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
         trace=request.trace,
+        is_watched=request.is_watched,
     )
     differences = _check_mapping(plan, request, facts)
     num_computing = max(num_instances, plan.num_replicas)
@@ -290,6 +291,9 @@ def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parall
     check_path("--executable-cache-path", asked.executable_cache_path)
     check_remote(asked.remote)
     check_trace(asked.trace)
+    needs = {"--trace": asked.trace.folder, "--hang-timeout": asked.ending.hang_timeout_seconds}
+    for option in (name for name, value in needs.items() if value is not None and not asked.is_watched):
+        raise PlanError(f"{option} needs what --no-watching leaves out: give one of the two")
 
 
 def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:

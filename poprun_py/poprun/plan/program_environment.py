@@ -122,9 +122,10 @@ def program_environment(
             for name, folder in CACHES.items()
             if name not in user
         }
-    env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
-    is_watched = plan.num_instances > 1 and plan.trace.folder is None  # a trace has the calls of whole steps
-    if is_watched and not user.keys() & set(RECORDER_LENGTHS):
+    if plan.is_watched:
+        env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
+    has_recorder = plan.is_watched and plan.num_instances > 1 and plan.trace.folder is None  # as a trace has calls
+    if has_recorder and not user.keys() & set(RECORDER_LENGTHS):
         env[RECORDER_LENGTHS[0]] = str(RECORDED_CALLS)
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"

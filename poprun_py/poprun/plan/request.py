@@ -161,6 +161,7 @@ class LaunchRequest:
         ending: When the job ends other than by itself, and what is told of it.
         remote: How the hosts are reached.
         trace: What is recorded for a trace, if anything is.
+        is_watched: Whether poprun looks into the programs: their steps, calls and stacks.
     """
 
     program: tuple[str, ...] = ()
@@ -185,6 +186,7 @@ class LaunchRequest:
     ending: EndingSettings = field(default_factory=EndingSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
     trace: TraceSettings = NO_TRACE
+    is_watched: bool = True
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:

@@ -312,13 +312,17 @@ def _condense_message(traceback: Traceback) -> list[str]:
 
 
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
-    """All calls if they fit; else the user's last call, the very last one, and more of the user's."""
+    """All calls if they fit; else the user's last call, a library's last one, and more of the user's.
+
+    The message of an exception that popdist raises says more than the line of popdist that raises it.
+    """
     every = range(len(frames))
     own = [number for number in every if is_own_code(frames[number][0])] or list(every)
     kept: set[int] = set(every)
     if len(_render_frames(frames, kept)) > max_lines:
         kept = set()
-        for number in (own[-1], every[-1], *reversed(own)):
+        last = own if _OURS in frames[-1][0] else every
+        for number in (own[-1], last[-1], *reversed(own)):
             if len(_render_frames(frames, kept | {number})) <= max_lines:
                 kept.add(number)
     return _render_frames(frames, kept) if kept else []
