@@ -465,6 +465,20 @@ def law_an_optimizer_waits_for_the_gradients() -> None:
     check_recovered(model)
 
 
+def law_a_step_without_backward_is_warned_of() -> None:
+    """On instance 0, where no micro batch has made a gradient; with the loop that wants none."""
+    model = popdist.ReplicatedModel(Net())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            cross_entropy(model(x), y)
+        for x, y in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            cross_entropy(model(x), y).backward()
+    found = [str(it.message) for it in caught if issubclass(it.category, popdist.PopdistWarning)]
+    assert len(found) == popdist.is_main(), found
+    assert all("this step has no gradient: backward() was called in no micro batch" in text for text in found)
+
+
 def law_the_same_samples_on_several_instances_are_warned_of() -> None:
     """By the first instance that has them: equal batches, and a DataLoader that shuffles alike on each."""
     x, y = samples(16)

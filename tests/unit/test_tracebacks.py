@@ -55,6 +55,10 @@ def test_equal_tracebacks_are_shown_once() -> None:
         FOLDED + LINK.strip() + "\n" + HEADER + OWN + ERROR + repeated + f"same traceback as instance 2: {ERROR}"
     )
     assert show((2, WHOLE), (2, WHOLE)) == FOLDED * 2
+    advice = "\n    write this\n\nand that\n"
+    assert show((2, WHOLE + advice), (0, WHOLE + advice + "saved\n")) == (
+        FOLDED + advice.lstrip("\n") + repeated.replace("4", "3") + "saved\n"
+    )
     assert show((2, WHOLE), (0, WHOLE.replace("step", "other"))) == FOLDED + FOLDED.replace("step", "other")
 
 

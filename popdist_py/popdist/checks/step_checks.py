@@ -114,6 +114,13 @@ class ReplicaChecks(ModelChecks):
         """Count a step that has ended with a gradient on all instances."""
         if self._steps.is_next_checked():  # a pass that was found is not found again
             self._passes_before = training_loop.num_loader_passes
+            trained = [it for it in self._module.parameters() if it.requires_grad]
+            if trained and all(it.grad is None for it in trained) and context.instance_index() == 0:
+                _warn(
+                    "this step has no gradient: backward() was called in no micro batch of any replica. Call it "
+                    "for each micro batch; where no gradients are wanted, write `for batch in loader:` and "
+                    "`for x, y in batch:`"
+                )
         self._steps.end_step()
 
     def note_inputs(self, inputs: Nest) -> None:

@@ -5,12 +5,14 @@ remembers keep every line; ``poprun -v`` shows every line, too.
 """
 
 import re
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from poprun.job.report.last_words import LIBRARY, is_own_code, without_numbers
 
 MAX_HELD_LINES: Final = 500
 _NUM_REMEMBERED: Final = 64
+_MOST_MESSAGE_LINES: Final = 20
 _DECORATION: Final = re.compile(rb"\x1b\[[0-9;]*m|^\[rank\d+\]: ?")
 _HEADER: Final = b"Traceback (most recent call last):"
 _INTERRUPT: Final = re.compile(rb"KeyboardInterrupt\b")
@@ -22,6 +24,20 @@ _FOLDED: Final = "  … ".encode()
 _PACKAGE: Final = re.compile(r"/(?:site|dist)-packages/(\w+)")
 
 
+class _Printed(NamedTuple):
+    """A traceback as it was printed first."""
+
+    instance: int
+    message: list[bytes]  # the lines behind the one that names the exception, without empty ones
+
+
+class _After(NamedTuple):
+    """What follows a traceback that an instance has printed."""
+
+    printed: _Printed
+    repeated: Iterator[bytes] | None  # the lines that are expected where the traceback is a repeat
+
+
 class TracebackFilter:
     """The filter of all standard errors of a job, which shortens tracebacks unless ``shows_all``."""
 
@@ -30,10 +46,8 @@ class TracebackFilter:
         self._leaves_out_interrupts = False
         self._held: dict[int, list[bytes]] = {}
         self._interrupted: set[int] = set()
-        self._printed: dict[str, int] = {}  # the instance that printed a traceback first
-        self._after: dict[
-            int, bool
-        ] = {}  # instances whose last line ended a traceback, and whether it was a repeat
+        self._printed: dict[str, _Printed] = {}
+        self._after: dict[int, _After] = {}  # by instance, where its last lines belong to a traceback
 
     @property
     def interrupted(self) -> tuple[int, ...]:
@@ -80,24 +94,32 @@ class TracebackFilter:
             return b"".join(held) + line
         folded = [_RANK.sub(b"", one) for one in (*_fold(held), line)]
         own_calls = b"".join(one for one in folded if not one.startswith(_FOLDED))
-        first = self._printed.setdefault(without_numbers(own_calls.decode(errors="replace")), instance)
+        key = without_numbers(own_calls.decode(errors="replace"))
+        printed = self._printed.setdefault(key, _Printed(instance, []))
         if len(self._printed) > _NUM_REMEMBERED:
             del self._printed[next(iter(self._printed))]
-        self._after[instance] = first != instance
-        return (
-            b"".join(folded)
-            if first == instance
-            else f"same traceback as instance {first}: ".encode() + folded[-1]
-        )
+        is_repeat = printed.instance != instance
+        if not is_repeat:
+            printed.message.clear()
+        self._after[instance] = _After(printed, iter(tuple(printed.message)) if is_repeat else None)
+        if is_repeat:
+            return f"same traceback as instance {printed.instance}: ".encode() + folded[-1]
+        return b"".join(folded)
 
     def _after_traceback(self, instance: int, line: bytes, text: bytes) -> bytes:
-        """Return ``line``, but no empty lines around the link between two tracebacks, nor a repeat's link."""
-        if instance not in self._after:
+        """Return ``line``, without the further lines of a repeated message, and empty lines around a link."""
+        after = self._after.get(instance)
+        if after is None:
             return line
-        if not text:
-            return b""
-        if _LINK.match(text):
-            return b"" if self._after[instance] else line
+        is_link = _LINK.match(text) is not None
+        if after.repeated is not None:
+            if is_link or not text or text == next(after.repeated, None):
+                return b""
+        elif len(after.printed.message) < _MOST_MESSAGE_LINES:
+            is_left_out = not text and not after.printed.message
+            if text and not is_link:
+                after.printed.message.append(text)
+            return b"" if is_left_out else line
         del self._after[instance]
         return line
 
