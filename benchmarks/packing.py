@@ -1,6 +1,6 @@
 """Packing: rows, proved gaps and seconds of each strategy; and beside other packers.
 
-    python benchmarks/packing.py --document docs/packing.md
+    python benchmarks/packing.py
 
 The histograms are those that were published with "Efficient Sequence Packing without Cross-contamination"
 (https://arxiv.org/abs/2107.02027), whose figures stand beside ours. The other packers get a million lengths
