@@ -1,7 +1,7 @@
 """How near the planner of mappings comes to what others measured and published.
 
     python benchmarks/sizing.py --document docs/sizing.md --plot sizing.png
-    python benchmarks/sizing.py --fit --document docs/sizing.md  # finds the constants again; a few minutes
+    python benchmarks/sizing.py --fit  # finds the constants again; a few minutes
 
 Each row of ``benchmarks/data/planner`` becomes one of ``poprun-size --cases``; the README there names sources.
 A group has rows that are equal in all but tensor, pipeline, replicas and micro batch, and at least five of them.
