@@ -1,6 +1,6 @@
 """How long a launcher takes from its start to its end when the program does nothing: ``true``, 1 to 256 times.
 
-    python benchmarks/launch.py --document docs/performance.md --plot docs/launch.svg
+    python benchmarks/launch.py --plot docs/launch.svg
 
 Every round runs each launcher once at each number of processes, in turn, so that a slow moment of the machine
 slows all of them. Times differ from machine to machine; the ratios of one round are what can be compared. What a

@@ -1,6 +1,6 @@
 """What data loading costs: against torch's DataLoader with the same workers, and at the start of an epoch.
 
-    python benchmarks/loader.py --document docs/performance.md
+    python benchmarks/loader.py
 
 Every round reads one epoch with each loader in turn, and the order is turned round from round to round, so that a
 slow moment of the machine slows both. Times differ from machine to machine; the ratios of one run are what can
