@@ -1,6 +1,6 @@
 """Train a model ten times larger than the memory, against the model in memory, the disk, and plain mmap.
 
-    python benchmarks/phases.py --folder /data/phases --document docs/phases.md
+    python benchmarks/phases.py --folder /data/phases
 
 Each training runs in a process of its own, in a control group with a limit of memory; the models in memory run
 outside. Processes that are compared take steps by turns. A row that fails says so, and the others are measured.
