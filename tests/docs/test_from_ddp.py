@@ -10,6 +10,7 @@ import pytest
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
 from tests.docs.scripts_in_turn import agree, run_in_turn, trained
+from tests.docs.scripts_of_others import OTHERS
 from tests.running import Poprun
 
 PAGE = ROOT / "docs" / "from-ddp.md"
@@ -17,8 +18,8 @@ STAND_INS = ROOT / "tests" / "docs" / "stand_ins"
 EXAMPLES = ROOT / "examples"
 
 
-SCRIPTS = ("plain", "DDP", "accelerate", "Fabric", "Horovod", "PopDist")
-"""In their order on the page; the others' names are those of its last table."""
+SCRIPTS = ("plain", "DDP", "PopDist")
+"""In their order on the page; these names, and those of the other libraries, are those of its last table."""
 
 PORTED = ("by hand", "over all samples", "helpers")
 """The scripts after those: what real programs are when they have been ported."""
@@ -32,12 +33,16 @@ LEAST_ACCURACY = 85
 COUNT = '\nprint("{}", sum(len(batch[0]) for batch in loader))\n'
 
 
+def on_the_cpu(text: str) -> str:
+    """Return ``text`` as it is written on a machine without a GPU."""
+    for there, here in ON_THE_CPU:
+        text = text.replace(there, here)
+    return text
+
+
 def scripts() -> list[str]:
     """The Python blocks of the page, for the CPU."""
-    texts = [block.text for block in blocks(PAGE) if block.language == "python"]
-    for there, here in ON_THE_CPU:
-        texts = [text.replace(there, here) for text in texts]
-    return texts
+    return [on_the_cpu(block.text) for block in blocks(PAGE) if block.language == "python"]
 
 
 def diff() -> list[str]:
@@ -92,19 +97,23 @@ def test_the_changed_script_runs_as_the_page_says(forked_world: ForkedWorlds, fo
 
 @pytest.mark.parametrize("launcher", ["mpich"], indirect=True)
 def test_the_other_scripts_run_under_poprun(launcher: Poprun, folder: Path) -> None:
-    """As they are, in two processes, and they see as many samples as the page says.
+    """Those of the page and of other libraries, in two processes: they see as many samples as the page says.
 
     So do the examples of DDP, Lightning and accelerate, which know MPI's launchers, too, and believe poprun's
     variables. Horovod is a stand-in, because it cannot be installed here: the test shows that its script is a
     program, not what Horovod makes of it.
     """
-    for name, text in zip(SCRIPTS, scripts()[1 : -len(PORTED)], strict=True):
+    others = {name: on_the_cpu(text) for name, text in OTHERS.items()}
+    known = dict(zip(SCRIPTS, scripts()[1 : -len(PORTED)], strict=True)) | others
+    for name, text in known.items():
         (folder / f"{name}.py").write_text(text + COUNT.format(name), encoding="utf-8")
     (empty := folder / "empty").mkdir()
-    lightning, *others = (EXAMPLES / name for name in ("with_lightning.py", "with_accelerate.py", "plain_ddp.py"))
-    commands = [*((folder / f"{name}.py",) for name in SCRIPTS), (lightning, "--devices", "2"), *zip(others)]
+    lightning, *examples = (
+        EXAMPLES / name for name in ("with_lightning.py", "with_accelerate.py", "plain_ddp.py")
+    )
+    commands = [*((folder / f"{name}.py",) for name in known), (lightning, "--devices", "2"), *zip(examples)]
     finished = run_in_turn(launcher, commands, search=[str(STAND_INS)], cwd=empty).succeeded_but_for_torch()
-    seen = dict.fromkeys(SCRIPTS, 0)
+    seen = dict.fromkeys(known, 0)
     for name, count in re.findall(r"^(\w+) (\d+)$", finished.out, re.MULTILINE):
         seen[name] += int(count)
     first, second = trained(finished)
