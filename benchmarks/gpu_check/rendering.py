@@ -15,17 +15,17 @@ VERSION: Final = 1
 def line(outcome: Outcome) -> str:
     """Return what is printed when a part ends: its name, seconds, verdict and figures."""
     head = f"{outcome.number:2} {outcome.name:17} {outcome.seconds:6.1f} s  {outcome.verdict:9}"
-    return f"{head}  {summary(outcome.found)}".rstrip()
+    figures = [f"{name} {_value(value)}" for name, value in outcome.found.figures.items()]
+    return f"{head}  {summary(outcome.found, figures)}".rstrip()
 
 
-def summary(found: Found) -> str:
-    """Return what failed, else how much holds; then the figures, and what was left out."""
+def summary(found: Found, figures: Sequence[str] = ()) -> str:
+    """Return what failed and how much holds, then ``figures``, then what was left out."""
     wrong = [
         f"NOT {it.what}: {it.found}" if it.found else f"NOT {it.what}" for it in found.requirements if not it.holds
     ]
     num_held = len(found.requirements) - len(wrong)
     held = [f"{num_held} of {len(found.requirements)} hold"] if found.requirements else []
-    figures = [f"{name} {_value(value)}" for name, value in found.figures.items()]
     return "; ".join([*wrong, *held, *figures, *(f"skipped: {it}" for it in found.skipped)])
 
 
