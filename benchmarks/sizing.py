@@ -1,6 +1,6 @@
 """How near the planner of mappings comes to what others measured and published.
 
-    python benchmarks/sizing.py --document docs/sizing.md --plot sizing.png
+    python benchmarks/sizing.py --plot sizing.png
     python benchmarks/sizing.py --fit  # finds the constants again; a few minutes
 
 Each row of ``benchmarks/data/planner`` becomes one of ``poprun-size --cases``; the README there names sources.
