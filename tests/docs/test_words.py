@@ -94,9 +94,9 @@ def too_long(part: str) -> Iterator[str]:
 Finder = Callable[[str], Iterator[str]]
 MOST: dict[Finder, tuple[int, int]] = {
     beginning_with_a_pointer: (0, 0),
-    is_no: (0, 0),
-    that_of: (0, 0),
-    too_long: (0, 0),
+    is_no: (0, 63),
+    that_of: (1, 20),
+    too_long: (2, 49),
 }
 """Of each pattern how often it may be in the pages, and in the messages."""
 
