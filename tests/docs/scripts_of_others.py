@@ -66,4 +66,37 @@ for epoch in range(2):
         opt.zero_grad()
         scheduler.step()
 """,
+    "PopDist": """\
+import popdist
+import popdist.poptorch
+import poptorch
+import torch
+from task import Net, loss_fn, train
+
+
+class NetWithLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, y):
+        return loss_fn(self.net(x), y)
+
+
+if popdist.isPopdistEnvSet():
+    popdist.init()
+options = popdist.poptorch.Options(ipus_per_replica=1)
+options.randomSeed(0)
+options.Training.gradientAccumulation(1)
+model = NetWithLoss()
+opt = poptorch.optim.AdamW(model.parameters())
+loader = poptorch.DataLoader(options, train, batch_size=64, shuffle=True, num_workers=4)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 2 * len(loader))
+training = poptorch.trainingModel(model, options, opt)
+for epoch in range(2):
+    for x, y in loader:
+        loss = training(x, y).mean()
+        scheduler.step()
+        training.setOptimizer(opt)
+""",
 }
