@@ -12,6 +12,7 @@ from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.report.printed_report import blame_aborter, explain, render_attempts, render_end, render_warning
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus, describe_code
+from poprun.job.verdict import Cause, Verdict
 from poprun.plan.request import AskedMapping
 from tests.planning import CLUSTER_NODE, planned
 
@@ -345,3 +346,18 @@ def test_a_failure_in_a_shared_replica_names_stage_and_shard() -> None:
     assert lines[0].endswith("(host localhost, replica 1, stage 1, shard 0)")
     assert any(line.startswith("  instance 7 (replica 1, stage 1, shard 1)") for line in lines)
     assert render_warning(JobEnd(statuses=[InstanceStatus(index=0)]), plan) == ""
+
+
+def test_calls_that_differ_are_told_once() -> None:
+    """The verdict has them; the message of popdist, which has them too, is not shown below it."""
+    text = "popdist.errors.CollectiveError: the instances are not in the same collective:"
+    words = {
+        0: LastWords(summary=text, lines=("Traceback (most recent call last):", text, "  instance 0: barrier()"))
+    }
+    end = JobEnd(statuses=[replace(GOOD, exit_code=1), stopped(1)], findings=Findings(words=words))
+    verdict = Verdict(cause=Cause.MISMATCH, details=("instance 0: barrier()",))
+    told = replace(end, findings=replace(end.findings or Findings(), verdict=verdict))
+
+    assert f"  | {text}" in render_end(end, planned(num_instances=2))
+    assert not any(text in line for line in render_end(told, planned(num_instances=2)))
+    assert "  instance 0: barrier()" in render_end(told, planned(num_instances=2))

@@ -172,6 +172,8 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
     ]
     num_left = MAX_REPORT_LINES - len(head) - len(others)
     excerpt = said.lines if len(said.lines) <= num_left else said.lines[len(said.lines) - num_left :]
+    if verdict.cause is Cause.MISMATCH and said.summary.startswith("popdist."):
+        excerpt = ()  # popdist's error has the calls, and what to do, as ``found`` has
     return [*head, *(f"  | {line}" for line in excerpt), *(f"  {line}" for line in others)]
 
 
