@@ -173,3 +173,23 @@ def test_any_curve_has_a_chart(parts: list[list[tuple[float, float]]], unit: str
     places = [point.split() for point in path.replace("h0", "").replace("M", "L").split("L")[1:]]
     assert len(places) == sum(map(len, parts))
     assert all(0 <= int(number) <= 1000 for place in places for number in place)
+
+
+def test_one_legend_stands_above_charts_with_the_same_lines() -> None:
+    """A chart with other lines has its own; a chart of poprun's without any value is left out."""
+    both = [
+        Line(name=f"instance {index}", style=f"h{index}", parts=[[(0.0, 1.0), (1.0, 2.0)]]) for index in range(2)
+    ]
+    charts = [Chart(title=title, unit="", lines=both) for title in ("cpu", "memory")]
+    drawn = render_charts([*charts, Chart(title="loss", unit="", lines=both[:1])], 2.0, [])
+    curve = {"unit": "", "seconds": [1.0, 2.0], "last": 0.0}
+    idle, busy = (curve | {"values": values} for values in ([0.0, 0.0], [0.0, 1.0]))
+    attempt = {
+        "instances": [{"curves": {"steps_per_second": idle, "cpu": busy, "numbers/loss": idle}}],
+        "curves": {},
+    }
+
+    assert drawn.count('class="key h1">instance 1<') == 1
+    assert drawn.count('class="key h0">instance 0<') == 2
+    assert drawn.index('class="series"') < drawn.index("<figure")
+    assert [chart.title for chart in charts_of([attempt], [0.0])] == ["loss", "processors in use"]

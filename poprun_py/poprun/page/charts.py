@@ -4,6 +4,7 @@ A curve's points lie on a grid of 1,000 by 1,000; the page's script reads values
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -78,9 +79,10 @@ class _Scale:
 
 
 def charts_of(attempts: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> list[Chart]:
-    """The charts of all curves that a report has, those of reported numbers first, the loss before all."""
+    """Return the charts of all curves with values: reported numbers first, and the loss before all."""
     names = {name for it in attempts for holder in (it, *it["instances"]) for name in holder["curves"]}
-    return [_chart(name, attempts, offsets) for name in sorted(names, key=_order)]
+    charts = [_chart(name, attempts, offsets) for name in sorted(names, key=_order)]
+    return [it for it in charts if it.title not in _TITLES.values() or any(any(line.values) for line in it.lines)]
 
 
 def _order(name: str) -> tuple[bool, bool, int, str]:
@@ -137,10 +139,22 @@ def _last_value(curve: Mapping[str, Any]) -> str:
 
 
 def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[float]) -> str:
-    """All charts over the first ``seconds`` of a job, with a mark at each moment of ``breaks``."""
+    """Return all charts over the first ``seconds`` of a job, with a mark at each moment of ``breaks``.
+
+    One legend stands above charts that have the same lines; a chart with other lines has its own legend.
+    """
     num_points = sum(len(line.values) for chart in charts for line in chart.lines)
     group = max(1, math.ceil(num_points / _MOST_POINTS))
-    return "".join(_render(_prepared(chart, group), _time_scale(seconds), breaks) for chart in charts)
+    shared, count = Counter(map(_legend, charts)).most_common(1)[0]
+    shared = shared if count > 1 else ""
+    times = _time_scale(seconds)
+    drawn = "".join(_render(_prepared(chart, group), times, breaks, above=shared) for chart in charts)
+    return (element("p", shared, class_="series") if shared else "") + element("div", drawn, class_="charts")
+
+
+def _legend(chart: Chart) -> str:
+    """Return the names of the lines of a chart, each in its colour; empty where there is one line only."""
+    return "".join(element("span", escaped(it.name), class_=f"key {it.style}") for it in chart.lines if it.name)
 
 
 def _prepared(chart: Chart, group: int) -> Chart:
@@ -157,13 +171,14 @@ def _prepared(chart: Chart, group: int) -> Chart:
     return replace(chart, unit=unit, lines=lines)
 
 
-def _render(chart: Chart, times: _Scale, breaks: Sequence[float]) -> str:
+def _render(chart: Chart, times: _Scale, breaks: Sequence[float], *, above: str) -> str:
+    """Return one chart; without its legend if the legend stands ``above`` all charts."""
     values = _value_scale([it for line in chart.lines for it in line.values], chart.unit)
     labels = [
         _label("x far" if times.place(at) > _FAR else "x", "left", times.place(at), it) for at, it in times.ticks
     ]
     labels += [_label("y", "top", 1 - values.place(at), it) for at, it in values.ticks]
-    names = [element("span", escaped(line.name), class_=f"key {line.style}") for line in chart.lines if line.name]
+    legend = _legend(chart)
     return element(
         "figure",
         element(
@@ -184,7 +199,12 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float]) -> str:
             data_low=f"{values.low:.9g}",
             data_high=f"{values.high:.9g}",
         ),
-        element("p", *(names or [" "]), class_="keys", data_lines="\n".join(it.name for it in chart.lines)),
+        element(
+            "p",
+            legend if legend and legend != above else " ",
+            class_="keys",
+            data_lines="\n".join(it.name for it in chart.lines),
+        ),
         class_="chart",
     )
 

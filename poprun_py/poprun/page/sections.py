@@ -48,8 +48,7 @@ def render_sections(job: Json) -> Iterator[str]:
         if remarks := _remarks(attempts):
             yield _section("Slowdowns and warnings", remarks)
         if charts := charts_of(attempts, began):
-            drawn = render_charts(charts, time.elapsed_seconds, began[1:])
-            yield _section("Over time", element("div", drawn, class_="charts"))
+            yield _section("Over time", render_charts(charts, time.elapsed_seconds, began[1:]))
         yield _section("Instances", _table(attempts[-1]), _last_lines(attempts[-1]))
     yield _section("What ran", *_what_ran(job, plan))
     yield "</main>"

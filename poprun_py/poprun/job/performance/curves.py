@@ -136,7 +136,7 @@ class JobCurves:
         if status.counters is not None and status.counters.num_samples:
             curves.add_total("samples_per_second", "1/s", at_seconds, status.counters.num_samples)
         if status.machine is not None:
-            curves.add_total("run_delay", "of 1", at_seconds, status.machine.run_delay_seconds)
+            curves.add_total("run_delay", "share of the time", at_seconds, status.machine.run_delay_seconds)
         if isinstance(lines := event.get("numbers"), str):
             # the clocks of hosts differ; the message took no time
             curves.add_lines(lines, at_seconds - event["read_at_seconds"], at_seconds)
@@ -147,7 +147,7 @@ class JobCurves:
         """Add what a device of an instance does, as far as its driver says so."""
         curves, at_seconds = self.instances[index], now_seconds - self._began_at_seconds
         if busy is not None:
-            curves.add(f"{name}_busy", "of 1", at_seconds, busy)
+            curves.add(f"{name}_busy", "share of the time", at_seconds, busy)
         if memory_bytes is not None:
             curves.add(f"{name}_memory", "bytes", at_seconds, memory_bytes)
 
