@@ -163,3 +163,27 @@ def test_the_live_view_shows_stacks_above_the_table(poprun: Poprun, tmp_path: Pa
         assert job.wait(DEADLINE_SECONDS) == 130
     for descriptor in (ours, theirs, top_ours, top_theirs):
         os.close(descriptor)
+
+
+def test_one_of_several_jobs_is_chosen_by_the_arrow_keys(poprun: Poprun) -> None:
+    """On a terminal; elsewhere the jobs are listed, and one is to be named."""
+    command = poprun.command("--launcher=local", "sleep", "600")
+    environ = dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command) as first, subprocess.Popen(command) as second:
+        jobs = sorted((first.pid, second.pid))
+        wait_until(lambda: all(f"  {pid}  " in look().out for pid in jobs))
+        top = [str(poprun.python.with_name("poprun-top"))]
+        with subprocess.Popen(top, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as chooser:
+            assert f"> {jobs[0]}" in read_terminal(ours, f"  {jobs[1]}")
+            os.write(ours, b"\x1b[B")
+            read_terminal(ours, f"> {jobs[1]}")
+            os.write(ours, b"\r")
+            assert str(jobs[1]) in read_terminal(ours, "running for")
+            chooser.send_signal(signal.SIGINT)
+            assert chooser.wait(DEADLINE_SECONDS) == 0
+        for job in (first, second):
+            job.send_signal(signal.SIGINT)
+            job.wait(DEADLINE_SECONDS)
+    os.close(ours)
+    os.close(theirs)

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,9 @@ from poprun.text.ranges import describe_seconds
 from poprun.text.screen import print_out, run_click, visible, write_any_letter
 
 _VIEWS_OF_A_RATE: Final = 8
+_MOVES: Final = {"\x1b[A": -1, "\x1bOA": -1, "k": -1, "\x1b[B": 1, "\x1bOB": 1, "j": 1}
+"""The keys that move the choice of a job by a number of rows: arrows, in two modes of a terminal, and vi's."""
+
 _SOCKETS: Final = "/proc/net/unix"
 _NAME: Final = re.compile(r"@(poprun-\d+-[0-9a-f]{32})$", re.MULTILINE)
 _CONNECT_SECONDS: Final = 2.0
@@ -98,9 +101,9 @@ def _receive(connection: socket.socket) -> bytes:
 def command(job: str | None) -> None:
     r"""Show a running job: its instances, how far and how fast they are, and what they use.
 
-    JOB is the process id of its poprun, or its job id; it can be left out where there is one job only. On a
-    terminal the view is live, Ctrl-C leaves it, and Ctrl-\ shows where all programs stand; the job goes on.
-    Elsewhere it is printed once.
+    JOB is the process id of its poprun, or its job id. Without it, the one running job is shown; if several jobs
+    run, a terminal lets you choose one. On a terminal the view is live, Ctrl-C leaves it, and Ctrl-\ shows where
+    all programs stand; the job goes on. Elsewhere the view is printed once.
     """
     views = {running: view for running in running_jobs() if (view := _first_view(running)) is not None}
     chosen = [running for running, view in views.items() if job is None or job in (str(view.pid), view.job_id)]
@@ -108,16 +111,36 @@ def command(job: str | None) -> None:
         _show(chosen[0])
     elif not chosen:
         raise click.ClickException("no job is running here" if job is None else f"no job {job} is running here")
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        if (place := _choose([_row(running, views[running]) for running in chosen])) is not None:
+            _show(chosen[place])
     else:
-        lines = ["several jobs are running; name one:"]
-        for running in chosen:
-            view = views[running]
-            program = visible(" ".join(shlex.join(view.program).split()))
-            lines.append(
-                f"  {running.pid}  {view.job_id}  {describe_seconds(int(view.seconds)):>9}  {program:.60}"
-            )
-        print_out("\n".join((*lines, "")))
+        rows = (f"  {_row(running, views[running])}" for running in chosen)
+        print_out("\n".join(("several jobs are running; name one:", *rows, "")))
         click.get_current_context().exit(2)
+
+
+def _row(running: RunningJob, view: JobView) -> str:
+    program = visible(" ".join(shlex.join(view.program).split()))
+    return f"{running.pid}  {view.job_id}  {describe_seconds(int(view.seconds)):>9}  {program:.60}"
+
+
+def _choose(rows: Sequence[str]) -> int | None:
+    """Return the place of the row that the user chooses by the arrow keys and Enter; None after q or Ctrl-C."""
+    place = 0
+    with Live(auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt, EOFError):
+        while True:
+            lines = [f"{'>' if number == place else ' '} {row}" for number, row in enumerate(rows)]
+            title = "several jobs are running; choose with the arrow keys and Enter, leave with q"
+            live.update(Text("\n".join((title, *lines))), refresh=True)
+            match click.getchar():
+                case "\r" | "\n":
+                    return place
+                case "q":
+                    break
+                case key:
+                    place = (place + _MOVES.get(key, 0)) % len(rows)
+    return None
 
 
 def main() -> None:
