@@ -7,7 +7,8 @@ import ast
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from popdist.accelerators import TYPES, accelerator, arithmetic
 from popdist.accelerators.sharing import are_distinct
 from popdist.checkpoint.manifest import current_conditions
 from popdist.contract import Contract
+from popdist.errors import BackendError
 from popdist.gradients.buffers import ModelBuffer, _changed_on_accelerators, find_changed
 from popdist.training.micro_batches import to_device
 from popdist.transport.channel import as_backend_error
@@ -252,3 +254,30 @@ def _code_words(tree: ast.AST) -> set[str]:
 def test_queries_of_devices_leave_the_context_alone() -> None:
     """On a machine without accelerators an instance computes on the CPU."""
     assert context.devices() == (torch.device("cpu"),) == (context.device(),)
+
+
+def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch 2.6, which raises for it."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", Mock(side_effect=RuntimeError))
+    assert accelerator.found_type() is None
+
+
+def test_memory_is_asked_for_by_older_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the module of the device; what no module has is refused by name."""
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace())
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(memory_reserved=lambda _: 7))
+    device = torch.device("cuda")
+    assert accelerator.ask_memory("memory_reserved", device) == 7
+    with pytest.raises(BackendError, match=r"to call max_memory_reserved of cuda needs torch 2\.9; this is "):
+        accelerator.ask_memory("max_memory_reserved", device)
+
+
+def test_a_stream_is_left_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for the device of before."""
+    stream, made = SimpleNamespace(device="b"), Mock()
+    made.current_device_index.return_value, made.current_stream.return_value = 3, "before"
+    monkeypatch.setattr(torch, "accelerator", made)
+    with pytest.raises(ZeroDivisionError), accelerator.in_stream(cast("Any", stream)):
+        raise ZeroDivisionError
+    assert [it.args for it in made.set_stream.mock_calls] == [(stream,), ("before",)]
+    made.set_device_index.assert_called_once_with(3)

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device whose streams are ours."""
     made = Device()
     monkeypatch.setattr(torch.accelerator, "current_stream", made.current_stream)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(empty_cache=lambda: None))
     monkeypatch.setattr(StoreThreads, "start", lambda _, pieces: made.start(pieces))
     return made
 
@@ -107,7 +108,8 @@ def test_slots_are_given_back_before_others_are_made(memory: PhaseMemory, monkey
     monkeypatch.setattr("popdist.phases.phase_memory.make_buffer", noted)
     memory.cut([[0], [1]])
     found: list[list[bool]] = []
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: found.append([it() is None for it in made]))
+    module = SimpleNamespace(empty_cache=lambda: found.append([it() is None for it in made]))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     memory.cut([[0, 1]])
 
     assert found == [[True, True]]

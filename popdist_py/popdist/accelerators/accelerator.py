@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ IDENTITY_BYTES: Final = 16
 
 def found_type() -> str | None:
     """Return the type of the accelerator that this torch is built for; None for a torch of the CPU alone."""
-    found = torch_private.current_accelerator()
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # of torch 2.6, where it finds no device
+        return None
     return None if found is None else found.type
 
 
@@ -70,6 +73,30 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
     else:
         ordinals = contract.devices
     return tuple(torch.device(str(found_type()), it) for it in ordinals) or (torch.device("cpu"),)
+
+
+def ask_memory(name: str, device: torch.device) -> int:
+    """Call the function ``name`` on a device's memory: its own module's or, of torch 2.9, torch.accelerator's.
+
+    Raises:
+        BackendError: If neither has the function.
+    """
+    for owner in (torch.get_device_module(device), torch.accelerator):
+        if hasattr(owner, name):
+            return cast("int", getattr(owner, name)(device))
+    raise BackendError(torch_private.needs(2, 9, f"to call {name} of {device.type}"))
+
+
+@contextmanager
+def in_stream(stream: torch.Stream) -> Iterator[None]:
+    """Within it this thread computes in ``stream``, which is no context manager itself before torch 2.8."""
+    number, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(number)
 
 
 def use_device_of(module: nn.Module) -> None:

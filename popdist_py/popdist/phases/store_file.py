@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from popdist.accelerators import accelerator
 from popdist.errors import StoreError
 from popdist.host_memory import forks
 from popdist.local_tensors import TensorForm
@@ -350,14 +351,14 @@ class StoreFile:
     def _read_to_device(self, start: int, into: Tensor, ready: torch.Event) -> None:
         memory, stream = self._threads.staging()
         self._read_piece(start, _view(memory[: len(into)]))
-        with stream:
+        with accelerator.in_stream(stream):
             stream.wait_event(ready)
             into.copy_(memory[: len(into)], non_blocking=True)
         stream.synchronize()
 
     def _write_from_device(self, start: int, data: Tensor, ready: torch.Event) -> None:
         memory, stream = self._threads.staging()
-        with stream:
+        with accelerator.in_stream(stream):
             stream.wait_event(ready)
             memory[: len(data)].copy_(data, non_blocking=True)
         stream.synchronize()

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import torch
 
+from popdist.accelerators import accelerator
+
 
 def give_back_memory(device: torch.device) -> None:
     """Have malloc and torch give back what is free now: it may be as much as a layer takes several times."""
     with suppress(AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
     if device.type != "cpu":
-        torch.accelerator.empty_cache()
+        empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
 
 
 def reset_peak(device: torch.device) -> None:
     """From now on :func:`peak_bytes` is counted."""
     if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
+        accelerator.ask_memory("reset_peak_memory_stats", device)
     else:
         with suppress(OSError):  # then it is that of the whole life of the process, which is not less
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -28,7 +32,7 @@ def reset_peak(device: torch.device) -> None:
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory that the process has had, on ``device``."""
     if device.type != "cpu":
-        return torch.accelerator.max_memory_reserved(device)
+        return accelerator.ask_memory("max_memory_reserved", device)
     status = Path("/proc/self/status").read_text(encoding="ascii")
     rows = dict(row.split(":", 1) for row in status.splitlines() if ":" in row)
     return int(rows["VmHWM"].split()[0]) * 1024
@@ -37,5 +41,5 @@ def peak_bytes(device: torch.device) -> int:
 def resident_bytes(device: torch.device) -> int:
     """Return the memory that the process has on ``device``."""
     if device.type != "cpu":
-        return torch.accelerator.memory_reserved(device)
+        return accelerator.ask_memory("memory_reserved", device)
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE

@@ -131,7 +131,7 @@ class ThreadModes:
             for device, dtype in self._casts:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self._has_cast_cache))
             if self._stream is not None:
-                stack.enter_context(self._stream)
+                stack.enter_context(accelerator.in_stream(self._stream))
             if self._device.type != "cpu":
                 stack.enter_context(self._device)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from popdist.accelerators import accelerator
 from popdist.errors import BackendError
 from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
@@ -237,7 +238,7 @@ class Channel:
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
-        with stream:
+        with accelerator.in_stream(stream):
             stream.wait_event(work.is_ready)
             work.do()
             for tensor in work.tensors:
