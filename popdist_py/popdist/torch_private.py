@@ -9,6 +9,7 @@ name                                   seen in torch
 =====================================  ===============================================
 ``UntypedStorage._swap_data_ptr_``     2.13, 2.15
 ``set_code_exec_strategy``             2.8 and later
+what keeps a work's Python object      2.8 and later
 ``c10d._shutdown_backend``             2.6; later torchs call ``ProcessGroup.shutdown``
 ``op`` of an operator's operation      2.11 and later
 ``asyncOp`` of all options             2.8 and later
@@ -55,14 +56,6 @@ def needs(major: int, minor: int, what: str) -> str:
     return f"{what} needs torch {major}.{minor}; this is {torch.__version__}"
 
 
-def current_accelerator() -> torch.device | None:
-    """The accelerator that this torch is built for; torch 2.6 raises RuntimeError where it finds no device."""
-    try:
-        return torch.accelerator.current_accelerator()
-    except RuntimeError:
-        return None
-
-
 _current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")  # noqa: SLF001 - the place of such names
 
 
@@ -79,6 +72,14 @@ def is_held_once(storage: UntypedStorage) -> bool:
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
+def address_of(reference: StorageWeakRef) -> int:
+    """Where the storage of a weak reference lies; 0 if it is gone. Without the name: 0, and it is not shared."""
+    # Python's own weak references to storages outlive them before torch 2.10, and are spoilt then
+    make = _find(UntypedStorage, "_new_with_weak_ptr")
+    storage = None if make is None else make(reference.cdata)
+    return 0 if storage is None else int(storage.data_ptr())
+
+
 _share_fd_cpu: Final = _find(UntypedStorage, "_share_fd_cpu_")
 
 
@@ -86,11 +87,12 @@ def descriptor_of(storage: UntypedStorage) -> int:
     """The descriptor of a shared storage's file. Without the name: BackendError, and nothing is shared."""
     if _share_fd_cpu is None:
         raise BackendError(_lacks("UntypedStorage._share_fd_cpu_"))
-    descriptor: int = _share_fd_cpu(storage)[0]
-    return descriptor
+    return int(_share_fd_cpu(storage)[0])
 
 
 _swap_data_ptr: Final = _find(UntypedStorage, "_swap_data_ptr_")
+can_swap_memory: Final = _swap_data_ptr is not None
+"""Whether :func:`swap_memory` works."""
 
 
 def swap_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
@@ -148,9 +150,7 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:  # no
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
-        raise RuntimeError(
-            f"{needs(2, 11, 'a call of a c10d operator itself')}; call torch.distributed's function"
-        )
+        raise RuntimeError(f"{needs(2, 11, 'a c10d operator itself')}; call torch.distributed's function")
     found = [getattr(argument, "reduceOp", argument) for argument in arguments]
     op = next((it for it in found if isinstance(it, ReduceOp | ReduceOp.RedOpType)), ReduceOp.SUM)
     return op if isinstance(op, ReduceOp) else ReduceOp(op)
@@ -167,12 +167,16 @@ def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> o
 
 def reduce_scatter_of(backend: Any) -> Callable[..., Any]:  # noqa: ANN401 - as above
     """What reduces and scatters one tensor: before torch 2.11, gloo's own adds whatever the operation is."""
-    gloo: Any = dist.ProcessGroupGloo
-    if not (is_older_than(2, 11) and isinstance(backend, gloo)):
-        return backend._reduce_scatter_base  # type: ignore[no-any-return] # noqa: SLF001 - as above
+    is_wrong = is_older_than(2, 11) and isinstance(backend, dist.ProcessGroupGloo)
 
     def call(output: Tensor, tensor: Tensor, opts: Any) -> Any:  # noqa: ANN401 - as above
-        return backend.reduce_scatter([output], [list(tensor.view(backend.size(), *output.shape))], opts)
+        if not is_wrong or opts.reduceOp == ReduceOp.SUM:
+            return backend._reduce_scatter_base(output, tensor, opts)  # noqa: SLF001 - as above
+        whole, options = tensor.clone(), dist.AllreduceOptions()
+        options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
+        backend.allreduce([whole], options).wait()
+        output.copy_(whole.view(backend.size(), *output.shape)[backend.rank()])
+        return done_work([output])
 
     return call
 
@@ -220,8 +224,27 @@ def is_caller_the_engine(function_frame: FrameType | None) -> bool:
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
     # the engine runs right beneath torch's own function that starts it, or in a thread of its own
-    caller = function_frame.f_back
+    caller = _caller(function_frame)
     return caller is None or caller.f_code is _engine_starter()
+
+
+def keeps_works(function_frame: FrameType | None) -> bool:
+    """Whether the caller of this frame's function keeps the Python object of a work that it gets.
+
+    C++ does not, before torch 2.8, and then waits for ever. Of the callers in Python, only torch.distributed is
+    told from C++ there.
+    """
+    caller = None if function_frame is None else _caller(function_frame)
+    return not is_older_than(2, 8) or (caller is not None and caller.f_globals is vars(distributed_c10d))
+
+
+def _caller(function_frame: FrameType) -> FrameType | None:
+    caller = function_frame.f_back
+    while (
+        caller is not None and caller.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+    ):  # of skip_tracing()
+        caller = caller.f_back
+    return caller
 
 
 @cache
@@ -289,8 +312,8 @@ T = TypeVar("T", bound=Tensor)
 
 def wrapper_tensor(kind: type[T], like: Tensor) -> T:
     """A tensor of a class that dispatches its operations itself: as ``like``, without memory."""
-    made: T = _make_wrapper_subclass(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-    return made
+    form = {"strides": like.stride(), "dtype": like.dtype, "device": like.device}
+    return cast("T", _make_wrapper_subclass(kind, like.shape, **form))
 
 
 _unscale: Final = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")
@@ -353,10 +376,7 @@ _world: Final = _find(distributed_c10d, "_world")
 
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
-    """How many collectives of torch this process has called. Without the name: 0, none is seen.
-
-    Those of groups whose ranks are all among ``apart_from`` are left out.
-    """
+    """How many collectives this process has called, but in groups of ``apart_from`` alone. Without the name: 0."""
     number, groups = 0, _find(_world, "pg_map") or ()
     for group in groups:
         with suppress(RuntimeError):  # of a backend that does not count them
@@ -408,6 +428,9 @@ class _Numbers:
         spec: Any,  # noqa: ANN401 - of a private class
         generator: torch.Generator | None = None,
     ) -> AbstractContextManager[None]:
+        if generator is None:  # DTensor does not tell it before torch 2.9: it stands in the arguments there
+            info = cast("FrameType", cast("FrameType", currentframe()).f_back).f_locals.get("op_info")
+            generator = None if info is None else info.local_kwargs.pop("generator", None)
         return self.numbers(spec.mesh, spec.placements, generator)
 
 

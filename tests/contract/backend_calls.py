@@ -205,7 +205,7 @@ def law_futures_hold_what_gloos_hold(rank: Rank) -> None:
     """Lists of tensors, in the order of the ranks where they come from ranks."""
     for number, (found, wanted) in enumerate(zip(futures(rank, ours()), futures(rank, rank.gloo), strict=True)):
         assert repr(found) == repr(wanted), (number, found, wanted)
-    work = ours().allreduce([row(rank)])
+    work: Any = distributed.all_reduce(row(rank), group=ours(), async_op=True)
     work.wait()
     assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
     assert torch.equal(work.result()[0], work.get_future().value()[0])

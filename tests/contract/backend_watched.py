@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.contract.backend_calls import raised
 from tests.contract.backend_laws import brought, expected, same
 from tests.contract.forked_ranks import Rank
-from tests.torch_names import HAS_GLOO_LISTS, named
+from tests.torch_names import HAS_GLOO_LISTS, HAS_GLOO_REDUCE_SCATTER, HAS_OPERATORS, named
 
 Group = Any  # torch's stubs lack the methods of groups and the types of modes
 
@@ -63,7 +63,7 @@ def calls(rank: Rank, group: Group) -> list[Callable[[], object]]:
         lambda: distributed.all_gather_into_tensor(whole, part, group),
         lambda: group.allgather_coalesced([[tensor] for tensor in parts], [part]).wait(),
         lambda: named(group, "all_gather_single_coalesced")([whole], [part]).wait(),
-        lambda: distributed.reduce_scatter(part, parts, group=group),
+        *((lambda: distributed.reduce_scatter(part, parts, group=group),) if HAS_GLOO_REDUCE_SCATTER else ()),
         lambda: distributed.reduce_scatter_tensor(part, whole, group=group),
         lambda: named(group, "reduce_scatter_single_coalesced")([part], [whole]).wait(),
         *((lambda: distributed.all_to_all(parts, others, group),) if HAS_GLOO_LISTS else ()),
@@ -159,9 +159,14 @@ def law_a_traced_function_has_its_collectives(rank: Rank) -> None:
     wanted = traced(mine)
     for mode in ("real", "fake", "symbolic"):
         function: Callable[[Tensor], Tensor] = traced
-        if mode == "real" or rank.num_ranks == 1 or not rank.is_last:  # with fake tensors nothing is sent
+        are_all = mode == "real" or rank.num_ranks == 1 or not HAS_OPERATORS
+        if are_all or not rank.is_last:  # with fake tensors nothing is sent
             function = make_fx(traced, tracing_mode=mode)(mine)
             assert "c10d.allreduce_" in function.code
+            if not HAS_OPERATORS:
+                with pytest.raises(RuntimeError, match=r"a c10d operator itself needs torch 2\.11"):
+                    function(mine)
+                continue
         assert same(function(mine), wanted), mode
 
 

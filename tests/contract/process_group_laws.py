@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from popdist.progress import progress_page
 from tests.contract import host_memory_laws, shared_tensor_laws, sum_laws
+from tests.torch_names import HAS_FSDP_ON_CPU, IS_ASYNC_KNOWN, where
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -46,7 +47,7 @@ def all_laws() -> list[Callable[[], None]]:
     """Those of the memory beneath, of small sums, then those of this file."""
     beneath = [item for laws in (host_memory_laws, sum_laws, shared_tensor_laws) for item in vars(laws).items()]
     named = [*beneath, *globals().items()]
-    return [law for name, law in named if name.startswith("law_")]
+    return [law for name, law in named if name.startswith("law_") and law is not None]
 
 
 def same_everywhere(tensor: Tensor) -> bool:
@@ -170,6 +171,7 @@ def law_what_is_common_takes_no_gloo() -> None:
     assert counts == {}
 
 
+@where(IS_ASYNC_KNOWN)
 def law_a_synchronous_call_starts_no_thread() -> None:
     """It is done where it is made; the first asynchronous one starts the group's thread."""
     group: Any = dist.new_group(backend="popdist")
@@ -234,6 +236,7 @@ def law_a_ddp_step_takes_no_gloo() -> None:
         assert same_everywhere(parameter.grad)
 
 
+@where(HAS_FSDP_ON_CPU)
 def law_a_fully_sharded_step_takes_no_gloo() -> None:
     """Gathering, scattering and clipping of ``fully_shard``, and ``full_tensor`` of what it makes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -25,7 +25,7 @@ from popdist.contract import SHARE_TENSORS
 from popdist.host_memory import host_group, shared_storages
 from popdist.host_memory.addition import Reduction
 from popdist.host_memory.in_place import InPlace
-from tests.torch_names import all_gather_single, reduce_scatter_single
+from tests.torch_names import HAS_FSDP_MEMORY, HAS_SWAPPED_MEMORY, all_gather_single, reduce_scatter_single, where
 
 SUM: Final = dist.ReduceOp.SUM
 
@@ -198,6 +198,7 @@ def refuse(*_arguments: object) -> int:
     raise FileNotFoundError
 
 
+@where(HAS_SWAPPED_MEMORY)
 def law_buckets_of_ddp_move_and_weights_keep_their_bits() -> None:
     """Whatever DDP is told, and however gradients are cleared; and none moves where that is forbidden."""
     for view, unused, is_dropped in ((False, False, True), (True, True, False)):
@@ -210,6 +211,7 @@ def law_buckets_of_ddp_move_and_weights_keep_their_bits() -> None:
         assert torch.equal(trained[None], trained["0"])
 
 
+@where(HAS_SWAPPED_MEMORY)
 def law_buckets_of_ddp_are_copied_where_torch_is_not_understood() -> None:
     """As in a torch that starts its engine in another way: nothing moves, and the weights have the same bits."""
     trained = []
@@ -236,6 +238,7 @@ def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
+@where(HAS_SWAPPED_MEMORY)
 def law_a_program_that_asks_has_its_own_tensors_moved() -> None:
     """When they come again; not numpy's, parts of one, or those of asynchronous calls."""
     tensor, beside = torch.ones(LARGE), torch.ones(LARGE)
@@ -289,6 +292,7 @@ def law_what_the_group_makes_is_scattered_and_gathered_where_it_lies() -> None:
         assert again.data_ptr() in addresses
 
 
+@where(HAS_FSDP_MEMORY)
 def law_fully_sharded_weights_keep_their_bits_in_the_groups_memory() -> None:
     """And after the first steps the group makes no more of it."""
     trained = []

@@ -11,8 +11,9 @@ import torch
 from tests.contract import dtensor_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
+from tests.torch_names import HAS_FSDP_ON_CPU, needs_fsdp
 
-WAYS = ("plain", "sequence", "fully sharded")
+WAYS = ("plain", "sequence", *(["fully sharded"] if HAS_FSDP_ON_CPU else []))
 
 
 def assert_close(found: list[Any], expected: list[Any]) -> None:
@@ -59,6 +60,7 @@ def test_cut_weights_learn_what_one_process_does(
         ]
 
 
+@needs_fsdp
 @pytest.mark.parametrize("backend", ["popdist", "gloo"])
 def test_fully_sharded_models_are_clipped_alone(
     forked_world: ForkedWorlds, whole: dict[str, Any], backend: str
@@ -71,6 +73,7 @@ def test_fully_sharded_models_are_clipped_alone(
             assert_close([it[:] for it in steps], whole["whole"][0])
 
 
+@needs_fsdp
 def test_layers_are_cut_and_fully_sharded(forked_world: ForkedWorlds, whole: dict[str, Any]) -> None:
     """Over the instances of each replica, and over the replicas; what shards of a stage have alike counts once."""
     found = forked_world(dtensor_laws.run_crossed, num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from inspect import currentframe
 from runpy import run_path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn, cast
 from unittest.mock import Mock
 
@@ -280,10 +280,38 @@ def test_versions_are_compared() -> None:
     assert torch_private.needs(99, 1, "flying") == f"flying needs torch 99.1; this is {torch.__version__}"
 
 
-def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch 2.6, which raises for it."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", Mock(side_effect=RuntimeError))
-    assert torch_private.current_accelerator() is None
+def test_older_dtensors_leave_a_generator_in_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From there it is taken, so that each part draws numbers of its own from it."""
+    random = SimpleNamespace(_rng_tracker=None)
+    monkeypatch.setattr(torch_private, "_module", lambda _: random)
+    torch_private.set_numbers_of_dtensors(lambda *given: nullcontext(given[2]))
+    op_info = SimpleNamespace(local_kwargs={"generator": "mine"})
+    tracker, spec = cast("Any", random._rng_tracker), SimpleNamespace(mesh=1, placements=2)
+    found = []
+    for _ in range(2):
+        with tracker._distribute_region(spec) as generator:
+            found.append(generator)
+    assert (found, op_info.local_kwargs) == (["mine", None], {})
+
+
+@pytest.mark.parametrize(("version", "is_kept"), [("2.6.0", False), ("2.7.1", False), ("2.8.0", True)])
+def test_older_torchs_keep_no_work_that_they_get(
+    version: str, *, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of torch.distributed do, and are seen through what torch.compiler.disable wraps around."""
+    monkeypatch.setattr(torch, "__version__", version)
+    frame = cast("FrameType", currentframe())
+    assert torch_private.keeps_works(frame) is is_kept
+
+    def called_by(*namespaces: dict[str, Any]) -> Any:  # noqa: ANN401 - like a frame
+        frames = None
+        for namespace in namespaces:
+            frames = SimpleNamespace(f_globals=namespace, f_back=frames)
+        return SimpleNamespace(f_back=frames)
+
+    wrapper = {"__name__": "torch._dynamo.eval_frame"}
+    assert torch_private.keeps_works(called_by(vars(distributed_c10d), wrapper, wrapper))
+    assert torch_private.keeps_works(called_by(wrapper)) is is_kept
 
 
 def test_stores_serve_a_socket_that_listens_in_older_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,15 +354,23 @@ def test_an_operation_is_found_among_the_arguments_where_torch_hides_it() -> Non
         torch_private.reduce_op(boxed, None)
 
 
-def test_older_gloos_reduce_and_scatter_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.11 gloo adds whatever is asked where it gets one tensor, but not where it gets parts."""
-    backend = Mock(spec=dist.ProcessGroupGloo, size=lambda: 2)
-    monkeypatch.setattr(torch, "__version__", "2.6.0")
-    torch_private.reduce_scatter_of(backend)(torch.zeros(3), torch.arange(6.0), "options")
-    outputs, parts, options = backend.reduce_scatter.call_args.args
-    assert (len(outputs), [part.tolist() for part in parts[0]], options) == (1, [[0, 1, 2], [3, 4, 5]], "options")
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    assert torch_private.reduce_scatter_of(backend) is backend._reduce_scatter_base
+@pytest.mark.parametrize(
+    ("version", "op", "is_gloos"), [("2.6.0", "MAX", False), ("2.6.0", "SUM", True), ("2.11.0", "MAX", True)]
+)
+def test_older_gloos_scatter_what_they_all_reduce(
+    version: str, op: str, *, is_gloos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch 2.11 gloo adds whatever is asked where it is to reduce and scatter one tensor."""
+    backend = Mock(spec=dist.ProcessGroupGloo, size=lambda: 2, rank=lambda: 1)
+    backend.allreduce.side_effect = lambda tensors, _: Mock(result=tensors[0].mul_(10))
+    monkeypatch.setattr(torch, "__version__", version)
+    output, tensor, options = torch.zeros(3), torch.arange(6.0), dist.ReduceScatterOptions()
+    options.reduceOp = getattr(dist.ReduceOp, op)
+    torch_private.reduce_scatter_of(backend)(output, tensor, options)
+    assert backend._reduce_scatter_base.called == is_gloos
+    if not is_gloos:
+        assert backend.allreduce.call_args.args[1].reduceOp == options.reduceOp
+        assert (output.tolist(), tensor.tolist()) == ([30, 40, 50], [0, 1, 2, 3, 4, 5])
 
 
 def test_groups_are_shut_down_by_older_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
+from popdist import torch_private
 from popdist.host_memory import shared_storages
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.barriers import operation, purpose
@@ -141,7 +142,7 @@ class InPlace:
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
         """Whether torch's allocator owns the storage, and it was there before, with the same length."""
-        if not storage.resizable() or not self._may_share():
+        if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
             return False  # numpy and others who know the address have cleared the one
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
         return length_before == storage.nbytes()

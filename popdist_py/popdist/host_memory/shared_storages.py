@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import rebuild_storage_fd
+from torch.multiprocessing.reductions import StorageWeakRef, rebuild_storage_fd
 
 from popdist import torch_private
 from popdist.errors import BackendError
@@ -70,7 +70,7 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 class SharedStorage:
     """A storage of this process that lies in a file; the descriptor is torch's, as long as it lies there."""
 
-    storage: weakref.ref[UntypedStorage]
+    storage: StorageWeakRef
     address: int
     num_bytes: int
     file: MappedFile
@@ -79,8 +79,7 @@ class SharedStorage:
     @property
     def is_gone(self) -> bool:
         """Whether the storage was freed, or has its numbers elsewhere now."""
-        storage = self.storage()
-        return storage is None or storage.data_ptr() != self.address
+        return torch_private.address_of(self.storage) != self.address
 
 
 _shared: Final[dict[int, SharedStorage]] = {}
@@ -125,7 +124,7 @@ def move(storage: UntypedStorage) -> None:
 def find(storage: UntypedStorage) -> SharedStorage | None:
     """What is known of a storage that lies in a file of this process's; None of any other."""
     found = _shared.get(storage.data_ptr())
-    if found is not None and found.storage() is storage:
+    if found is not None and found.storage == StorageWeakRef(storage):
         return found
     release_gone()
     return None
@@ -144,7 +143,9 @@ def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
         segment.grow(whole_pages(num_bytes) + PAGE_BYTES)
         file = MappedFile(segment.descriptor)
         duplicated = SimpleNamespace(detach=partial(os.dup, segment.descriptor))  # torch closes it
-        storage: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
+        made: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
+        # before torch 2.9 tensors know a storage by another object than the one that was made first
+        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(made).untyped_storage()
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
     finally:
@@ -156,7 +157,7 @@ def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
 def _remember(storage: UntypedStorage, address: int, file: MappedFile, descriptor: int) -> None:
     release_gone()
     _shared[address] = SharedStorage(
-        storage=weakref.ref(storage),
+        storage=StorageWeakRef(storage),
         address=address,
         num_bytes=storage.nbytes(),
         file=file,

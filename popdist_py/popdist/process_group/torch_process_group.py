@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cache, wraps
 from inspect import currentframe
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from popdist.host_memory.in_place import MayMove
 from popdist.host_memory.shared_storages import StoragePool
 from popdist.process_group.group_calls import GroupCalls, scatter_reduced
 from popdist.process_group.message_calls import MessageCalls
-from popdist.process_group.work_queue import WorkQueue, are_all_idle
+from popdist.process_group.work_queue import DoneWork, PendingWork, WorkQueue, are_all_idle
 from popdist.transport.hosts import Member, connect, machine
 
 if TYPE_CHECKING:
@@ -97,10 +97,18 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
         with DispatchedCall((*arguments, *named.values())) as call:
             work = torchs_own(self, *arguments, **named)
-        return work if call.work is None else call.work
+        return work if call.work is None else _kept(call.work, currentframe())
 
     named_method: Callable[..., Work] = _named(method, name)
     return named_method
+
+
+def _kept(work: Work, method_frame: FrameType | None) -> Work:
+    """Return the work, or one that is done where the method's caller would not keep it."""
+    if not isinstance(work, DoneWork | PendingWork) or torch_private.keeps_works(method_frame):
+        return work
+    work.wait()
+    return cast("Work", torch_private.done_work(work.result()))
 
 
 def _named(method: Any, name: str) -> Any:  # noqa: ANN401 - a function
@@ -189,7 +197,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
         with DispatchedCall((*arguments, *named.values()), self._may_move(currentframe())) as call:
             work = super().allreduce(*arguments, **named)
-        return work if call.work is None else call.work
+        return work if call.work is None else _kept(call.work, currentframe())
 
     def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
         """What to ask whether the memory of a tensor may be moved that a call of a method here brings."""
@@ -214,6 +222,11 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     recv_anysource = _method("recv_anysource")
     alltoall = _method("alltoall")
 
+    def gather(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
+        """Bring tensors to the root, by gloo, which before torch 2.11 takes other numbers of one with gaps."""
+        dense = [it.contiguous() for it in inputs] if isinstance(inputs, list) else inputs.contiguous()
+        return cast("Work", super().gather(outputs, dense, *arguments, **named))
+
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # noqa: ANN401 - as torch's
         """Wait for all ranks; for what runs on their accelerators only where the options name one."""
         if type(opts) is not BarrierOptions:
@@ -226,7 +239,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         opts.device = _CPU
         with DispatchedCall([opts]) as call:
             work = super().barrier(opts)
-        return work if call.work is None else call.work
+        return work if call.work is None else _kept(call.work, currentframe())
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives and messages were called so far: here and, what went there, of gloo."""
@@ -254,9 +267,9 @@ for _newer, _older in torch_private.RENAMED_METHODS.items():
     _name = _newer if hasattr(_ProcessGroup, _newer) else _older
     setattr(PopdistProcessGroup, _name, _method(_name))
 
-for _own in vars(PopdistProcessGroup).values():
+for _name, _own in list(vars(PopdistProcessGroup).items()):
     if callable(_own) and hasattr(_own, "__code__"):
-        torch_private.skip_tracing(_own)
+        setattr(PopdistProcessGroup, _name, torch_private.skip_tracing(_own))
 
 
 def _is_flat(tensor: Tensor) -> bool:
