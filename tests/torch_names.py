@@ -18,6 +18,9 @@ _OLDER: Final = {
 
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
+HAS_MUON: Final = hasattr(torch.optim, "Muon")
+"""Whether torch has this optimizer."""
+
 HAS_GLOO_LISTS: Final = VERSION >= (2, 12)
 """Whether gloo exchanges lists of tensors; the laws of what popdist and gloo both do leave them out where not."""
 

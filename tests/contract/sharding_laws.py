@@ -29,6 +29,7 @@ from popdist.optim import LAMB, LARS, LowPrecision
 from tests.contract.collective_laws import assert_leaves, refused
 from tests.contract.laws import TIMEOUT_SECONDS, laws_of
 from tests.contract.training_laws import Net, is_last, samples, share, train
+from tests.torch_names import HAS_MUON
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),
@@ -580,7 +581,7 @@ def law_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     for kind, reason in {
         optim.LBFGS: "inner products",
         optim.Adafactor: "rows and columns",
-        optim.Muon: "orthogonal",
+        **({optim.Muon: "orthogonal"} if HAS_MUON else {}),
         optim.SparseAdam: "sparse",
         Lamb: "norms of the whole parameter",
     }.items():

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import popdist
 from popdist.optim import LAMB, LARS, LowPrecision
 from popdist.parallel import PhasedModel, PhasedOptimizer, phased
+from tests.torch_names import HAS_MUON
 
 NUM_STEPS = 10
 
@@ -264,6 +265,7 @@ def test_what_cannot_be_stepped_one_by_one_is_refused(
     assert model.phased_steps.run.optimizer is None
 
 
+@pytest.mark.skipif(not HAS_MUON, reason=f"torch {torch.__version__} has no Muon")
 def test_muon_treats_each_matrix_alone(in_phases: MakeModel) -> None:
     """So it is taken for matrices, and says what it does not take."""
     net = nn.Sequential(Given(nn.Linear(6, 4)))

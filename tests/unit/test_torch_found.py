@@ -83,9 +83,11 @@ def test_what_trains_is_not_given_out_with_trouble(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(vars(popdist), "ReplicatedModel", raising=False)
     with pytest.raises(popdist.InstallationError, match=r"torch 1\.0\.2 is too old"):
         _ = popdist.ReplicatedModel
-    monkeypatch.delitem(sys.modules, "popdist.optim", raising=False)
-    with pytest.raises(popdist.InstallationError, match=r"torch 1\.0\.2 is too old"):
-        import_module("popdist.optim")
+    monkeypatch.setitem(sys.modules, "onnx", None)  # which is not installed either
+    for package in ("popdist.optim", "popdist.onnx"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+        with pytest.raises(popdist.InstallationError, match=r"torch 1\.0\.2 is too old"):
+            import_module(package)
     monkeypatch.setattr(torch_found, "import_module", lambda _name: __import__("a_library_of_torch"))
     with pytest.raises(ModuleNotFoundError, match="a_library_of_torch"):
         find_trouble()

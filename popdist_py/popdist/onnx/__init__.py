@@ -3,6 +3,10 @@
 >>> from popdist.onnx import load
 """
 
+from popdist.installation import needs_torch as needs_torch  # torch is named first, and then onnx
+
+# isort: split
+
 import inspect
 import os
 from collections.abc import Mapping
