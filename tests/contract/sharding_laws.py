@@ -578,13 +578,15 @@ def law_an_optimizer_that_turns_is_refused_in_training() -> None:
 def law_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     """With the reason, whether the name is known or the bits tell."""
     model = popdist.ReplicatedModel(Net())
-    for kind, reason in {
+    reasons: dict[Any, str] = {
         optim.LBFGS: "inner products",
         optim.Adafactor: "rows and columns",
-        **({optim.Muon: "orthogonal"} if HAS_MUON else {}),
         optim.SparseAdam: "sparse",
         Lamb: "norms of the whole parameter",
-    }.items():
+    }
+    if HAS_MUON:
+        reasons[optim.Muon] = "orthogonal"
+    for kind, reason in reasons.items():
         with refused(popdist.OptimizerError, rf"cannot shard {kind.__name__}: it .*{reason}"):
             popdist.ShardedOptimizer(model, kind)
     with refused(popdist.OptimizerError, "updates a part of a parameter to other bits than the whole"):
