@@ -139,6 +139,7 @@ def test_devices_without_a_backend_of_their_own(kind: str, name: str) -> None:
 
 def test_a_backend_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is refused, and so is one whose devices are not there."""
+    monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)  # of a torch for GPUs
     with pytest.raises(popdist.BackendError, match=r"cuda devices alone, and torch .* was built without nccl"):
         check_available("nccl")
     module = stand_in(monkeypatch)
@@ -153,6 +154,7 @@ def test_a_backend_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_deterministic_algorithms_are_chosen_by_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice by time differs between processes; and all instances must compute in the same way."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)  # a torch for GPUs names one
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = torch.get_num_threads()
     try:
