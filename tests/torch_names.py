@@ -27,6 +27,9 @@ HAS_GLOO_LISTS: Final = VERSION >= (2, 12)
 HAS_OPERATORS: Final = VERSION >= (2, 11)
 """Whether a call of a collective's operator itself reaches a group of popdist's."""
 
+HAS_FAKE_COLLECTIVES: Final = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
+"""Whether torch has collectives of fake tensors."""
+
 HAS_GLOO_REDUCE_SCATTER: Final = VERSION > (2, 6)
 """Whether gloo reduces and scatters a list of tensors."""
 
