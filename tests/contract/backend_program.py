@@ -1,6 +1,5 @@
 """Runs one suite of a torch backend's tests."""
 
-import os
 from importlib import import_module
 from types import ModuleType
 
@@ -16,7 +15,6 @@ def prepare() -> None:
     """
     for name in ("calls", "hosts", "laws", "losses", "neighbours", "random", "turns", "watched"):
         import_module(f"tests.contract.backend_{name}")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch 2.6 starts processes for more, when it is imported
     import_module("torch._inductor.compile_fx")  # torch.compile, which takes each rank five seconds to import
 
 
