@@ -55,7 +55,7 @@ _HABITS: Final = (
     ("-np --np --ntasks --nproc-per-node --num-processes", _IN_ALL),
     ("-ppn --ntasks-per-node --npernode", f"{_IN_ALL}, equally many on each host"),
     (
-        "--nnodes -N --nodes --num-machines --node-rank --machine-rank",
+        "--nnodes -N --nodes --num-nodes --num-machines --node-rank --machine-rank",
         "--host a,b names the hosts, and poprun is called once",
     ),
     (
@@ -69,7 +69,7 @@ _HABITS: Final = (
     ("-m --module", "write poprun python -m MODULE"),
     ("--bind-to --map-by --cpu-bind", "--process-placement says on which cores instances run"),
     ("--mca -mca", "--mpi-global-args '--mca NAME VALUE' passes it to Open MPI's mpirun"),
-    ("--gpus --gpus-per-node --gres", "-n auto starts one instance for each free GPU"),
+    ("--gpus --num-gpus --multi-gpu --gpus-per-node --gres", "-n auto starts one instance for each free GPU"),
     (
         "-tp -pp -dp --tp --pp --dp --tensor-parallel-size --pipeline-parallel-size --data-parallel-size",
         "--parallelism tensor=2,pipeline=2 says how instances share a replica",
