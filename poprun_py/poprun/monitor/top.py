@@ -6,6 +6,8 @@ import shlex
 import signal
 import socket
 import sys
+import termios
+import tty
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +41,7 @@ _VIEWS_OF_A_RATE: Final = 8
 _MOVES: Final = {"\x1b[A": -1, "\x1bOA": -1, "k": -1, "\x1b[B": 1, "\x1bOB": 1, "j": 1}
 """The keys that move the choice of a job by a number of rows: arrows, in two modes of a terminal, and vi's."""
 
+_KEY: Final = re.compile(r"\x1b[\[O].|.", re.DOTALL)
 _SOCKETS: Final = "/proc/net/unix"
 _NAME: Final = re.compile(r"@(poprun-\d+-[0-9a-f]{32})$", re.MULTILINE)
 _CONNECT_SECONDS: Final = 2.0
@@ -127,20 +130,30 @@ def _row(running: RunningJob, view: JobView) -> str:
 
 def _choose(rows: Sequence[str]) -> int | None:
     """Return the place of the row that the user chooses by the arrow keys and Enter; None after q or Ctrl-C."""
+    title = "several jobs are running; choose with the arrow keys and Enter, leave with q"
     place = 0
-    with Live(auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt, EOFError):
+    with _keys() as keys, Live(auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt):
         while True:
             lines = [f"{'>' if number == place else ' '} {row}" for number, row in enumerate(rows)]
-            title = "several jobs are running; choose with the arrow keys and Enter, leave with q"
             live.update(Text("\n".join((title, *lines))), refresh=True)
-            match click.getchar():
-                case "\r" | "\n":
-                    return place
-                case "q":
-                    break
-                case key:
-                    place = (place + _MOVES.get(key, 0)) % len(rows)
+            key = next(keys, "q")
+            if key in ("\n", "q"):
+                return place if key == "\n" else None
+            place = (place + _MOVES.get(key, 0)) % len(rows)
     return None
+
+
+@contextmanager
+def _keys() -> Iterator[Iterator[str]]:
+    """Yield the keys that are pressed, at once and without an echo, until the terminal is closed."""
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        reads = iter(lambda: os.read(terminal, 64).decode(errors="replace"), "")
+        yield (key for text in reads for key in _KEY.findall(text))
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def main() -> None:
