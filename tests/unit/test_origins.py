@@ -36,8 +36,8 @@ def test_the_later_wins(file: Path) -> None:
         ("import-config", str(file), "command line"),
         ("num-instances", "4", "POPRUN_NUM_INSTANCES"),
         ("num-replicas", "16", "command line"),
-        ("vipu-partition", "p", f"{file}:4"),
         ("mpi-local-args", "-x C", "command line"),
+        ("vipu-partition", "p", f"{file}:4"),
     )
 
 
