@@ -82,6 +82,6 @@ def test_words_for_open_mpi_do_the_same_under_every_launcher(launcher: Poprun, t
     finished = launcher(*words, *program, cwd=tmp_path, env={"SHELL_OF_OURS": "ours"}).succeeded()
     logs = {path.name: path.read_text() for path in tmp_path.glob("logs/*/0/*.out.log")}
 
-    assert finished.lines == ["[0] 1 b c ours", "[1] 3 b c ours"]
+    assert finished.lines == ["[1,0]<stdout>:1 b c ours", "[1,1]<stdout>:3 b c ours"]
     assert logs == {"instance-0.out.log": "1 b c ours\n", "instance-1.out.log": "3 b c ours\n"}
     assert ("--mca btl_tcp_if_include lo: left out" in finished.err) == (launcher.name != "openmpi")

@@ -407,7 +407,7 @@ def test_instances_share_gpus_where_the_user_lets_them(
     shared = poprun(*words, "--share-devices", *show, env=masked).succeeded()
     told = json.loads(report.read_text())
 
-    assert sorted(line.partition(":")[2] for line in shared.out.splitlines()) == [
+    assert sorted(line.partition("] ")[2] for line in shared.out.splitlines()) == [
         "sees 3,5, has 0, 1",
         "sees 3,5, has 0, 1",
         "sees 3,5, has 1, 1",

@@ -30,6 +30,7 @@ def test_the_first_steps_and_every_100th_are_checked() -> None:
     assert [number for number in range(1, 301) if is_checked(number)] == [1, 2, 3, 100, 200, 300]
 
 
+@pytest.mark.filterwarnings("ignore:this step has no gradient")
 @pytest.mark.parametrize(("checks", "numbers"), [("full", [1, 2, 3, 100]), ("off", [])])
 def test_a_model_counts_its_own_steps(checks: Checks, numbers: list[int]) -> None:
     """Those that ended with a gradient; one that was left does not count, and no step of another model."""
