@@ -12,6 +12,9 @@ OWN = '  File "/home/me/train.py", line 7, in step\n    loss(model(x)).backward(
 TORCH = '  File "/v/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1, in call\n    return call()\n'
 POPDIST = f'  File "{contract.__file__}", line 9, in wait\n    raise error\n'
 PYTHON = '  File "/usr/lib/python3.11/contextlib.py", line 144, in __exit__\n    next(self.gen)\n'
+MINE = '  File "/v/lib/python3.11/site-packages/mine/train.py", line 4, in main\n    step()\n'
+COMMAND = '  File "/v/bin/mine-train", line 8, in <module>\n    sys.exit(main())\n'
+CALLED = "  … 1 call of torch\n"
 ERROR = "ValueError: instance 3 has no batch 17\n"
 WHOLE = HEADER + OWN + TORCH + POPDIST + TORCH + ERROR
 FOLDED = HEADER + OWN + "  … 3 calls of torch and popdist\n" + ERROR
@@ -32,7 +35,9 @@ def show(*writes: tuple[int, str], shows_all: bool = False) -> str:
         ("step 1\n" + WHOLE + "step 2\n", "step 1\n" + FOLDED + "step 2\n"),
         ("".join(f"[rank3]: {line}" for line in WHOLE.splitlines(keepends=True)), FOLDED),
         (HEADER + OWN + PYTHON + OWN + ERROR, HEADER + OWN + "  … 1 call of Python\n" + OWN + ERROR),
-        (HEADER + TORCH + POPDIST + ERROR, HEADER + "  … 1 call of torch\n" + POPDIST + ERROR),
+        (HEADER + TORCH + POPDIST + ERROR, HEADER + TORCH + "  … 1 call of popdist\n" + ERROR),
+        (HEADER + PYTHON + MINE + TORCH + ERROR, HEADER + "  … 1 call of Python\n" + MINE + CALLED + ERROR),
+        (HEADER + COMMAND + MINE + TORCH + ERROR, HEADER + COMMAND + MINE + CALLED + ERROR),
         (WHOLE + LINK + WHOLE, FOLDED + LINK.strip() + "\n" + FOLDED),
         (HEADER + "no traceback\n", HEADER + "no traceback\n"),
         (HEADER + OWN, HEADER + OWN),
@@ -40,7 +45,7 @@ def show(*writes: tuple[int, str], shows_all: bool = False) -> str:
     ],
 )
 def test_calls_of_libraries_become_a_line(text: str, shown: str) -> None:
-    """The user's own calls stay whole; where there are none, the last call of a library does."""
+    """The user's own calls stay whole, and so do those of an installed program that has no others."""
     assert show((0, text)) == shown
     assert show((0, text), shows_all=True) == text
 
@@ -55,11 +60,22 @@ def test_equal_tracebacks_are_shown_once() -> None:
         FOLDED + LINK.strip() + "\n" + HEADER + OWN + ERROR + repeated + f"same traceback as instance 2: {ERROR}"
     )
     assert show((2, WHOLE), (2, WHOLE)) == FOLDED * 2
-    advice = "\n    write this\n\nand that\n"
-    assert show((2, WHOLE + advice), (0, WHOLE + advice + "saved\n")) == (
-        FOLDED + advice.lstrip("\n") + repeated.replace("4", "3") + "saved\n"
-    )
     assert show((2, WHOLE), (0, WHOLE.replace("step", "other"))) == FOLDED + FOLDED.replace("step", "other")
+
+
+def test_the_lines_of_a_message_of_popdist_are_shown_once() -> None:
+    """Where they end what an instance prints, or a link follows; never a line that it prints after them."""
+    raised, advice = "popdist.errors.BatchError: write\n", "\n    write this\n\nand that\n"
+    whole, folded = WHOLE.replace(ERROR, raised), FOLDED.replace(ERROR, raised)
+    first, again = folded + advice[1:], f"same traceback as instance 2: {raised}"
+
+    assert show((2, whole + advice), (0, whole + advice)) == first + again
+    assert show((2, whole + advice), (0, whole + advice + "saved\n")) == first + again + advice[1:] + "saved\n"
+    assert show((2, whole + advice), (0, whole + "    write this\n" + whole)) == (
+        first + again + "    write this\n" + again
+    )
+    assert show((2, whole + advice), (0, whole + advice + LINK + WHOLE)) == first + again + FOLDED
+    assert show((2, WHOLE + "saved\n"), (0, WHOLE + "saved\n")).count("saved") == 2
 
 
 @given(st.lists(st.sampled_from([HEADER, OWN, TORCH, ERROR, "step 1\n", LINK]), max_size=20), st.data())

@@ -5,10 +5,9 @@ remembers keep every line; ``poprun -v`` shows every line, too.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from poprun.job.report.last_words import LIBRARY, is_own_code, without_numbers
+from poprun.job.report.last_words import LIBRARY, WHOLE, is_own_code, without_numbers
 
 MAX_HELD_LINES: Final = 500
 _NUM_REMEMBERED: Final = 64
@@ -20,6 +19,7 @@ _ORIGIN: Final = re.compile(rb"Process \S+:$|Exception ignored ")
 _LINK: Final = re.compile(rb"During handling of the above exception|The above exception was the direct cause")
 _RANK: Final = re.compile(rb"^\[rank\d+\]: ?")
 _CALL: Final = b'  File "'
+_SCRIPT: Final = b"/bin/"  # where pip puts the command of an installed program
 _FOLDED: Final = "  … ".encode()
 _PACKAGE: Final = re.compile(r"/(?:site|dist)-packages/(\w+)")
 
@@ -28,14 +28,16 @@ class _Printed(NamedTuple):
     """A traceback as it was printed first."""
 
     instance: int
-    message: list[bytes]  # the lines behind the one that names the exception, without empty ones
+    is_ours: bool  # whether popdist has raised the exception, which ends most programs
+    message: list[bytes]  # the lines of popdist behind the one that names the exception
 
 
 class _After(NamedTuple):
     """What follows a traceback that an instance has printed."""
 
     printed: _Printed
-    repeated: Iterator[bytes] | None  # the lines that are expected where the traceback is a repeat
+    is_repeat: bool
+    withheld: list[bytes]  # lines of a repeat that equal those of the first one, so far
 
 
 class TracebackFilter:
@@ -65,8 +67,13 @@ class TracebackFilter:
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """Return the lines that were held back, because ``instance`` writes no more."""
-        return b"".join(self._held.pop(instance, ()))
+        """Return the lines that were held back, because ``instance`` writes no more, but no repeated message."""
+        self._after.pop(instance, None)
+        return self._release(instance)
+
+    def _release(self, instance: int) -> bytes:
+        after = self._after.pop(instance, None)
+        return b"".join([*(after.withheld if after else ()), *self._held.pop(instance, ())])
 
     def _sift(self, instance: int, line: bytes) -> bytes:
         held = self._held.get(instance, [])
@@ -79,11 +86,11 @@ class TracebackFilter:
             return b""
         if held and not is_first and len(held) < MAX_HELD_LINES:
             return self._end_traceback(instance, self._held.pop(instance), line)
-        released = self.finish(instance)
-        if is_first:
-            self._held[instance] = [line]
-            return released
-        return released + self._after_traceback(instance, line, text)
+        if is_first or held:
+            released = self._release(instance)
+            self._held |= {instance: [line]} if is_first else {}
+            return released if is_first else released + line
+        return self._after_traceback(instance, line, text)
 
     def _end_traceback(self, instance: int, held: list[bytes], line: bytes) -> bytes:
         """Return what is shown of the traceback ``held``, whose exception ``line`` names."""
@@ -95,33 +102,42 @@ class TracebackFilter:
         folded = [_RANK.sub(b"", one) for one in (*_fold(held), line)]
         own_calls = b"".join(one for one in folded if not one.startswith(_FOLDED))
         key = without_numbers(own_calls.decode(errors="replace"))
-        printed = self._printed.setdefault(key, _Printed(instance, []))
+        printed = self._printed.setdefault(
+            key, _Printed(instance, WHOLE.match(folded[-1].decode(errors="replace")) is not None, [])
+        )
         if len(self._printed) > _NUM_REMEMBERED:
             del self._printed[next(iter(self._printed))]
         is_repeat = printed.instance != instance
         if not is_repeat:
             printed.message.clear()
-        self._after[instance] = _After(printed, iter(tuple(printed.message)) if is_repeat else None)
+        self._after[instance] = _After(printed, is_repeat, [])
         if is_repeat:
             return f"same traceback as instance {printed.instance}: ".encode() + folded[-1]
         return b"".join(folded)
 
     def _after_traceback(self, instance: int, line: bytes, text: bytes) -> bytes:
-        """Return ``line``, without the further lines of a repeated message, and empty lines around a link."""
+        """Return ``line``, without empty lines around a link; lines of a repeated message are withheld.
+
+        Withheld lines are shown as soon as another line follows: only a link, or the end of a program, shows that
+        they were the message, and nothing that the program said later.
+        """
         after = self._after.get(instance)
         if after is None:
             return line
-        is_link = _LINK.match(text) is not None
-        if after.repeated is not None:
-            if is_link or not text or text == next(after.repeated, None):
-                return b""
-        elif len(after.printed.message) < _MOST_MESSAGE_LINES:
-            is_left_out = not text and not after.printed.message
-            if text and not is_link:
-                after.printed.message.append(text)
-            return b"" if is_left_out else line
-        del self._after[instance]
-        return line
+        message, withheld = after.printed.message, after.withheld
+        if _LINK.match(text):
+            withheld.clear()
+            return b"" if after.is_repeat else line
+        if not text and not (withheld if after.is_repeat else message):
+            return b""
+        place = sum(bool(one.strip()) for one in withheld)  # empty lines are not compared
+        if after.is_repeat and (not text or message[place : place + 1] == [text]):
+            withheld.append(line)
+            return b""
+        if not after.is_repeat and after.printed.is_ours and len(message) < _MOST_MESSAGE_LINES:
+            message += [text] if text else []
+            return line
+        return self._release(instance) + line
 
 
 def _fold(held: list[bytes]) -> list[bytes]:
@@ -132,8 +148,9 @@ def _fold(held: list[bytes]) -> list[bytes]:
             calls.append([])
         calls[-1].append(line)
     packages = [_package(call[0].decode(errors="replace")) for call in calls[1:]]
-    if packages and all(packages):
-        packages[-1] = ""
+    programs = next((it for it in packages if it not in ("", "Python")), "")  # that of an installed program
+    if all(package or _SCRIPT in call[0] for package, call in zip(packages, calls[1:], strict=True)):
+        packages = ["" if it == programs else it for it in packages]
     shown = list(calls[0])
     run: list[str] = []
     for call, package in zip([*calls[1:], []], [*packages, ""], strict=True):

@@ -66,7 +66,7 @@ _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
 _ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
-_WHOLE: Final = re.compile(r"(?:\[rank\d+\]: )?pop(?:dist|torch)\.[\w.]*: ")
+WHOLE: Final = re.compile(r"(?:\[rank\d+\]: )?pop(?:dist|torch)\.[\w.]*: ")
 """The exceptions whose messages poprun never cuts, because they say what to do."""
 
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -305,7 +305,7 @@ def _condense_message(traceback: Traceback) -> list[str]:
         return [traceback.message[0], *filter(_ROOT_FACTS.match, traceback.root_cause)]
     lines = [line for line in traceback.message if line.strip() and not NOISE.match(line)]
     lines = lines or list(traceback.message[:1])
-    if len(lines) <= _MAX_MESSAGE_LINES or _WHOLE.match(lines[0]):
+    if len(lines) <= _MAX_MESSAGE_LINES or WHOLE.match(lines[0]):
         return lines
     kept = lines[: _MAX_MESSAGE_LINES - 1]
     return [*kept, f"… {len(lines) - len(kept)} more lines"]
@@ -360,6 +360,6 @@ def _last_lines(lines: Sequence[str]) -> list[str]:
 
 def _shorten(line: str) -> str:
     """The two ends of a line that is too long to read; an error of popdist's stays whole."""
-    if len(line) <= _MAX_LINE or _WHOLE.match(line):
+    if len(line) <= _MAX_LINE or WHOLE.match(line):
         return line
     return f"{line[: _MAX_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"
