@@ -228,14 +228,19 @@ def is_caller_the_engine(function_frame: FrameType | None) -> bool:
     return caller is None or caller.f_code is _engine_starter()
 
 
+_KEEPS_WORKS: Final = not is_older_than(2, 8)
+
+
 def keeps_works(function_frame: FrameType | None) -> bool:
     """Whether the caller of this frame's function keeps the Python object of a work that it gets.
 
     C++ does not, before torch 2.8, and then waits for ever. Of the callers in Python, only torch.distributed is
     told from C++ there.
     """
+    if _KEEPS_WORKS:
+        return True
     caller = None if function_frame is None else _caller(function_frame)
-    return not is_older_than(2, 8) or (caller is not None and caller.f_globals is vars(distributed_c10d))
+    return caller is not None and caller.f_globals is vars(distributed_c10d)
 
 
 def _caller(function_frame: FrameType) -> FrameType | None:
@@ -428,7 +433,7 @@ class _Numbers:
         spec: Any,  # noqa: ANN401 - of a private class
         generator: torch.Generator | None = None,
     ) -> AbstractContextManager[None]:
-        if generator is None:  # DTensor does not tell it before torch 2.9: it stands in the arguments there
+        if generator is None and is_older_than(2, 9):  # DTensor does not tell it there: it is in the arguments
             info = cast("FrameType", cast("FrameType", currentframe()).f_back).f_locals.get("op_info")
             generator = None if info is None else info.local_kwargs.pop("generator", None)
         return self.numbers(spec.mesh, spec.placements, generator)
