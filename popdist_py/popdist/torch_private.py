@@ -228,16 +228,13 @@ def is_caller_the_engine(function_frame: FrameType | None) -> bool:
     return caller is None or caller.f_code is _engine_starter()
 
 
-_KEEPS_WORKS: Final = not is_older_than(2, 8)
-
-
 def keeps_works(function_frame: FrameType | None) -> bool:
     """Whether the caller of this frame's function keeps the Python object of a work that it gets.
 
     C++ does not, before torch 2.8, and then waits for ever. Of the callers in Python, only torch.distributed is
     told from C++ there.
     """
-    if _KEEPS_WORKS:
+    if not is_older_than(2, 8):
         return True
     caller = None if function_frame is None else _caller(function_frame)
     return caller is not None and caller.f_globals is vars(distributed_c10d)
