@@ -171,6 +171,7 @@ class Attempt:
             self._act(decision)
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
+        """Whether an instance that caused the failures of the others may still end by itself in time."""
         from poprun.job.end_verdict import awaits_culprit  # noqa: PLC0415 - jobs that end well need none
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)

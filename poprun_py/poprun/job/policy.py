@@ -83,7 +83,7 @@ def _decide_before_stop(job: JobSnapshot, ending: EndingSettings) -> Decision:
 
 
 def _decide_failure(job: JobSnapshot) -> Decision:
-    """Wait for who closed its connections and is about to end; ask the others where they stand; then stop all."""
+    """Wait for an instance that may be about to end; ask the others where they stand; then stop all."""
     if job.awaits_culprit:
         return _WAIT
     if job.has_recorders:

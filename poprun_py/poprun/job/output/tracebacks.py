@@ -141,7 +141,7 @@ class TracebackFilter:
 
 
 def _fold(held: list[bytes]) -> list[bytes]:
-    """Return the lines of a traceback with one line for calls of libraries in a row; the only calls stay."""
+    """Return the lines of a traceback: one for each row of calls of libraries, the program's own calls whole."""
     calls: list[list[bytes]] = [[]]  # first what stands above the calls
     for line in held:
         if _CALL in line:
