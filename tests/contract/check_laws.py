@@ -88,6 +88,29 @@ def law_other_steps_are_not_checked() -> None:
         loop(model)
 
 
+def law_weights_that_one_instance_writes_are_compared_in_the_next_step() -> None:
+    """Other weights are named in any step; equal weights are no fault, and are compared three times at most."""
+    last = popdist.num_instances() - 1
+    for step in STEPS:
+        model = popdist.ReplicatedModel(net())
+        skip_steps(model, 3)
+        step(model)
+        weight = model.get_parameter("module.1.weight")
+        for _ in range(2):
+            if is_last():
+                weight.detach().add_(0)
+            step(model)
+        if is_last():
+            weight.detach()[0, 1] += last
+        if not last:
+            step(model)
+            continue
+        with refused(popdist.WeightsError, rf"1\.weight of instance {last} is not that of instance 0"):
+            step(model)
+        popdist.broadcast_weights(model)
+        step(model)
+
+
 class Momentum(nn.Module):
     """A network and a slow copy of it, which moves whenever it is used."""
 

@@ -340,6 +340,28 @@ def law_sampled_subsets_are_the_same_everywhere(_directory: Path) -> None:
                 make(int(is_last()))
 
 
+def law_data_that_differs_between_instances_is_named(_directory: Path) -> None:
+    """The warning is of instance 0, and comes wherever the samples stand in memory; equal data has no warning."""
+
+    def data(seed: int) -> Tensor:
+        return torch.rand(40, 3, generator=torch.Generator().manual_seed(seed))
+
+    makers: list[Callable[[int], Any]] = [
+        lambda seed: popdist.data_loader(TensorDataset(torch.zeros(40, 1), data(seed)), 2),
+        lambda seed: popdist.data_loader(list(data(seed)), 2),
+        lambda seed: popdist.data_loader(Scaled(TensorDataset(data(seed))), 2),  # type: ignore[arg-type]
+        lambda seed: popdist.ReplicaSampler(ConcatDataset([TensorDataset(data(seed))]), 2),
+    ]
+    for make in makers:
+        make(0)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            make(int(is_last()))
+        is_told = popdist.num_instances() > 1 and popdist.is_main()
+        assert [it for it in found if "the first samples of its dataset" in str(it.message)] == found
+        assert len(found) == is_told
+
+
 class Stream:
     """Items that hold their number and what was drawn for it; the last instance's may be cut off."""
 

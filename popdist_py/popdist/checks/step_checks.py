@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from popdist import context
+from popdist import context, torch_private
 from popdist.checks.python_state import PythonState, next_fault
 from popdist.checks.tensor_changes import (
     OtherParameters,
@@ -66,6 +66,8 @@ class CheckedSteps:
 
 R = TypeVar("R")
 
+_MOST_IN_VAIN: Final = 3
+
 _MOST_TENSORS: Final = 4
 _MOST_NUMBERS: Final = 4096
 """Tensors of a batch, and numbers of each, that are read: enough to tell it from others."""
@@ -95,11 +97,13 @@ class ReplicaChecks(ModelChecks):
         self._python_state = PythonState(module)
         self._passes_before = training_loop.num_loader_passes
         self._inputs = 0
+        self._written = WrittenWeights(module)
 
     def begin_step(self, batch: Nest = None) -> StepChecks:
         """The checks of the step that begins; in one that is not checked only what others found is passed on."""
+        writes = self._written.since_before() if self._layout.num_instances > 1 else 0
         if not self._steps.is_next_checked():
-            return UncheckedStep()
+            return UncheckedStep(self._written, writes)
         compare_copies(self._module)
         is_first = self._steps.number == 1
         num_passes = training_loop.num_loader_passes - self._passes_before
@@ -135,15 +139,51 @@ class ReplicaChecks(ModelChecks):
         return forward()
 
 
+class WrittenWeights:
+    """How often the weights of a model were written: torch counts the writes of each tensor.
+
+    An instance that makes an optimizer step alone, or alone loads weights, has another number of writes. The
+    number of writes is no fault: a mean of the weights that one instance puts in and takes out for an evaluation
+    changes nothing. So another number only has the weights compared.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.num_vain = 0  # comparisons that found equal weights
+        self._before: int | None = None
+
+    def since_before(self) -> int:
+        """Return the number of writes since the last call; 0 in the first call, and after comparisons in vain."""
+        if self.num_vain == _MOST_IN_VAIN:
+            return 0
+        now = sum(torch_private.num_writes(it) for it in self.module.parameters())
+        before, self._before = self._before, now
+        return 0 if before is None else now - before
+
+
 class UncheckedStep(StepChecks):
-    """A step in which nothing is looked for."""
+    """A step in which weights are compared only if the instances have written them unequally often."""
+
+    def __init__(self, written: WrittenWeights, writes: int) -> None:
+        self._written = written
+        self.writes = writes
+
+    def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
+        """Raise an error, on every instance, if the numbers of writes and the weights differ."""
+        if len(set(writes)) > 1:
+            sums = sum_parameters(self._written.module)
+            words = group.start(f"compare the weights, written {max(writes)} times", [sums.word]).wait(
+                timeout_seconds
+            )
+            compare_weights(group, [word for (word,) in words], sums, timeout_seconds)
+            self._written.num_vain += 1
 
     def fault(self) -> str | None:
         """What was found in a forward pass of any model."""
         return next_fault()
 
 
-class CheckedStep(UncheckedStep):
+class CheckedStep(StepChecks):
     """A step in which weights, samples, passes over loaders and buffers are compared."""
 
     is_on = True

@@ -5,8 +5,8 @@ replica sees does not depend on the instances. The index at a position is comput
 Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and epoch.
 """
 
-import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -14,13 +14,15 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from popdist import context
+from popdist.data.same_datasets import checksum_of_contents, checksum_of_subsets
 from popdist.errors import (
     MOST_PARTS,
     CollectiveError,
     DatasetError,
+    PopdistWarning,
     seed_number,
     whole_number,
 )
@@ -152,6 +154,7 @@ class EpochPosition:
         """``identity`` is what a position depends on; all instances must have the same ``agreement``."""
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
         self._subsets = checksum_of_subsets(dataset)
+        self._contents = checksum_of_contents(dataset)
         if self._subsets:
             self.identity["subsets"] = self._subsets
         self.epoch = 0
@@ -167,13 +170,23 @@ class EpochPosition:
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
             group = context.data_parallel_group()
-            checksums = [checksum for (checksum,) in group.start(agreement, [self._subsets]).wait()]
-            if differing := name_differing(group, checksums):
+            checksums = group.start(agreement, [self._subsets, self._contents]).wait()
+            if differing := name_differing(group, [subsets for subsets, _ in checksums]):
                 raise CollectiveError(
                     f"{agreement}: the Subset in its dataset has other indices on {differing}, so samples would "
                     "come twice and never. random_split() draws them from torch's generator, which each instance "
                     "seeds for itself: write random_split(dataset, lengths, torch.Generator().manual_seed(0)); "
                     "other indices, too, must come from one seed or from popdist.broadcast_object()"
+                )
+            differing = name_differing(group, [contents for _, contents in checksums])
+            if differing and context.current_job().is_checked and context.instance_index() == 0:
+                warnings.warn(
+                    f"{agreement}: the first samples of its dataset are others on {differing}. Each replica reads "
+                    "its part of one dataset, which all instances must have alike. The usual reason is data drawn "
+                    "at random after torch.manual_seed(rank): draw the data with one seed, or read the data from "
+                    "one file, on all instances",
+                    PopdistWarning,
+                    stacklevel=5,
                 )
 
     def start(self) -> int:
@@ -223,30 +236,6 @@ class EpochPosition:
 
     def _jump(self, epoch: int) -> None:
         self.epoch, self.num_read, self._is_running = epoch, 0, False
-
-
-def checksum_of_subsets(dataset: object) -> int:
-    """A 64-bit checksum of the indices of each ``Subset`` that ``dataset`` is or is made of; 0 without one."""
-    digest = hashlib.blake2b(digest_size=8)
-    subsets = list(_subsets_in(dataset, set()))
-    for subset in subsets:
-        indices = np.asarray(subset.indices)
-        digest.update(indices.astype("<i8").tobytes() if indices.dtype.kind in "iu" else repr(indices).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True) if subsets else 0
-
-
-def _subsets_in(dataset: object, seen: set[int]) -> Iterator[Subset[Any]]:
-    if id(dataset) in seen:
-        return
-    seen.add(id(dataset))
-    if isinstance(dataset, Subset):
-        yield dataset
-    for value in getattr(dataset, "__dict__", {}).values():
-        parts = list(value.values()) if isinstance(value, dict) else value
-        are_datasets = isinstance(parts, list | tuple) and parts and isinstance(parts[0], Dataset)
-        for part in parts if are_datasets else [value]:
-            if isinstance(part, Dataset):
-                yield from _subsets_in(part, seen)
 
 
 def name_differing(group: Group, values: Sequence[int]) -> str:

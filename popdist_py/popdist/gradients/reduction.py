@@ -112,6 +112,7 @@ class GradientSum:
             checksum=self._checks.checksum,
             digest=self._checks.digest,
             num_loader_passes=self._checks.num_loader_passes,
+            writes=self._checks.writes,
         )
         self._begun = self._group.start(_title(accumulation, add=add), header)
         self._weight_scale = None
@@ -139,9 +140,15 @@ class GradientSum:
         scale = self._scale_of([header.heaviest_weight for header in headers])
         refuse_other_positions(self._group, headers)
         self._drop_old_unless_added([header.old for header in headers])
-        self._checks.compare_weights(self._group, [header.checksum for header in headers], timeout_seconds)
+        self._compare_weights(headers, timeout_seconds)
         self._weight_scale = scale
         self._checks.compare_batches(self._group, headers)
+
+    def _compare_weights(
+        self, headers: Sequence[BeginHeader] | Sequence[EndHeader], timeout_seconds: float | None = None
+    ) -> None:
+        self._checks.compare_weights(self._group, [header.checksum for header in headers], timeout_seconds)
+        self._checks.compare_written(self._group, [header.writes for header in headers], timeout_seconds)
 
     def _scale_of(self, heaviest: list[float]) -> float:
         if min(heaviest) < 0:
@@ -210,7 +217,7 @@ class GradientSum:
         weights = [words[len(EndHeader._fields) :] for words in numbers]
         self._check_states([STATES[header.state] for header in headers], not_finite, fault)
         self._drop_old_unless_added([header.old for header in headers])
-        self._checks.compare_weights(self._group, [header.checksum for header in headers])
+        self._compare_weights(headers)
         total = self._memory.total_weight(weights)
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
@@ -311,6 +318,7 @@ class GradientSum:
             way=way,
             checksum=self._checks.checksum if is_first else 0,
             old=self._old_number if is_first else 0,
+            writes=self._checks.writes if is_first else 0,
         )
         return self._group.start(text, [*header, *as_words(self._weights.values)])
 

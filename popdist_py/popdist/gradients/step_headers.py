@@ -56,6 +56,7 @@ class BeginHeader(NamedTuple):
     checksum: int = 0  # of the weights; this and the rest is 0 where nothing is checked
     digest: int = 0  # of the samples
     num_loader_passes: int = 0
+    writes: int = 0  # how often the weights were written since the step before
 
     @property
     def heaviest_weight(self) -> float:
@@ -69,8 +70,9 @@ class EndHeader(NamedTuple):
     state: int  # its position in ``STATES``
     changes: int  # a digest of what was used and changed
     way: int  # gradients are added: 0 at the end, above in parts, below 0 sums that are there already
-    checksum: int  # this and ``old`` as in `BeginHeader`, if there was none
+    checksum: int  # this, ``old`` and ``writes`` as in `BeginHeader`, if there was none
     old: int
+    writes: int
 
 
 def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None:
@@ -100,11 +102,15 @@ class StepChecks:
     checksum = 0
     digest = 0
     num_loader_passes = 0
+    writes = 0
 
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
         """Compare the weights of all instances, each of which has sent a checksum, or 0."""
+
+    def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
+        """Compare the weights if an instance has written its weights more often than another instance."""
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
         """Compare what the instances say of their batches and loaders."""
