@@ -283,8 +283,8 @@ def call_after_backward(function: Callable[[], None]) -> bool:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Return how often torch has counted a write of ``tensor``; 0 without the name, or for an inference tensor."""
-    return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
+    """How often torch has counted a write of ``tensor``. Without the name: 0, small buffers are still compared."""
+    return getattr(tensor, "_version", 0)
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:

@@ -156,7 +156,7 @@ class WrittenWeights:
         """Return the number of writes since the last call; 0 in the first call, and after comparisons in vain."""
         if self.num_vain == _MOST_IN_VAIN:
             return 0
-        now = sum(torch_private.num_writes(it) for it in self.module.parameters())
+        now = sum(torch_private.num_writes(it) for it in self.module.parameters() if not it.is_inference())
         before, self._before = self._before, now
         return 0 if before is None else now - before
 
