@@ -41,6 +41,7 @@ _TEST_DEADLINE_SECONDS = 2 * DEADLINE_SECONDS
 _environment = pytest.MonkeyPatch()
 
 hypothesis.settings.register_profile("house", deadline=None)  # no test asserts how long something takes
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=10)  # of scripts/test --fast
 hypothesis.settings.load_profile("house")
 

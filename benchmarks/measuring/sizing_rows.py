@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
@@ -303,13 +304,18 @@ def titan_pairs() -> list[Pair]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PodRow:
     """How a model was dealt to an IPU-POD, and what the planner finds for it."""
 
     row: Row
     workload: Workload
-    answer: Answer
+    fixed: Mapping[str, Any]
+
+    @cached_property
+    def answer(self) -> Answer:
+        """The mappings that have all the values that were published."""
+        return search(self.workload, self.fixed)
 
 
 def _bert_tokens(row: Row) -> int:
@@ -339,5 +345,5 @@ def pod_rows() -> list[PodRow]:
         workload = Workload(
             model=named_model(model, words), machine=named_machine(row["machine"]), training=training
         )
-        found.append(PodRow(row=row, workload=workload, answer=search(workload, fixed)))
+        found.append(PodRow(row=row, workload=workload, fixed=fixed))
     return found

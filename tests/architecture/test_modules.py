@@ -221,3 +221,13 @@ def _names_read(module: Module) -> set[str]:
             case ast.Import(names=names):
                 found |= {part for alias in names for part in alias.name.split(".")}
     return found
+
+
+def test_what_ci_leaves_out_exists() -> None:
+    """Nothing is said of a test that pytest shall leave out and does not find."""
+    lines = (ROOT / "tests" / "further.txt").read_text(encoding="utf-8").splitlines()
+    found = [re.fullmatch(r"--deselect=(tests/\S+\.py)::(\w+)(\[.+\])?", line) for line in lines]
+
+    assert all(found)
+    for path, name, _ in (it.groups() for it in found if it):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")

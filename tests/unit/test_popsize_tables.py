@@ -7,6 +7,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from functools import cache
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -34,16 +35,21 @@ from popsize.tables import (
 WORKLOAD = Workload(
     model=named_model("gpt3-2.7b"), machine=named_machine("64xA100-80GB"), training=Training(global_batch=512)
 )
-ANSWER = search(WORKLOAD, {"micro_batch": 8})
+
+
+@cache
+def the_answer() -> Answer:
+    """Of the workload: a search takes some time, so no import makes one."""
+    return search(WORKLOAD, {"micro_batch": 8})
 
 
 def test_json_holds_all_of_it() -> None:
     """Each mapping with its terms, its memory by kind, and the bytes that it sends."""
-    table = json.loads(answer_json(ANSWER, WORKLOAD, 5))
-    first, found = table["mappings"][0], ANSWER.fitting[0]
+    table = json.loads(answer_json(the_answer(), WORKLOAD, 5))
+    first, found = table["mappings"][0], the_answer().fitting[0]
 
     assert len(table["mappings"]) == 5
-    assert (table["fitting"], table["mappings_tried"]) == (len(ANSWER.fitting), ANSWER.num_mappings)
+    assert (table["fitting"], table["mappings_tried"]) == (len(the_answer().fitting), the_answer().num_mappings)
     assert from_table(first["mapping"]) == found.mapping
     assert first["seconds"] == pytest.approx(sum(first["seconds_by_term"].values()))
     assert first["seconds_by_term"].keys() == TERM_WORDS.keys()
@@ -54,11 +60,11 @@ def test_json_holds_all_of_it() -> None:
 
 def test_csv_has_a_row_for_each() -> None:
     """With the fields of the mapping, from which it can be made again."""
-    rows = list(csv.DictReader(io.StringIO(answer_csv(ANSWER, 7))))
+    rows = list(csv.DictReader(io.StringIO(answer_csv(the_answer(), 7))))
 
     assert len(rows) == 7
     assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
-    for row, found in zip(rows, ANSWER.fitting, strict=False):
+    for row, found in zip(rows, the_answer().fitting, strict=False):
         assert from_table({name: row[name] for name in Mapping.__dataclass_fields__}) == found.mapping
         assert row["fits"] == "yes"
 
@@ -148,7 +154,7 @@ def test_seconds_as_people_read_them(value: float, text: str) -> None:
 def test_lines_are_no_longer_than_the_terminal(width: int) -> None:
     """All words are there, in their order; what fits is as it was."""
     texts = [
-        answer_table(ANSWER, WORKLOAD, 200),
+        answer_table(the_answer(), WORKLOAD, 200),
         explanation(predict(WORKLOAD, Mapping(tensor=8, pipeline=4, replicas=2))),
     ]
     for text in texts:
