@@ -123,7 +123,7 @@ def ddp_step(net: nn.Module, x: Tensor) -> Step:
     return step
 
 
-def loops(options: Any, size: int) -> dict[str, Step]:  # noqa: ANN401 - argparse's
+def loops(options: Any, size: int) -> dict[str, Step]:
     """One step of each, with images of ``size`` x ``size`` pixels."""
     generator = torch.Generator().manual_seed(popdist.instance_index())
     x = torch.randn(options.batch_size, 3, size, size, generator=generator)

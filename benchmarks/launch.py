@@ -96,7 +96,7 @@ def curve_table(seconds: Seconds, numbers: Sequence[int]) -> str:
 def limits_table(seconds: Seconds, numbers: Sequence[int]) -> str:
     """What is asked, and what was measured."""
     fewest, most = numbers[0], numbers[-1]
-    first = 2 if 2 in numbers else fewest  # noqa: PLR2004 - the usual first job
+    first = 2 if 2 in numbers else fewest
 
     def less(name: str, other: str, number: int) -> list[float]:
         return [a - b for a, b in zip(seconds[name, number], seconds[other, number], strict=True)]

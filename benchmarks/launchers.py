@@ -136,7 +136,7 @@ def num_left(name: str, ray: str | None) -> int:
     """Return the number of processes that run 5 s after the launcher was killed by SIGKILL."""
     with Launch(name, SLEEPS, 4, ray) as launch:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(list(launch.folder.glob("ready-*"))) < 4:  # noqa: PLR2004 - all of them
+        while len(list(launch.folder.glob("ready-*"))) < 4:
             if launch.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{name} did not start:\n{launch.end()[1]}")
             time.sleep(0.05)

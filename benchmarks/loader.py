@@ -79,7 +79,7 @@ def datasets(size: int) -> dict[str, Dataset[Any]]:
 class Alone:
     """The samples of an epoch, read and collated in a plain loop: what no loader does without."""
 
-    def __init__(self, dataset: Any) -> None:  # noqa: ANN401 - anything with a length and items
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[object]:

@@ -39,7 +39,7 @@ def losses_of(poprun_words: str, program_words: Sequence[str], steps: int) -> li
     command = [*poprun, sys.executable, str(EXAMPLE), "--steps", str(steps), *program_words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     lines = [line.split() for line in done.stdout.splitlines()]
-    losses = [float(words[1]) for words in lines if len(words) == 2 and words[0].isdecimal()]  # noqa: PLR2004 - number and loss
+    losses = [float(words[1]) for words in lines if len(words) == 2 and words[0].isdecimal()]
     if done.returncode or len(losses) != steps:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return losses

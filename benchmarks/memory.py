@@ -30,10 +30,10 @@ NUM_STEPS = 10
 
 def train(kind: str, layers: int, width: int) -> None:
     """One instance of a job."""
-    import torch  # noqa: PLC0415 - the program that measures needs none of it
-    from torch import nn  # noqa: PLC0415
+    import torch
+    from torch import nn
 
-    import popdist  # noqa: PLC0415
+    import popdist
 
     torch.set_num_threads(1)
     model = popdist.ReplicatedModel(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))))

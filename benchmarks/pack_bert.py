@@ -44,10 +44,10 @@ def smooth(steps: Steps) -> tuple[list[float], list[float], list[float]]:
 
 def plot(runs: dict[str, Steps], path: Path) -> None:
     """Both curves in one picture."""
-    import matplotlib as mpl  # noqa: PLC0415 - only a plot needs it
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415 - as above
+    from matplotlib import pyplot as plt
 
     figure, (over_tokens, over_time) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for name, steps in runs.items():

@@ -113,11 +113,11 @@ def first_fit_decreasing(lengths: NDArray[np.int64], max_length: int) -> int:
 def of_trl(lengths: NDArray[np.int64], max_length: int, strategy: str) -> Timed | None:
     """Rows of trl's packer, which sees all sequences at once; None where it is not installed."""
     try:
-        from trl import pack_dataset  # noqa: PLC0415 - it need not be there
+        from trl import pack_dataset
     except ImportError:
         return None
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    from datasets import Dataset, disable_progress_bars  # noqa: PLC0415 - as above
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
     offsets = np.concatenate([[0], np.cumsum(lengths)])

@@ -36,7 +36,7 @@ def timed(alone: Callable[..., Any], held_seconds: list[float]) -> Callable[...,
     """What has the pool to itself, and adds to ``held_seconds`` for how long."""
 
     @contextmanager
-    def measured(*words: Any) -> Iterator[None]:  # noqa: ANN401 - as alone has them
+    def measured(*words: Any) -> Iterator[None]:
         with alone(*words):
             began = time.perf_counter()
             yield
@@ -45,7 +45,7 @@ def timed(alone: Callable[..., Any], held_seconds: list[float]) -> Callable[...,
     return measured
 
 
-def contend(path: str, num_ipus: int, num_leases: int, start: Any, results: Any) -> None:  # noqa: ANN401 - of multiprocessing
+def contend(path: str, num_ipus: int, num_leases: int, start: Any, results: Any) -> None:
     """Take and give back ``num_leases`` leases of one IPU; tell how long each transaction held the lock."""
     held_seconds: list[float] = []
     PoolFolder.alone = timed(PoolFolder.alone, held_seconds)  # type: ignore[method-assign]

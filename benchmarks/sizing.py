@@ -222,7 +222,7 @@ def fits_of(one: Sequence[Timed], many: Sequence[Timed]) -> str:
 
 def plot(path: Path, series: Sequence[tuple[str, Sequence[Pair]]]) -> None:
     """Draw predicted over measured seconds."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only a plot needs it
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes: Any = figure.subplots()

@@ -95,12 +95,12 @@ def workload_on(machine: Machine) -> Workload:
 
 def instance(orders: Path, answer: Path) -> None:
     """Measure, as one instance of a job, the mappings in ``orders``; the first instance writes ``answer``."""
-    import torch  # noqa: PLC0415 - the program that compares needs none of it
-    from measuring.gpt import Trainer  # noqa: PLC0415
-    from measuring.live_bytes import LiveBytes  # noqa: PLC0415
-    from torch import distributed  # noqa: PLC0415
+    import torch
+    from measuring.gpt import Trainer
+    from measuring.live_bytes import LiveBytes
+    from torch import distributed
 
-    import popdist  # noqa: PLC0415
+    import popdist
 
     asked = json.loads(orders.read_text(encoding="utf-8"))
     popdist.init()
@@ -130,8 +130,8 @@ def instance(orders: Path, answer: Path) -> None:
 
 def _collective_seconds() -> float:
     """What an all-reduce of a few bytes waits for, its start and the slower process, between pieces of work."""
-    import torch  # noqa: PLC0415 - as above
-    from torch import distributed  # noqa: PLC0415
+    import torch
+    from torch import distributed
 
     left, right, few = torch.ones(256, 512), torch.ones(512, 256), torch.ones(16)
     numbers = range(200)
@@ -142,7 +142,7 @@ def _collective_seconds() -> float:
 
 def _seconds_together(step: Callable[[], object]) -> float:
     """Seconds of ``step``, which all processes start together."""
-    from torch import distributed  # noqa: PLC0415 - as above
+    from torch import distributed
 
     distributed.barrier()
     start = time.perf_counter()

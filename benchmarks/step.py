@@ -190,7 +190,7 @@ class Block(nn.Module):
         )
         self._head_width = head_width
 
-    def forward(self, x: Tensor) -> Any:  # noqa: ANN401 - a tensor, but modules return anything
+    def forward(self, x: Tensor) -> Any:
         """Of shape (samples, tokens, width), as ``x``."""
         heads = [
             it(x).unflatten(-1, (-1, self._head_width)).transpose(1, 2)
@@ -222,7 +222,7 @@ def with_barriers(group: distributed.ProcessGroup, step: Step) -> None:
     """The step, with a barrier before each all-reduce, as one waits for what the others compute longer, too."""
     all_reduce = _functional_collectives.all_reduce
 
-    def wait_first(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as torch's
+    def wait_first(*arguments: Any, **named: Any) -> Any:
         distributed.barrier(group)
         return all_reduce(*arguments, **named)
 

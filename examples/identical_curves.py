@@ -97,7 +97,7 @@ def train(run: Run, num_steps: int) -> tuple[list[float], str]:
 
 def plot(curves: Mapping[Run, Sequence[float]], path: Path) -> None:
     """Draw the runs without batch statistics beside those with them."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - for this picture alone
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

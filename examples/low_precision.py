@@ -67,7 +67,7 @@ def train(dtype: torch.dtype, rounding: str, num_steps: int) -> list[float]:
 
 def draw(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """The losses over the steps, as a picture."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - needed for the picture only
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

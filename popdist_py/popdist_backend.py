@@ -24,13 +24,13 @@ def _register() -> None:
         raise ImportError("Python does not find popdist, of which it finds the metadata; install poprun again")
     if found.submodule_search_locations is None:  # a program of that name must not run again
         raise ImportError(f"{found.origin} stands in the way of the package popdist; give that file another name")
-    from popdist.process_group import registration  # noqa: PLC0415 - which may fail
+    from popdist.process_group import registration
 
     registration.register()
 
 
 def _register_reason(reason: Exception) -> None:
-    from torch.distributed import Backend  # noqa: PLC0415 - torch is being imported when it calls this
+    from torch.distributed import Backend
 
     def refuse(*_options: object) -> NoReturn:
         told = reason if type(reason) is ImportError else f"{type(reason).__name__}: {reason}"

@@ -34,16 +34,16 @@ def main(words: list[str]) -> None:
         sys.stdout.write(f"product {product.tolist()} processes {len(np.atleast_1d(indices))}\n")
 
 
-def multiply(jax: Any, np: Any) -> Any:  # noqa: ANN401 - the environment of the tests has no JAX
+def multiply(jax: Any, np: Any) -> Any:
     """A product, in JAX's way to say what each device does."""
     mesh = jax.make_mesh((jax.device_count(),), ("inner",))
     columns, rows, everywhere = (jax.sharding.PartitionSpec(*it) for it in ((None, "inner"), ("inner",), ()))
 
-    def place(array: Any, spec: Any) -> Any:  # noqa: ANN401 - as above
+    def place(array: Any, spec: Any) -> Any:
         sharding = jax.sharding.NamedSharding(mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
-    def add_terms(a: Any, b: Any) -> Any:  # noqa: ANN401 - as above
+    def add_terms(a: Any, b: Any) -> Any:
         return jax.lax.psum(a @ b, "inner")
 
     step = jax.jit(jax.shard_map(add_terms, mesh=mesh, in_specs=(columns, rows), out_specs=everywhere))

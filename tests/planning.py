@@ -35,7 +35,7 @@ def with_gpus(free: str, machine: MachineFacts = LAPTOP) -> MachineFacts:
     return replace(machine, gpus=tuple(gpus))
 
 
-def planned(machine: MachineFacts = LAPTOP, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a LaunchRequest
+def planned(machine: MachineFacts = LAPTOP, **asked: Any) -> LaunchPlan:
     """The plan for a request with ``asked``; its program and folder are there if they are not named."""
     words = {"program": ("/bin/train", "--epochs", "3"), "working_directory": "/home/me", **asked}
     return make_plan(LaunchRequest(**words), machine)

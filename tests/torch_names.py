@@ -57,7 +57,7 @@ def where(has: bool) -> Callable[[Law], Law | None]:  # noqa: FBT001 - one of th
     return lambda law: law if has else None
 
 
-def named(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
+def named(owner: object, name: str) -> Any:
     """What ``owner``, a module or a group of torch's, has by this name or by the older one."""
     return getattr(owner, next(it for it in (name, *_OLDER[name]) if hasattr(owner, it)))
 

@@ -20,7 +20,7 @@ class Findings:
         added = Requirement(what=what, holds=bool(holds), found=str(found))
         self._write(replace(self._found, requirements=(*self._found.requirements, added)))
 
-    def measure(self, **figures: Any) -> None:  # noqa: ANN401 - what JSON holds
+    def measure(self, **figures: Any) -> None:
         """Record figures by name; an underscore in a name stands for a blank."""
         named = {name.replace("_", " "): value for name, value in figures.items()}
         self._write(replace(self._found, figures={**self._found.figures, **named}))

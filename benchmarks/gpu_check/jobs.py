@@ -74,7 +74,7 @@ class JobEnd:
         return [json.loads(it[len(RESULT) :]) for it in self.out.splitlines() if it.startswith(RESULT)]
 
     @property
-    def result(self) -> Any:  # noqa: ANN401 - what JSON holds
+    def result(self) -> Any:
         """The first result; an empty dictionary if there is none."""
         return self.results[0] if self.results else {}
 

@@ -52,7 +52,7 @@ def part_1(setting: Setting, findings: Findings) -> None:
             findings.skip("the GPU is in the plan: needs a device")
 
 
-def _rows(table: Any) -> list[dict[str, str]]:  # noqa: ANN401 - what JSON holds
+def _rows(table: Any) -> list[dict[str, str]]:
     """Return the findings of the doctor that tell of the device."""
     rows = table["findings"] if isinstance(table, dict) else table
     return [it for it in rows if it["subject"] in {"torch", "GPUs", "devices", "driver"}]

@@ -29,7 +29,7 @@ def summary(found: Found, figures: Sequence[str] = ()) -> str:
     return "; ".join([*wrong, *held, *figures, *(f"skipped: {it}" for it in found.skipped)])
 
 
-def _value(value: Any) -> str:  # noqa: ANN401 - what JSON holds
+def _value(value: Any) -> str:
     match value:
         case bool() | str() | int():
             return str(value)

@@ -25,12 +25,12 @@ class _Shared(torch.autograd.Function):
     """What each process of a tensor group reads whole: its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401 - torch's context
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401 - torch's context
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None
@@ -40,13 +40,13 @@ class _Summed(torch.autograd.Function):
     """The sum over a tensor group of what each computed from its part of a matrix."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401 - torch's context
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
         distributed.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Any:  # noqa: ANN401 - torch's context
+    def backward(_: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
 
 
@@ -54,7 +54,7 @@ class _DividedLoss(torch.autograd.Function):
     """The mean cross entropy of logits of which each process of a tensor group has those of its words."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401 - torch's context
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
         largest = logits.amax(-1)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
         shifted = logits - largest[:, None]
@@ -68,7 +68,7 @@ class _DividedLoss(torch.autograd.Function):
         return (normal - sums[1]).mean()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401 - torch's context
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         log_probabilities, index, outside = ctx.saved_tensors
         own = torch.zeros_like(log_probabilities).scatter_(-1, index[:, None], ~outside[:, None] * 1.0)
         return log_probabilities.exp().sub_(own).mul_(gradients[0] / len(index)), None, None

@@ -68,5 +68,5 @@ def size_name(num_bytes: int) -> str:
 
 def duration_name(seconds: float) -> str:
     """Three digits and a unit."""
-    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")  # noqa: PLR2004 - SI
+    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     return f"{seconds * factor:.3g} {unit}"

@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operation returns
+    ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):  # DTensors do the operation by others, seen here
             return NotImplemented
         found = func(*args, **(kwargs or {}))

@@ -46,8 +46,8 @@ class TorchWorld:
     """A job that poprun has started, with its default group on gloo and another one on shared memory."""
 
     def __init__(self) -> None:
-        import popdist  # noqa: PLC0415 - the worlds of MPI do without
-        from popdist.host_memory.host_group import HostGroup  # noqa: PLC0415 - as above
+        import popdist
+        from popdist.host_memory.host_group import HostGroup
 
         popdist.init()
         distributed.init_process_group("gloo")
@@ -93,7 +93,7 @@ class MpiWorld:
     """A job of mpiexec; the buffers are torch's, too."""
 
     def __init__(self) -> None:
-        from mpi4py import MPI  # noqa: PLC0415 - importing it is what joins the world
+        from mpi4py import MPI
 
         self._in_place = MPI.IN_PLACE
         self._world = MPI.COMM_WORLD

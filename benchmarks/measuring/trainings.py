@@ -93,7 +93,7 @@ class Process:
         reading, writing = self.asked("speeds")
         return reading, writing
 
-    def asked(self, order: str) -> Any:  # noqa: ANN401 - what JSON holds
+    def asked(self, order: str) -> Any:
         """The answer to ``order``; to an empty one what the process says when it is ready.
 
         Raises:

@@ -54,7 +54,7 @@ class World:
         return max(float(_received(rank, str(order))) for rank in self.ranks)
 
 
-def _received(rank: socket.socket, order: str) -> Any:  # noqa: ANN401 - what JSON holds
+def _received(rank: socket.socket, order: str) -> Any:
     try:
         message = rank.recv(4096)
     except TimeoutError:

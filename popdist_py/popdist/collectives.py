@@ -207,7 +207,7 @@ def _give_back(tensor: AnyTensor, flat: Tensor) -> AnyTensor:
     return tensor
 
 
-def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JSON value
+def broadcast_object(value: Any, root: int = 0) -> Any:
     """The value of instance ``root``, on every instance.
 
     Args:
@@ -259,7 +259,7 @@ def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
     return group.run(text, send, data, [len(data)])
 
 
-def gather_json(group: Group, text: str, value: Any) -> list[Any]:  # noqa: ANN401 - JSON
+def gather_json(group: Group, text: str, value: Any) -> list[Any]:
     """Every instance's JSON value; as :func:`gather_bytes`."""
     return [json.loads(data) for data in gather_bytes(group, text, json.dumps(value).encode())]
 

@@ -59,6 +59,6 @@ def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
 
 def synchronize() -> None:
     """Wait until every instance has called it; see :func:`popdist.barrier`."""
-    import popdist  # noqa: PLC0415 - the queries above need no torch, which is asked for there
+    import popdist
 
     popdist.barrier()

@@ -266,7 +266,7 @@ def ensure_default_group(asked_by: str) -> None:
 
 def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_by: str) -> "DefaultGroup | None":
     """Make the default group of torch.distributed; None where the program has one with the instances as ranks."""
-    from popdist.process_group import default_group  # noqa: PLC0415 - torch is loaded by those that ask for it
+    from popdist.process_group import default_group
 
     place = default_group.place_in_default_group()
     places = group.start(f"{asked_by}, the default group of torch.distributed", place).wait()
@@ -283,7 +283,7 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_
 
 def _numbered_store(store: "Store") -> "Store":
     """The part of the job's store that belongs to this call of ``init()``."""
-    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
+    from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"popdist/{_state.num_inits}", store)
 
@@ -299,7 +299,7 @@ def _prepare_arithmetic(contract: Contract) -> str:
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
     import_module("popdist.installation.needs_torch")
-    from popdist.accelerators import arithmetic  # noqa: PLC0415 - torch is loaded only here
+    from popdist.accelerators import arithmetic
 
     return arithmetic.prepare(contract)
 
@@ -309,8 +309,8 @@ def _connect(found: Environment, backend: str | None, timeout_seconds: float) ->
     contract = found.contract
     if contract.num_instances == 1:
         return _alone(Names(members=(0,), noun="instance"), backend)
-    from popdist.transport import rendezvous  # noqa: PLC0415 - torch is loaded for the job that needs it
-    from popdist.transport.connections import check_available  # noqa: PLC0415 - as above
+    from popdist.transport import rendezvous
+    from popdist.transport.connections import check_available
 
     check_available(backend)
     if _state.store is None:
@@ -324,7 +324,7 @@ def _connect(found: Environment, backend: str | None, timeout_seconds: float) ->
 
 def _data_parallel_group(found: Environment, backend: str | None, timeout_seconds: float) -> Group:
     """Those that hold the same part of other replicas, numbered by replica, with connections of their own."""
-    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - the job is connected
+    from torch.distributed.distributed_c10d import PrefixStore
 
     contract, part = found.contract, found.contract.replica_part
     size, replicas = contract.parallelism.instances_per_replica, tuple(range(contract.num_replicas))
@@ -340,10 +340,10 @@ def _data_parallel_group(found: Environment, backend: str | None, timeout_second
 
 
 def _alone(names: Names, backend: str | None) -> "Backend":
-    from popdist.transport.serial_backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+    from popdist.transport.serial_backend import SerialBackend
 
     if "cpu" not in DEVICE_KINDS[backend]:
-        from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
+        from popdist.transport.connections import check_available
 
         check_available(backend)
     return SerialBackend(0, names, device_kinds=DEVICE_KINDS[backend])
@@ -358,8 +358,8 @@ def _connect_members(
     timeout_seconds: float,
 ) -> "Backend":
     """The backend of the instances that ``names`` has, of which this one is number ``index``."""
-    from popdist.transport import rendezvous, torch_backend  # noqa: PLC0415 - torch is loaded for the job that needs it
-    from popdist.transport.connections import Connections  # noqa: PLC0415 - as above
+    from popdist.transport import rendezvous, torch_backend
+    from popdist.transport.connections import Connections
 
     num_local = contract.num_local_instances
     connected = Connections(
@@ -494,7 +494,7 @@ def devices() -> "tuple[torch.device, ...]":
         BackendError: As :func:`device`.
     """
     import_module("popdist.installation.needs_torch")
-    from popdist.accelerators import accelerator  # noqa: PLC0415 - torch, which queries do without
+    from popdist.accelerators import accelerator
 
     found = environment()
     return accelerator.devices_of(found.contract, are_dealt=found.launcher is Launcher.POPRUN)

@@ -335,7 +335,7 @@ class Group:
         self,
         text: str,
         send: Callable[[Any, list[list[int]]], T],
-        data: Any,  # noqa: ANN401 - a tensor, or what nobody changes
+        data: Any,
         numbers: Sequence[int] = (),
     ) -> T:
         """Do a collective: when all members are in it, ``send`` exchanges the data, and gets all their numbers."""

@@ -21,7 +21,7 @@ def is_fully_sharded(module: object) -> bool:
     return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
-def local_part(tensor: Any) -> Tensor:  # noqa: ANN401 - torch's stubs do not know a DTensor's methods
+def local_part(tensor: Any) -> Tensor:
     """The part of a DTensor that is here, in the same memory and without gradient; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
@@ -31,7 +31,7 @@ def local_part(tensor: Any) -> Tensor:  # noqa: ANN401 - torch's stubs do not kn
         return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return] # as above
 
 
-def part_itself(tensor: Any) -> Tensor:  # noqa: ANN401 - as above
+def part_itself(tensor: Any) -> Tensor:
     """The tensor that a DTensor holds the part in which is here; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
@@ -39,7 +39,7 @@ def part_itself(tensor: Any) -> Tensor:  # noqa: ANN401 - as above
     return next(it for name in names if isinstance(it := getattr(tensor, name), Tensor))
 
 
-def local_gradient(parameter: Any) -> Tensor | None:  # noqa: ANN401 - as above
+def local_gradient(parameter: Any) -> Tensor | None:
     """The part of the gradient that is here; one that is placed otherwise than its parameter is first moved there.
 
     All instances of the parameter's mesh call it, for their parameters in one order.
@@ -53,7 +53,7 @@ def local_gradient(parameter: Any) -> Tensor | None:  # noqa: ANN401 - as above
     return local_part(gradient)
 
 
-def placed_as(parameter: Any, part: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def placed_as(parameter: Any, part: Tensor) -> Tensor:
     """``part`` as the part of a tensor that is placed as ``parameter``, in the same memory."""
     if not is_distributed(parameter):
         return part
@@ -87,7 +87,7 @@ class TensorForm:
         return cls(dtype=tensor.dtype, shape=tuple(tensor.shape), stride=dense.stride())
 
     @classmethod
-    def from_json(cls, value: Any) -> Self:  # noqa: ANN401 - JSON
+    def from_json(cls, value: Any) -> Self:
         """Make the form from what :meth:`to_json` gave."""
         name, shape, stride = value
         dtype = getattr(torch, name, None)

@@ -41,7 +41,7 @@ from torch.utils import data
 from popdist.errors import BackendError, DescriptionError, PopdistWarning
 
 
-def _find(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
+def _find(owner: object, name: str) -> Any:
     """The attribute, or None in a torch that lacks it."""
     return getattr(owner, name, None)
 
@@ -56,7 +56,7 @@ def needs(major: int, minor: int, what: str) -> str:
     return f"{what} needs torch {major}.{minor}; this is {torch.__version__}"
 
 
-_current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")  # noqa: SLF001 - the place of such names
+_current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool | None:
@@ -64,7 +64,7 @@ def is_in_backward() -> bool | None:
     return None if _current_graph_task_id is None else _current_graph_task_id() >= 0
 
 
-_storage_use_count: Final = _find(torch._C, "_storage_Use_Count")  # noqa: SLF001 - as above
+_storage_use_count: Final = _find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
@@ -106,10 +106,10 @@ def _lacks(name: str) -> str:
     return f"torch {torch.__version__} lacks {name}, so its tensors cannot be shared in place"
 
 
-_create_work_from_future: Final = _find(_find(torch._C, "_distributed_c10d"), "_create_work_from_future")  # noqa: SLF001 - as above
+_create_work_from_future: Final = _find(_find(torch._C, "_distributed_c10d"), "_create_work_from_future")
 
 
-def done_work(results: list[Any]) -> Any:  # noqa: ANN401 - torch's stubs lack the class
+def done_work(results: list[Any]) -> Any:
     """A work of torch's own that is done. Without the name: RuntimeError."""
     if _create_work_from_future is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
@@ -126,7 +126,7 @@ def arguments_of(operator: str) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-def tcp_store(*where: Any, **named: Any) -> TCPStore:  # noqa: ANN401 - as torch's class
+def tcp_store(*where: Any, **named: Any) -> TCPStore:
     """A TCPStore; before torch 2.8, it takes a socket that listens already only without libuv."""
     named["use_libuv"] = not is_older_than(2, 8)
     return TCPStore(*where, **named)
@@ -140,12 +140,12 @@ RENAMED_METHODS: Final = {
 """Methods of process groups with the names that torch has had before 2.12."""
 
 
-def with_async_op(options: Any) -> Any:  # noqa: ANN401 - a class of torch's options
+def with_async_op(options: Any) -> Any:
     """The class of a collective's options, with the field ``asyncOp``: some classes of torch 2.6 lack it."""
     return options if hasattr(options, "asyncOp") else type(options.__name__, (options,), {"asyncOp": True})
 
 
-def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:  # noqa: ANN401 - torch's stubs lack it
+def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
     """What an operator combines with. Before torch 2.11 no kernel is told: it is among the method's arguments."""
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
@@ -156,22 +156,22 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:  # no
     return op if isinstance(op, ReduceOp) else ReduceOp(op)
 
 
-def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:  # noqa: ANN401 - as above
+def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:
     """Call an operator with the backend of another's ``group``, before torch 2.11: see :func:`reduce_op`."""
     device = torch.device("privateuseone")  # of its kernel, which is torch's own, and calls what is registered
     gloo = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))  # noqa: SLF001 - as above
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)  # noqa: SLF001 - as above
+    group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
     return getattr(torch.ops.c10d, operator).default.redispatch(keys, *arguments)
 
 
-def reduce_scatter_of(backend: Any) -> Callable[..., Any]:  # noqa: ANN401 - as above
+def reduce_scatter_of(backend: Any) -> Callable[..., Any]:
     """What reduces and scatters one tensor: before torch 2.11, gloo's own adds whatever the operation is."""
     is_wrong = is_older_than(2, 11) and isinstance(backend, dist.ProcessGroupGloo)
 
-    def call(output: Tensor, tensor: Tensor, opts: Any) -> Any:  # noqa: ANN401 - as above
+    def call(output: Tensor, tensor: Tensor, opts: Any) -> Any:
         if not is_wrong or opts.reduceOp == ReduceOp.SUM:
-            return backend._reduce_scatter_base(output, tensor, opts)  # noqa: SLF001 - as above
+            return backend._reduce_scatter_base(output, tensor, opts)
         whole, options = tensor.clone(), dist.AllreduceOptions()
         options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
         backend.allreduce([whole], options).wait()
@@ -187,7 +187,7 @@ _shutdown_backend: Final = _find(distributed_c10d, "_shutdown_backend")
 def have_shut_down(kind: type[Any]) -> None:
     """Have ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``: torch 2.6 does not by itself."""
     if _shutdown_backend is not None:
-        distributed_c10d._shutdown_backend = lambda group: (  # type: ignore[attr-defined] # noqa: SLF001 - as above
+        distributed_c10d._shutdown_backend = lambda group: (  # type: ignore[attr-defined]
             group.shutdown() if isinstance(group, kind) else _shutdown_backend(group)
         )
 
@@ -195,14 +195,14 @@ def have_shut_down(kind: type[Any]) -> None:
 _set_unwrap_func: Final = _find(Future, "_set_unwrap_func")
 
 
-def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:  # noqa: ANN401 - as above
+def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:
     """Finish a future: to wait for it calls ``reveal(value)``, which raises; without the name: ``value``."""
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)
 
 
-_eval_frame: Final = _find(_find(torch._C, "_dynamo"), "eval_frame")  # noqa: SLF001 - as above
+_eval_frame: Final = _find(_find(torch._C, "_dynamo"), "eval_frame")
 _set_code_exec_strategy: Final = _find(_eval_frame, "set_code_exec_strategy")
 _strategy: Final = _find(_eval_frame, "_FrameExecStrategy")
 
@@ -296,7 +296,7 @@ def num_gradient_hooks(tensor: Tensor) -> int:
 _pytree: Final = _find(torch.utils, "_pytree")
 
 
-def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:  # noqa: ANN401 - any class that is registered
+def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Return the children of an object of a class in torch's pytree, and what closes it; None for others."""
     # without the name no such class is known: what it holds is not split, and refused when it leaves a layer
     if type(nest) not in (_find(_pytree, "SUPPORTED_NODES") or ()):
@@ -337,7 +337,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-_set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor")  # noqa: SLF001 - as above
+_set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor")
 
 
 @cache
@@ -355,22 +355,22 @@ def compile_scripts_at_once() -> None:
     )
 
 
-def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
     """A gloo group at an address of this host; gloo chooses it for None, and without the options' names."""
     gloo: Any = dist.ProcessGroupGloo
     make_options = _find(gloo, "_Options")
     options: Any = None if make_options is None else make_options()
     if address is None or not (hasattr(options, "_devices") and hasattr(options, "_timeout")):
         return gloo(store, rank, size, timeout)
-    options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout  # noqa: SLF001 - as above
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout
     return gloo(store, rank, size, options)
 
 
-def connect_direct(kind: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - a class of torch's that not every build has
+def connect_direct(kind: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A group of ``kind``, NCCL's or its like, with this timeout; without the option's name, with its own."""
     options = kind.Options()
     if hasattr(options, "_timeout"):
-        options._timeout = timeout  # noqa: SLF001 - as above
+        options._timeout = timeout
     return kind(store, rank, size, options)
 
 
@@ -383,7 +383,7 @@ def num_collectives(apart_from: Collection[int] = ()) -> int:
     for group in groups:
         with suppress(RuntimeError):  # of a backend that does not count them
             if not apart_from or set(dist.get_process_group_ranks(group)) - set(apart_from):
-                number += int(group._get_sequence_number_for_group())  # noqa: SLF001 - as above
+                number += int(group._get_sequence_number_for_group())
     return number
 
 
@@ -395,7 +395,7 @@ def hide_worker_info() -> None:
     # a stream that divides itself among workers, and is divided once more by popdist, would lose items
     if _find(_worker, "_worker_info") is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
-    _worker._worker_info = None  # noqa: SLF001 - as above
+    _worker._worker_info = None
 
 
 def set_numbers_of_dtensors(
@@ -411,8 +411,8 @@ def set_numbers_of_dtensors(
             stacklevel=3,
         )
         return
-    if random._rng_tracker is None:  # noqa: SLF001 - as above
-        random._rng_tracker = _Numbers(numbers)  # noqa: SLF001 - as above
+    if random._rng_tracker is None:
+        random._rng_tracker = _Numbers(numbers)
 
 
 class _Numbers:
@@ -427,7 +427,7 @@ class _Numbers:
 
     def _distribute_region(
         self,
-        spec: Any,  # noqa: ANN401 - of a private class
+        spec: Any,
         generator: torch.Generator | None = None,
     ) -> AbstractContextManager[None]:
         if generator is None and is_older_than(2, 9):  # DTensor does not tell it there: it is in the arguments
@@ -469,7 +469,7 @@ def seen_operations(
     return mode
 
 
-def _mode(module: str, name: str) -> Any:  # noqa: ANN401 - a class that torch's public modules use, and do not export
+def _mode(module: str, name: str) -> Any:
     """The class ``name``, imported when a module is measured: nothing else needs it."""
     mode = _find(_module(module), name)
     if mode is None:
@@ -493,7 +493,7 @@ def parts_of_schedule(schedule: object) -> PipelineParts | None:
     return PipelineParts([stages[index] for index in sorted(stages)], number) if stages else None
 
 
-def _module(name: str) -> Any:  # noqa: ANN401 - a module of torch's, or None
+def _module(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:

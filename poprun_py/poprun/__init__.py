@@ -23,7 +23,7 @@ __all__ = ["LaunchPlan", "LaunchRequest", "__version__", "make_plan"]
 
 
 def __getattr__(name: str) -> object:
-    from importlib import import_module  # noqa: PLC0415 - agents go without
+    from importlib import import_module
 
     if name == "__version__":
         return import_module("popdist.contract").VERSION

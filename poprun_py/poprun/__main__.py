@@ -26,7 +26,7 @@ def main() -> None:
 def run_command(words: list[str]) -> int:
     """Run poprun with ``words``, without its name; returns the exit code: the job's, or that of an error."""
     try:
-        from poprun.text.screen import exit_code_of, log, write_any_letter  # noqa: PLC0415 - Ctrl-C is heard before it
+        from poprun.text.screen import exit_code_of, log, write_any_letter
     except (MemoryError, SystemError):  # the second is Python's own, where an import finds no memory
         os.write(2, b"poprun: error: too little address space or memory: raise `ulimit -v`\n")
         return _SOFTWARE
@@ -34,7 +34,7 @@ def run_command(words: list[str]) -> int:
     def run() -> int:
         _open_closed_streams()
         write_any_letter()
-        from poprun.command import run  # noqa: PLC0415 - as above
+        from poprun.command import run
 
         return run(words)
 

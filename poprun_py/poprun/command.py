@@ -38,7 +38,7 @@ _ENGINES_OWN: Final = ("host", "num-instances", "image")  # what a batch script 
 def run(words: Sequence[str]) -> int:
     """Do what ``words``, without the name of poprun, ask for; returns poprun's exit code."""
     if (instruction := os.environ.get(COMPLETION)) is not None:
-        from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
+        from poprun.cli.completion import answer
 
         screen.print_out(answer(instruction))
         return 0
@@ -49,7 +49,7 @@ def run(words: Sequence[str]) -> int:
         screen.print_out(help_page(is_whole=line.shows_whole_help))
         return 0
     if line.prints_version or line.version_format is not None:
-        from poprun.doctor.facts import version_text  # noqa: PLC0415 - jobs go without
+        from poprun.doctor.facts import version_text
 
         screen.print_out(version_text(line.version_format or VersionFormat.TEXT, os.environ))
         return 0
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
     if not (line.program or line.given):
         raise _no_program(line)
     if line.starts_job:
-        from poprun.start import JobOutcome, reported  # noqa: PLC0415 - a dry run starts nothing
+        from poprun.start import JobOutcome, reported
 
         outcome = JobOutcome(files=line.values.get("ending", {}).get("report_files", ()))
         with reported(outcome):
@@ -83,8 +83,8 @@ def _no_program(line: CommandLine) -> UsageError:
 
 def _examine_machine(line: CommandLine) -> int:
     """Print what jobs find here and on the named hosts, and what is missing; returns 1 if none can run, else 0."""
-    from poprun.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings  # noqa: PLC0415 - rich is expensive
-    from poprun.doctor.facts import examine  # noqa: PLC0415 - jobs go without
+    from poprun.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
+    from poprun.doctor.facts import examine
 
     check_system()
     findings = diagnose(examine(os.environ))
@@ -97,7 +97,7 @@ def _examine_machine(line: CommandLine) -> int:
 
 def _problems_of_hosts(line: CommandLine) -> str:
     """Why a job cannot run on the hosts that ``line`` names; empty where it can."""
-    from poprun.start import find_network, forget_key  # noqa: PLC0415 - as above
+    from poprun.start import find_network, forget_key
 
     try:
         plan, _ = _plan(line)
@@ -123,7 +123,7 @@ def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
 
 def _start(line: CommandLine, outcome: "JobOutcome") -> int:
     """Plan the job, lease what it needs, start it, and wait for its end; returns poprun's exit code."""
-    from poprun.start import find_network, forget_key, run_job  # noqa: PLC0415 - a dry run starts nothing
+    from poprun.start import find_network, forget_key, run_job
 
     check_system()
     if launcher := starter_of_many(os.environ):
@@ -146,7 +146,7 @@ def _start(line: CommandLine, outcome: "JobOutcome") -> int:
     with ExitStack() as stack:
         try:
             if plan.asks_server or plan.takes_lease or plan.owns_cores:
-                from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
+                from poprun.devices.lease.pool_client import hold
 
                 leased = stack.enter_context(hold(plan, facts, network))
                 network = leased.network
@@ -178,7 +178,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     if plan.trace.folder is None:
         plan = _with_popvisions_trace(plan)
     if line.exported_file is not None:
-        from poprun.cli.config_file import export_config  # noqa: PLC0415 - yaml is expensive
+        from poprun.cli.config_file import export_config
 
         kept = [one for one in line.given if not one.option.is_local]
         export_config(kept, line.exported_file, may_overwrite=line.may_overwrite)
@@ -194,7 +194,7 @@ def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
     variables = {**os.environ, **plan.variables_of(0)}
     if not any(name in variables for name in ("POPLAR_ENGINE_OPTIONS", "PVTI_OPTIONS")):
         return plan
-    from poprun.plan.popvision import asked_trace  # noqa: PLC0415 - most jobs have no such variable
+    from poprun.plan.popvision import asked_trace
 
     trace = asked_trace(variables)
     if trace is None:
@@ -212,7 +212,7 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
     for found in facts.unknown_mpi:
         screen.log(f"{found} is neither MPICH's nor Open MPI's: not used")
     if plan.parallelism.is_shared:
-        from poprun.render.words import size_of  # noqa: PLC0415 - few jobs share replicas
+        from poprun.render.words import size_of
 
         screen.log(f"{size_of(plan)}: neighbours are shards, then stages, then replicas")
     if choice is LauncherChoice.AUTO:
@@ -230,7 +230,7 @@ def _seen_by_pool(
     """``facts`` with GPUs that other jobs hold marked, and the pod to plan for, or None."""
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
-    from poprun.devices.lease.pool_client import facts_under_pool  # noqa: PLC0415 - a machine without GPUs asks nobody
+    from poprun.devices.lease.pool_client import facts_under_pool
 
     return facts_under_pool(vipu, facts, asks_server=asks_server)
 
@@ -258,8 +258,8 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     """Read the plan in ``file``; if it names no program, the command line's is taken."""
-    from poprun.plan.plan_file import read_plan  # noqa: PLC0415 - most jobs have no plan file
-    from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
+    from poprun.plan.plan_file import read_plan
+    from poprun.text.input_files import read_text
 
     source = _name_of(file)
     if line.verbosity:
@@ -291,7 +291,7 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
         return
     if not plan.takes_lease:
         return
-    from poprun.devices.lease.pool_client import would_hold  # noqa: PLC0415 - most jobs take nothing
+    from poprun.devices.lease.pool_client import would_hold
 
     is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
     screen.log(would_hold(plan, facts, is_here=is_here))
@@ -300,12 +300,12 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
 def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
     """``plan`` as text, in the form that the command line asks for."""
     if line.emitted is not None:
-        from poprun.emit import emit_job  # noqa: PLC0415 - most jobs run here
+        from poprun.emit import emit_job
 
         command = (sys.executable, "-P", "-m", "poprun", *_options_again(line))
         user_num_threads = os.environ.get(NUM_THREADS, "")
         return emit_job(plan, line.emitted, image=line.image, command=command, user_num_threads=user_num_threads)
-    from poprun.render import render_plan  # noqa: PLC0415 - most jobs are not shown
+    from poprun.render import render_plan
 
     return render_plan(
         plan,
@@ -318,10 +318,10 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
     """What ``-v`` adds to the table of a plan: the command, the variables, and where each option came from."""
-    from poprun.launch.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
-    from poprun.plan.frameworks import by_framework, example_start  # noqa: PLC0415 - only -v asks for it
-    from poprun.plan.program_environment import program_environment  # noqa: PLC0415 - only -v asks for it
-    from poprun.render.table import Details  # noqa: PLC0415 - only -v asks for it
+    from poprun.launch.launchers import launch_commands
+    from poprun.plan.frameworks import by_framework, example_start
+    from poprun.plan.program_environment import program_environment
+    from poprun.render.table import Details
 
     commands = launch_commands(plan)
     return Details(

@@ -171,7 +171,7 @@ def main() -> None:
 @click.option(
     "--cases", metavar="FILE", type=click.Path(exists=True, dir_okay=False), help="Predict each row of a CSV file."
 )
-def size(**words: Any) -> None:  # noqa: ANN401 - click hands over each option by its name
+def size(**words: Any) -> None:
     """Say which mappings of a model to devices fit, and which is fastest.
 
     A mapping divides the layers over TENSOR devices, cuts them into PIPELINE stages, and trains REPLICAS

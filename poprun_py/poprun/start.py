@@ -64,7 +64,7 @@ def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
 
 
 def _examine(plan: LaunchPlan) -> "tuple[JobNetwork, str]":
-    from poprun.hosts.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
+    from poprun.hosts.preflight import examine_hosts
 
     return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.log)
 
@@ -72,7 +72,7 @@ def _examine(plan: LaunchPlan) -> "tuple[JobNetwork, str]":
 def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
     """Have the other hosts remove the key of a job that is not started after all."""
     if network is not None:
-        from poprun.hosts import preflight  # noqa: PLC0415 - jobs of one host go without
+        from poprun.hosts import preflight
 
         preflight.forget_key(plan, network.key, names_of_this_machine(plan.hosts) & set(plan.hosts))
 
@@ -99,8 +99,8 @@ class JobOutcome:
             self.metrics = _serve_metrics(plan.ending.metrics_port)
 
     def _begin_report(self, plan: LaunchPlan) -> None:
-        from poprun.job.report.report_writer import ReportWriter  # noqa: PLC0415 - most jobs have no report
-        from poprun.probe.provenance import provenance  # noqa: PLC0415 - as above
+        from poprun.job.report.report_writer import ReportWriter
+        from poprun.probe.provenance import provenance
 
         writer = ReportWriter(plan.ending.report_files, plan.working_directory)
         writer.check()
@@ -123,7 +123,7 @@ class JobOutcome:
         if self.metrics is not None:
             self.metrics.close()
         if self.files:  # there is no plan
-            from poprun.job.report.report_writer import ReportWriter  # noqa: PLC0415 - most jobs have no report
+            from poprun.job.report.report_writer import ReportWriter
 
             self.writer, self.files = ReportWriter(self.files, os.curdir), ()
         if self.writer is not None:
@@ -131,7 +131,7 @@ class JobOutcome:
             writer.write(self._to_dict(self.ends, error))
 
     def _to_dict(self, ends: Sequence[JobEnd], error: str) -> Mapping[str, object]:
-        from poprun.job.report.report_file import job_to_dict  # noqa: PLC0415 - most jobs have no report
+        from poprun.job.report.report_file import job_to_dict
 
         leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
         job = job_to_dict(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
@@ -140,7 +140,7 @@ class JobOutcome:
 
 def _serve_metrics(port: int) -> "MetricsServer":
     try:
-        from poprun.job.performance.metrics_server import MetricsServer  # noqa: PLC0415 - most jobs have none
+        from poprun.job.performance.metrics_server import MetricsServer
     except ModuleNotFoundError:
         raise UsageError(
             "--metrics-port needs the package prometheus_client, which is not there: install it, or poprun's "
@@ -220,7 +220,7 @@ def _run_attempt(
     has_started = False
     try:
         if plan.trace.folder is not None:
-            from poprun.trace.collection import prepare_folder  # noqa: PLC0415 - most jobs are not traced
+            from poprun.trace.collection import prepare_folder
 
             prepare_folder(plan, identity.job_id, identity.restart_count)
         end = Attempt(plan, environ, identity, signals, verbosity, on_look).run()
@@ -235,7 +235,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
     """Merge what the programs of an attempt have recorded, and say where it is; a further signal ends this."""
     if plan.trace.folder is None:
         return
-    from poprun.trace.collection import collect_trace  # noqa: PLC0415 - as above
+    from poprun.trace.collection import collect_trace
 
     rounds = end.clock_rounds if end.has_started else None
     before = signals.num_interrupts, signals.is_terminated
@@ -303,7 +303,7 @@ def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
     """Whether a device of a job of this machine has gone since it started; what is left is logged."""
     if not plan.devices or identity.network is not None:
         return False
-    from poprun.probe.gpus import find_devices  # noqa: PLC0415 - as above
+    from poprun.probe.gpus import find_devices
 
     found = find_devices(os.environ)
     there = [gpu.name for gpu in found.gpus]
@@ -319,7 +319,7 @@ def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
     """Whether another attempt would fail like the last one; the reason is logged."""
-    from poprun.job.restarts import reason_to_end  # noqa: PLC0415 - most jobs do not fail
+    from poprun.job.restarts import reason_to_end
 
     reason = reason_to_end(ends)
     if reason:
@@ -354,7 +354,7 @@ def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
     """Log how each attempt ended, and what to know about a job that ended well."""
     if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
-    from poprun.job.report.printed_report import render_attempts, render_warning  # noqa: PLC0415 - for few jobs
+    from poprun.job.report.printed_report import render_attempts, render_warning
 
     for line in render_attempts(ends):
         screen.log(line)

@@ -279,7 +279,7 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
     --vipu-server-host, and vipu --server-host shows them. Both need the token.
     """
     try:
-        from poprun.devices.server import server  # noqa: PLC0415 - the extra is needed here only
+        from poprun.devices.server import server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn", "h11"):
             raise

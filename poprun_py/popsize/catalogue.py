@@ -286,7 +286,7 @@ _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
 """For each kind of value in `_LEAST_MODEL` what JSON has for it, and what errors call it."""
 
 
-def _checked(value: Any, least: Any, name: str) -> Any:  # noqa: ANN401 - any value that JSON has
+def _checked(value: Any, least: Any, name: str) -> Any:
     """``value`` called ``name``, which must be of the kind of ``least`` and have all that this has."""
     kind, word = next((kind, word) for own, kind, word in _KINDS if isinstance(least, own))
     is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -248,7 +248,7 @@ def mapping_name(name: str) -> str:
     return key
 
 
-def parse_value(key: str, value: str) -> Any:  # noqa: ANN401 - a field of any kind
+def parse_value(key: str, value: str) -> Any:
     """What ``value`` says for ``key``, one of our names."""
     word = value.strip().lower()
     if key in _CHOICES:

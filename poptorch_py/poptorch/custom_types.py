@@ -15,11 +15,11 @@ from poptorch.errors import Error
 class ICustomArgParser:
     """Says which tensors an object of a program's own type holds. Subclass it, and register an instance."""
 
-    def yieldTensors(self, struct: Any) -> Iterator[Tensor]:  # noqa: ANN401 - of the registered type
+    def yieldTensors(self, struct: Any) -> Iterator[Tensor]:
         """The tensors in ``struct``, always in the same order."""
         raise NotImplementedError
 
-    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Tensor]) -> Any:  # noqa: ANN401 - as above
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Tensor]) -> Any:
         """An object like ``original_structure``, which may be read and is not changed, with these tensors."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ _TENSOR: Final = Structure(Tensor)
 
 def flatten(
     # a tensor, tuple, list, dict, registered object or constant
-    value: Any,  # noqa: ANN401 - of every kind
+    value: Any,
     tensors: list[Any],  # gets the tensors
     *,
     like: Structure | None = None,  # a structure whose dicts give the order of the same keys
@@ -94,7 +94,7 @@ def flatten(
     return Structure(kind, value, names, tuple(parts))
 
 
-def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - as above
+def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:
     """A value of this structure with other tensors, as many as were read."""
     kind = structure.kind
     if kind is Tensor:
@@ -116,18 +116,18 @@ def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:  # noqa: 
     return make(parts)
 
 
-def flattened(value: Any) -> tuple[Structure, list[Tensor]]:  # noqa: ANN401 - as above
+def flattened(value: Any) -> tuple[Structure, list[Tensor]]:
     """The structure of ``value``, and its tensors."""
     tensors: list[Tensor] = []
     return flatten(value, tensors), tensors
 
 
-def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - as above
+def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in ``value``."""
     return flattened(value)[1]
 
 
-def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as above
+def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:
     """A value of the same structure, with what ``changed`` makes of each tensor."""
     structure, tensors = flattened(value)
     return unflatten(structure, map(changed, tensors))
@@ -138,7 +138,7 @@ def parser_of(kind: type) -> ICustomArgParser | None:
     return next((PARSERS[base] for base in kind.__mro__ if base in PARSERS), None)
 
 
-def _check_constant(value: Any) -> None:  # noqa: ANN401 - as above
+def _check_constant(value: Any) -> None:
     """Refuse a constant that holds tensors or samples: it would be passed whole to each micro batch."""
     if value is None or isinstance(value, bool | int | float | str):
         return

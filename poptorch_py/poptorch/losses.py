@@ -76,7 +76,7 @@ class LossSearch(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch has it
+    ) -> Any:
         del types
         if func is Tensor.backward:
             refuse_backward()

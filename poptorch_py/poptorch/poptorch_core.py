@@ -71,7 +71,7 @@ def log_options(options: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _lines(name: str, value: Any) -> list[str]:  # noqa: ANN401 - options are of every kind
+def _lines(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"added {_text(part)} to {name}" for part in value]
     if isinstance(value, dict):

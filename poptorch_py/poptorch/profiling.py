@@ -22,9 +22,9 @@ class Channel:
         for name in methods:
             setattr(obj, name, self._shown(name, getattr(obj, name)))
 
-    def _shown(self, name: str, method: Any) -> Any:  # noqa: ANN401 - a bound method
+    def _shown(self, name: str, method: Any) -> Any:
         @functools.wraps(method)
-        def shown(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the method's
+        def shown(*args: Any, **kwargs: Any) -> Any:
             with self.tracepoint(name):
                 return method(*args, **kwargs)
 

@@ -58,7 +58,7 @@ def train(
 def _register(device_type: str, num_devices: int, *, is_direct: bool = False) -> None:
     if device_type != "cpu":
         os.environ["SIMULATED_DEVICES"] = str(num_devices)
-        from tests.accelerator import simulated_collectives  # noqa: PLC0415 - only where an instance asks for it
+        from tests.accelerator import simulated_collectives
 
         if is_direct:
             simulated_collectives.make_direct()
@@ -101,7 +101,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return (mine[0].pin_memory(), mine[1].pin_memory()) if torch.accelerator.is_available() else mine
 
 
-def steps(model: popdist.ReplicatedModel, optimizer: torch.optim.Optimizer, numbers: range, **scaled: Any) -> None:  # noqa: ANN401
+def steps(model: popdist.ReplicatedModel, optimizer: torch.optim.Optimizer, numbers: range, **scaled: Any) -> None:
     """Train for some steps; ``scaler=`` scales the loss."""
     scaler = scaled.get("scaler", torch.amp.GradScaler("cpu", enabled=False))
 
@@ -117,7 +117,7 @@ def steps(model: popdist.ReplicatedModel, optimizer: torch.optim.Optimizer, numb
         scaler.update()
 
 
-def replicated(device: torch.device, **settings: Any) -> popdist.ReplicatedModel:  # noqa: ANN401
+def replicated(device: torch.device, **settings: Any) -> popdist.ReplicatedModel:
     """Return the replicated network on ``device``."""
     return popdist.ReplicatedModel(Net().to(device), **settings)
 
@@ -285,7 +285,7 @@ class _Counted(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 

@@ -94,7 +94,7 @@ def synchronize(device: DeviceLike = None) -> None:
     torch.accelerator.synchronize(_index_of(device))
 
 
-def Stream(device: DeviceLike = None, priority: int = 0, **_others: Any) -> torch.Stream:  # noqa: N802, ANN401
+def Stream(device: DeviceLike = None, priority: int = 0, **_others: Any) -> torch.Stream:  # noqa: N802
     """Return a new stream."""
     return torch.Stream(torch.device("simulated", _index_of(device)), priority=priority)
 

@@ -20,7 +20,7 @@ def prepare() -> None:
 
 def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seed: int) -> None:
     """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each is; what is random has ``seed``."""
-    from tests.contract import (  # noqa: PLC0415 - see prepare()
+    from tests.contract import (
         backend_calls,
         backend_hosts,
         backend_laws,

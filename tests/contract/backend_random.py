@@ -182,7 +182,7 @@ def reduced(call: Call, rows: Tensor) -> list[Tensor] | None:
     return [OPERATIONS[call.op](rows).to(call.dtype)]
 
 
-def is_same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 - tensors, other objects, and lists of them
+def is_same(found: Any, wanted: Any) -> bool:
     """Whether these are equal, tensors in dtype, too."""
     if isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(is_same, found, wanted))
@@ -322,7 +322,7 @@ class Player:
         return "torch's" if is_refused or self.is_plain else kind
 
 
-def operation(call: Call) -> Any:  # noqa: ANN401 - torch's stubs take them for different things
+def operation(call: Call) -> Any:
     """The operation as torch has it."""
     return getattr(ReduceOp, call.op)
 

@@ -52,7 +52,7 @@ def law_a_callback_may_issue_and_wait(rank: Rank) -> None:
     """As hooks that reduce in rounds do; its calls come before those that were issued after the first round."""
     order: list[float] = []
 
-    def follow(future: Any) -> Tensor:  # noqa: ANN401 - torch's stubs mean another class
+    def follow(future: Any) -> Tensor:
         first = future.value()[0]
         work = distributed.all_reduce(first, async_op=True)
         assert work is not None
@@ -99,7 +99,7 @@ def law_who_waits_does_what_was_issued(rank: Rank) -> None:
     del rank
     me, queue, found = current_thread(), WorkQueue(lambda: None), list[Thread]()
 
-    def issue() -> Any:  # noqa: ANN401 - torch's stubs lack its methods
+    def issue() -> Any:
         return queue.run(lambda: found.append(current_thread()), (), [], is_async=True)
 
     with pytest.MonkeyPatch.context() as patch:

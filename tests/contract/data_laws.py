@@ -168,7 +168,7 @@ class Augmented(Dataset[Tensor]):
         return 61
 
     def __getitem__(self, index: int) -> Tensor:
-        drawn = [random.random(), torch.rand(()).item(), np.random.rand()]  # noqa: NPY002, S311 - what programs use
+        drawn = [random.random(), torch.rand(()).item(), np.random.rand()]  # noqa: S311 - what programs use
         return torch.tensor([index, *drawn], dtype=torch.float64)
 
 
@@ -240,7 +240,7 @@ def law_the_loader_keeps_nothing_of_a_batch(_directory: Path) -> None:
 class Repeated:
     """A sampler that gives each index three times, in an order drawn for each epoch; or the mistake it is told."""
 
-    def __init__(self, wrong: Any = None) -> None:  # noqa: ANN401 - anything
+    def __init__(self, wrong: Any = None) -> None:
         self.wrong = wrong
 
     def __iter__(self) -> Iterator[Any]:

@@ -118,7 +118,7 @@ def _be(call: Call, contract: Contract, folder: Path, store: socket.socket) -> N
     told = contract.to_env() if call.environments is None else call.environments[contract.instance_index]
     os.environ.update(told)
     random.seed()
-    np.random.seed()  # noqa: NPY002 - what programs draw from
+    np.random.seed()
     value = pickle.dumps(call.fn(*call.arguments))
     _outcome(folder, contract.instance_index).write_bytes(value)
 

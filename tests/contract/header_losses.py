@@ -21,7 +21,7 @@ class Interrupted:
         """Whether it was waited for."""
         return self._work.is_completed()
 
-    def wait(self, *arguments: Any) -> None:  # noqa: ANN401 - torch's
+    def wait(self, *arguments: Any) -> None:
         """As the message's own, then an exception."""
         self._work.wait(*arguments)
         raise KeyboardInterrupt

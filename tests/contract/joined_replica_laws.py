@@ -48,7 +48,7 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
 
 
 @cache
-def gloo() -> Any:  # noqa: ANN401 - torch's stubs have None beside the group
+def gloo() -> Any:
     """A group of gloo that the program has made, beside the default group."""
     popdist.device_mesh()
     return dist.new_group(backend="gloo")

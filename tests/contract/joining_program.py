@@ -75,7 +75,7 @@ def trained() -> str:
 
 def join_mpi() -> None:
     """The same in a program that uses MPI itself, so that MPI's own listeners are not counted."""
-    from mpi4py import MPI  # noqa: PLC0415 - the other cases need no MPI
+    from mpi4py import MPI
 
     assert MPI.Is_initialized()
     join()

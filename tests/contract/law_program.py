@@ -64,7 +64,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = self.images[index].roll(random.randrange(4), 2)  # noqa: S311 - what programs use
-        if np.random.rand() < 0.5:  # noqa: NPY002 - as above
+        if np.random.rand() < 0.5:
             image = image.flip(1)
         return image + 0.1 * torch.randn(image.shape), index % 10
 

@@ -53,7 +53,7 @@ CASES: dict[str, Case] = {}
 """All of them by name."""
 
 
-def words_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - a model in phases or in memory
+def words_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """The loss of the next word."""
     return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
@@ -87,11 +87,11 @@ def case(
     refused: str = "",
     run: Callable[[Net, Tensor], Tensor] | None = None,
     loss: Loss = words_loss,
-    **options: Any,  # noqa: ANN401 - of a Case
+    **options: Any,
 ) -> Callable[[Any], Any]:
     """Register the class or function below as the layer of a case."""
 
-    def register(make: Any) -> Any:  # noqa: ANN401 - a class of modules, or a function that makes one
+    def register(make: Any) -> Any:
         CASES[name] = Case(make=lambda: Net(make, run), loss=loss, refused=refused, **options)
         return make
 
@@ -105,7 +105,7 @@ class Linear(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Any:  # noqa: ANN401 - others return anything
+    def forward(self, x: Tensor) -> Any:
         """Hidden states."""
         return x + functional.gelu(self.linear(x))
 
@@ -143,7 +143,7 @@ def hooked() -> nn.Module:
     return made
 
 
-def seen_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def seen_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Add what hooks have found."""
     SEEN.clear()
     return words_loss(model, x, y) + sum(it.square().mean() for it in SEEN)
@@ -266,7 +266,7 @@ class Changing(Linear):
         return x + 2 * self.linear(x)
 
 
-def functional_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def functional_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Compute with tensors of the program's own."""
     tensors = {name: torch.full(it.shape, 0.1, requires_grad=True) for name, it in model.named_parameters()}
     logits = torch.func.functional_call(getattr(model, "module", model), tensors, (x,))
@@ -331,7 +331,7 @@ class MultipliesInPlace(Linear):
         return self.linear(x)
 
 
-def freeze_words(model: Any) -> None:  # noqa: ANN401 - as above
+def freeze_words(model: Any) -> None:
     """Let the first layer's input have no gradient."""
     model.words.weight.requires_grad_(False)  # noqa: FBT003 - torch's own
 
@@ -550,7 +550,7 @@ case("sdpa_kernel around the forward pass", SAME, around=lambda: sdpa_kernel(SDP
 class Recurrent(nn.Module):
     """A recurrent layer of torch."""
 
-    def __init__(self, kind: Any, **options: Any) -> None:  # noqa: ANN401 - a class of torch
+    def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
         self.norm, self.cells = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH, batch_first=True, **options)
 
@@ -601,7 +601,7 @@ class Precise(Linear):
             return x.float() + functional.gelu(self.linear(x.float()))
 
 
-def backward_in_autocast(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def backward_in_autocast(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Have the backward pass run under autocast, too."""
     with autocast():
         loss = words_loss(model, x, y)
@@ -704,13 +704,13 @@ class Packed(nn.Module):
 WRITTEN = "layers.2.linear.weight was written in place"
 
 
-def initialized(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def initialized(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Write a weight that is away."""
     nn.init.zeros_(model.layers[2].linear.weight)
     return words_loss(model, x, y)
 
 
-def zeroed(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def zeroed(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Write a weight that is away, past autograd."""
     model.layers[2].linear.weight.data.zero_()
     return words_loss(model, x, y)
@@ -720,7 +720,7 @@ case("nn.init of a weight", WRITTEN, loss=initialized)(Linear)
 case("p.data.zero_()", "layers.2.linear.weight was written in place|", loss=zeroed)(Linear)
 
 
-def doubled(model: Any) -> None:  # noqa: ANN401 - as above
+def doubled(model: Any) -> None:
     """Have gradients changed by hooks."""
     for layer in model.layers:
         layer.linear.weight.register_hook(lambda it: it.clamp(-0.01, 0.01))
@@ -755,7 +755,7 @@ class Experts(nn.Module):
         return x + y, shares.mean((0, 1)).square().sum()
 
 
-def expert_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def expert_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Add the losses of the routers."""
     logits, extra = model(x)
     return functional.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * extra
@@ -764,7 +764,7 @@ def expert_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - a
 class ExpertNet(Net):
     """Sums the losses of its layers."""
 
-    def forward(self, x: Tensor) -> Any:  # noqa: ANN401 - two tensors
+    def forward(self, x: Tensor) -> Any:
         """Logits and losses."""
         y, total = self.words(x), torch.zeros(())
         for layer in self.layers:
@@ -821,13 +821,13 @@ class Square(torch.autograd.Function):
     """With a gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - torch's
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         """The square."""
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401 - torch's
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """A part of the gradient."""
         return ctx.saved_tensors[0] * gradient
 
@@ -1002,18 +1002,18 @@ def of_transformers(
     loss: Loss | None = None,
     *,
     is_chain: bool = True,
-    **options: Any,  # noqa: ANN401 - of the configuration
+    **options: Any,
 ) -> None:
     """Register a model of transformers."""
 
     def make() -> nn.Module:
-        import transformers  # noqa: PLC0415 - slow to import
+        import transformers
 
         settings = getattr(transformers, config)(**options)
         settings._attn_implementation = "eager" if "output_attentions" in options else "sdpa"
         return getattr(transformers, name)(settings)
 
-    def labelled(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+    def labelled(model: Any, x: Tensor, y: Tensor) -> Tensor:
         found: Tensor = model(input_ids=x, labels=y).loss
         return found
 
@@ -1044,7 +1044,7 @@ of_transformers("GPT2LMHeadModel", "GPT2Config", **_GPT)
 def extra_loss(what: str) -> Loss:
     """Add a loss on what the model returns besides."""
 
-    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         found = model(input_ids=x, labels=y)
         extra: Tensor = sum(it.square().mean() for it in getattr(found, what))
         result: Tensor = found.loss + 0.5 * extra
@@ -1083,7 +1083,7 @@ of_transformers(
 )
 
 
-def image_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ANN401 - as above
+def image_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Classify images made of words."""
     pixels = x[:, :4].float().reshape(-1, 1, 2, 2).expand(-1, 3, -1, -1).repeat(1, 1, 2, 2) / WORDS
     found: Tensor = model(pixel_values=pixels, labels=y[:, 0] % 2).loss
@@ -1113,7 +1113,7 @@ of_transformers(
 # The law
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer, case: Case, accumulation: int) -> list[float]:  # noqa: ANN401 - as above
+def trained(model: Any, optimizer: torch.optim.Optimizer, case: Case, accumulation: int) -> list[float]:
     """Train two steps; return the losses of this instance's micro batches."""
     losses = []
     num_local, place = popdist.num_local_replicas(), popdist.instance_index()

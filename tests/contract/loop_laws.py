@@ -55,7 +55,7 @@ def run_all() -> int:
 
 def draw() -> tuple[float, float, float]:
     """One number from each generator that programs draw from unasked."""
-    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: S311, NPY002 - they are the subject
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: S311 - they are the subject
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

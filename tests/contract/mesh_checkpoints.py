@@ -122,7 +122,7 @@ class Trained:
         self.scheduler.step()
         return loss
 
-    def draw(self, batch: Any) -> tuple[int, float]:  # noqa: ANN401 - of a loader
+    def draw(self, batch: Any) -> tuple[int, float]:
         """This instance's sample of a batch, and a number from the states of its replica."""
         ((sample, number),) = [(int(it), float(torch.rand(()))) for it in self.noise.micro_batches(batch)]
         return sample, number
@@ -186,7 +186,7 @@ def refuse_what_does_not_fit(folder: Path, trained: Trained) -> None:
     assert files_in(folder) == ["step-000000000000"]
 
 
-def go_on(trained: Trained, batches: Any) -> dict[str, Any]:  # noqa: ANN401 - an iterator of a loader
+def go_on(trained: Trained, batches: Any) -> dict[str, Any]:
     """Train two steps more."""
     rate = trained.scheduler.get_last_lr()
     sample, number = trained.draw(next(batches))

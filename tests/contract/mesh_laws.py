@@ -127,7 +127,7 @@ def law_counts_are_those_of_replicas() -> None:
             popdist.ReplicatedModel(nn.Linear(1, 1), num_local_replicas=2)
 
 
-def numbers(loader: Any) -> list[int]:  # noqa: ANN401 - any of popdist's
+def numbers(loader: Any) -> list[int]:
     """All numbers that this instance reads, in their order."""
     return [int(number) for batch in loader for x in batch for number in torch.as_tensor(x).flatten()]
 

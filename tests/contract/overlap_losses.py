@@ -82,7 +82,7 @@ def interrupt(method: str) -> None:
     if popdist.instance_index() == VICTIM:
         send, numbers = getattr(Channel, method), itertools.count()
 
-        def send_some(*arguments: Any) -> Any:  # noqa: ANN401 - as it is called
+        def send_some(*arguments: Any) -> Any:
             if next(numbers) == 2:
                 raise KeyboardInterrupt
             return send(*arguments)

@@ -50,7 +50,7 @@ def run_all() -> tuple[int, str]:
     return run_laws(__name__), trained_checksum()
 
 
-def loader(**options: Any) -> ReplicaLoader:  # noqa: ANN401 - any option
+def loader(**options: Any) -> ReplicaLoader:
     """A loader of the texts, packed into rows of 16 tokens."""
     packing = {"max_length": 16, "lengths": LENGTHS, "padding": PADDING} | options.pop("packing", {})
     return popdist.data_loader(TEXTS, 2, shuffle=True, seed=3, packing=Packing(**packing), **options)

@@ -123,7 +123,7 @@ def prepare() -> None:
     import_module("transformers.models.llama.modeling_llama")
 
 
-def own_mapping(**values: Any) -> Mapping:  # noqa: ANN401 - fields
+def own_mapping(**values: Any) -> Mapping:
     """A mapping for this job."""
     shape = context.environment().contract.parallelism
     return replace(
@@ -147,7 +147,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - of transformers
+def logits_of(output: Any) -> Tensor:
     """The logits, also of a Llama that is whole."""
     return getattr(output, "logits", output)  # type: ignore[no-any-return] # a tensor
 

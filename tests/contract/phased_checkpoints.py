@@ -75,6 +75,6 @@ def _saved(named: dict[str, Any]) -> dict[str, bytes]:
     return {name: _whole(it) for name, it in tensors.items()}
 
 
-def _whole(tensor: Any) -> bytes:  # noqa: ANN401 - torch's stubs do not know a DTensor's methods
+def _whole(tensor: Any) -> bytes:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return bytes(whole.detach().contiguous().view(-1).numpy().tobytes())

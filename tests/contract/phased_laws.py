@@ -81,12 +81,12 @@ def share(step: int, num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
 
 
 def losses_of(
-    model: Any,  # noqa: ANN401 - a ReplicatedModel or a PhasedModel
+    model: Any,
     optimizer: torch.optim.Optimizer,
     accumulation: int = 1,
     num_steps: int = 2,
     num_samples: int = NUM_SAMPLES,
-    **options: Any,  # noqa: ANN401 - of micro_batches()
+    **options: Any,
 ) -> list[float]:
     """Train; the losses of this instance's micro batches."""
     losses = []
@@ -126,10 +126,10 @@ def law_bits_are_those_of_the_model_in_memory(folder: Path) -> None:
 def trained_alike(
     folder: Path | str,
     make: Callable[[], nn.Module] = net,
-    optimizer_class: Any = torch.optim.AdamW,  # noqa: ANN401 - a class that takes a rate
+    optimizer_class: Any = torch.optim.AdamW,
     accumulation: int = 1,
     num_phases: int = 3,
-    **options: Any,  # noqa: ANN401 - of micro_batches()
+    **options: Any,
 ) -> None:
     """Check that a model learns the same in phases and in memory."""
     whole = popdist.ReplicatedModel(recompute(make()))

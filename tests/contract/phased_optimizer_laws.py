@@ -72,7 +72,7 @@ def batch_of(step: int, accumulation: int, dtype: torch.dtype) -> tuple[Tensor, 
     return share((x.to(dtype), y.to(dtype)))
 
 
-def make(kind: type[Optimizer], folder: Path, dtype: torch.dtype, *, in_backward: bool, **settings: Any) -> Any:  # noqa: ANN401 - models and optimizers
+def make(kind: type[Optimizer], folder: Path, dtype: torch.dtype, *, in_backward: bool, **settings: Any) -> Any:
     """A model in memory and one in phases, each with its optimizer of two groups."""
     tower = Tower(dtype)
     plain = popdist.ReplicatedModel(recompute(copy.deepcopy(tower)))
@@ -88,14 +88,14 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": vectors, "lr": 0.003}]
 
 
-def train(model: Any, optimizer: Any, batch: Any, accumulation: int, after: Callable[..., object]) -> None:  # noqa: ANN401 - of both kinds
+def train(model: Any, optimizer: Any, batch: Any, accumulation: int, after: Callable[..., object]) -> None:
     """One step."""
     for x, y in model.micro_batches(batch, accumulation):
         mse_loss(model(x), y).backward()
     after(model, optimizer)
 
 
-def check_equal(pairs: Any) -> None:  # noqa: ANN401 - what make() gives
+def check_equal(pairs: Any) -> None:
     """Weights and states have the same bits."""
     (plain, optimizer), (in_phases, phased_optimizer) = pairs
     assert_equal(in_phases.state_dict(), plain.module.state_dict())
@@ -112,7 +112,7 @@ def check_bits(  # noqa: PLR0913 - a case
     in_backward: bool = True,
     num_steps: int = NUM_STEPS,
     dtype: torch.dtype = torch.float32,
-    **settings: Any,  # noqa: ANN401 - of the optimizer
+    **settings: Any,
 ) -> None:
     """Train in memory and in phases, and compare; in the middle the state is loaded anew."""
     pairs = make(kind, folder, dtype, in_backward=in_backward, **settings)
@@ -200,7 +200,7 @@ class Failing(SGD):
     num_updates = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401 - torch's own
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters, or fail."""
         super().step(closure)
         type(self).num_updates += self.is_failing

@@ -265,7 +265,7 @@ class Noisy(nn.Module):
         if not self.training:
             return torch.as_tensor(self.norm(self.inner(x)))
         self.calls = self.calls + 1
-        noise = random.random() + np.random.random() + torch.rand(())  # noqa: NPY002, S311 - what layers draw from
+        noise = random.random() + np.random.random() + torch.rand(())  # noqa: S311 - what layers draw from
         return torch.as_tensor(self.norm(self.inner(x)) * noise)
 
 

@@ -41,7 +41,7 @@ class Training:
         if (self.step, where) == (self._signal_at, self._where):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def train_on(self, batch: Any) -> None:  # noqa: ANN401 - a loader's
+    def train_on(self, batch: Any) -> None:
         """One step."""
         for x in self.model.micro_batches(batch):
             self.come_to("step")

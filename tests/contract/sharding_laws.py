@@ -121,7 +121,7 @@ def loss_of(model: popdist.ReplicatedModel, number: int) -> float:
 def pair(
     optimizer_class: type[Optimizer],
     dtype: torch.dtype = torch.float32,
-    **settings: Any,  # noqa: ANN401 - whatever the optimizer takes
+    **settings: Any,
 ) -> tuple[popdist.ReplicatedModel, Optimizer, popdist.ReplicatedModel, popdist.ShardedOptimizer]:
     """A model with the optimizer itself, and another one with the sharded one."""
     model, other = popdist.ReplicatedModel(Wide(dtype)), popdist.ReplicatedModel(Wide(dtype))
@@ -708,7 +708,7 @@ def law_a_failure_before_norms_are_exchanged_is_one_on_all() -> None:
 
 def low_precision_pair(
     dtype: torch.dtype,
-    **settings: Any,  # noqa: ANN401 - whatever LowPrecision takes
+    **settings: Any,
 ) -> tuple[popdist.ReplicatedModel, Optimizer, popdist.ReplicatedModel, popdist.ShardedOptimizer]:
     """A model in half precision with LowPrecision, and another one with the sharded one; two groups of each."""
     models, optimizers = [], []
@@ -804,7 +804,7 @@ class Fragile(optim.SGD):
 
     fails = False
 
-    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - torch's has two overloads
+    def step(self, closure: Any = None) -> Any:
         """Half of a step, perhaps."""
         if Fragile.fails:
             raise ValueError("no room for the state")

@@ -224,7 +224,7 @@ def law_buckets_of_ddp_are_copied_where_torch_is_not_understood() -> None:
     assert torch.equal(*trained)
 
 
-def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor:  # noqa: ANN401 - as DDP's
+def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor:
     """The weights after a few steps."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
@@ -328,7 +328,7 @@ def in_places() -> Iterator[list[object]]:
     with pytest.MonkeyPatch.context() as patch:
         rows = InPlace.rows
 
-        def count(in_place: InPlace, *arguments: Any) -> list[Tensor]:  # noqa: ANN401 - as the method
+        def count(in_place: InPlace, *arguments: Any) -> list[Tensor]:
             found.append(arguments)
             return rows(in_place, *arguments)
 

@@ -35,7 +35,7 @@ TEXTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9]]
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_models_of_transformers_read_packed_rows(name: str) -> None:
     """BERT with a mask and a GPT with positions alone: each sequence as if it were alone."""
-    from transformers import BertConfig, BertModel, GPT2Config, GPT2Model  # noqa: PLC0415 - takes two seconds
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
     sizes = {"vocab_size": 10, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)

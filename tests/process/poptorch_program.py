@@ -40,7 +40,7 @@ class NetWithLoss(nn.Module):
 
 def main() -> None:
     """Start up, train, log, save, validate."""
-    import horovod.torch as hvd  # type: ignore[import-not-found] # noqa: PLC0415 - found where popdist is imported
+    import horovod.torch as hvd  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--replicas", type=int, default=1)

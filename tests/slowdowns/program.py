@@ -81,7 +81,7 @@ class Net(nn.Module):
 class Optimizer(torch.optim.SGD):
     """SGD that may take its time."""
 
-    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as torch has it
+    def step(self, closure: Any = None) -> Any:
         """A step."""
         slow_down("optimizer")
         return super().step(closure)
@@ -168,7 +168,7 @@ def train_with_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def train_with_replicas() -> None:
     """A loop of popdist's."""
-    import popdist  # noqa: PLC0415 - only here
+    import popdist
 
     popdist.init()
     model = popdist.ReplicatedModel(net)
@@ -189,7 +189,7 @@ def train_with_replicas() -> None:
 
 def train_in_stages() -> None:
     """A pipeline."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: PLC0415 - only here
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     stage = PipelineStage(net, rank, size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)

@@ -57,7 +57,7 @@ class LikeGloo(str):
     __hash__ = str.__hash__
 
 
-def load(backend: str, num_ranks: int) -> Any:  # noqa: ANN401 - a class of torch's
+def load(backend: str, num_ranks: int) -> Any:
     """Import the tests for this backend and number of ranks, once in a process; their class."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", INIT_METHOD="file://")
     module: Any = importlib.import_module(MODULE)
@@ -74,7 +74,7 @@ def names(cls: type) -> list[str]:
     return sorted(name for name in dir(cls) if name.startswith("test_"))
 
 
-def run(cls: Any, name: str, num_ranks: int, limit_seconds: float) -> Outcome:  # noqa: ANN401 - a class of torch's
+def run(cls: Any, name: str, num_ranks: int, limit_seconds: float) -> Outcome:
     """Run one test in ``num_ranks`` forked ranks; they are killed if it takes longer than ``limit_seconds``."""
     begin = time.monotonic()
     if getattr(getattr(cls, name), "__unittest_skip__", False):
@@ -92,7 +92,7 @@ def run(cls: Any, name: str, num_ranks: int, limit_seconds: float) -> Outcome:  
     return _judged(name, codes, told, time.monotonic() - begin)
 
 
-def _fork(cls: Any, name: str, rank: int, folder: Path, pipe: Connection) -> int:  # noqa: ANN401 - as above
+def _fork(cls: Any, name: str, rank: int, folder: Path, pipe: Connection) -> int:
     child = os.fork()
     if child:
         return child

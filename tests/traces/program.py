@@ -85,7 +85,7 @@ def train(place: str, delay_seconds: float, num_steps: int, step_seconds: float)
     own = nn.Sequential(nn.Linear(LAYER, LAYER), nn.Linear(LAYER, LAYER))
     model: Any
     if place == "popdist":
-        import popdist  # noqa: PLC0415 - the other places do not need it
+        import popdist
 
         model = popdist.ReplicatedModel(own)
     else:

@@ -28,7 +28,7 @@ from popdist.transport.connections import check_available
 from tests.architecture.source_tree import modules, words
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, kind: str = "cuda", **known: Any) -> SimpleNamespace:  # noqa: ANN401 - of many types
+def stand_in(monkeypatch: pytest.MonkeyPatch, kind: str = "cuda", **known: Any) -> SimpleNamespace:
     """Have torch built for accelerators of a ``kind``, of which it sees two."""
     module = SimpleNamespace(device_count=lambda: 2, is_initialized=lambda: True, **known)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))

@@ -22,24 +22,24 @@ def _job_of_one() -> None:
     popdist.init()
 
 
-def model(**options: Any) -> popdist.ReplicatedModel:  # noqa: ANN401 - the model's own
+def model(**options: Any) -> popdist.ReplicatedModel:
     """One that takes rows of four numbers."""
     return popdist.ReplicatedModel(nn.Linear(4, 2), **options)
 
 
-def step(accumulation: Any = 1, scale: float = 1.0, **options: Any) -> None:  # noqa: ANN401 - what is tested
+def step(accumulation: Any = 1, scale: float = 1.0, **options: Any) -> None:
     """A whole step."""
     net = model(check_finite=True)
     for x in net.micro_batches(torch.ones(8, 4), accumulation, **options):
         (net(x).sum() * scale).backward()
 
 
-def sampler(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - what is tested
+def sampler(*arguments: Any, **options: Any) -> Any:
     """One that anything is given to."""
     return popdist.ReplicaSampler(*arguments, **options)
 
 
-def loader(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - what is tested
+def loader(*arguments: Any, **options: Any) -> Any:
     """One that anything is given to."""
     return popdist.data_loader(*arguments, **options)
 
@@ -54,7 +54,7 @@ def sharded() -> popdist.ShardedOptimizer:
     return popdist.ShardedOptimizer(model(), torch.optim.SGD, lr=0.1)
 
 
-def collator(fields: Any = None) -> Any:  # noqa: ANN401 - what is tested
+def collator(fields: Any = None) -> Any:
     """One that anything is given to."""
     return popdist.packing.Collator(max_length=4, padding={"input_ids": 0}, token_fields=fields)
 

@@ -56,7 +56,7 @@ def test_parts_that_are_no_whole_are_refused(first: Held, second: Held, fault: s
         plan_writes([{"w": first}, {"w": second}])
 
 
-def optimizer_state(names: list[str], rate: float = 0.1) -> Any:  # noqa: ANN401 - JSON
+def optimizer_state(names: list[str], rate: float = 0.1) -> Any:
     """The encoded state of an optimizer with two groups, the second without parameters."""
     groups = [{"lr": rate, "params": names}, {"lr": 1.0, "params": []}]
     return encode({"state": {name: {"step": 3.0} for name in names}, "param_groups": groups}, "optimizer", {})

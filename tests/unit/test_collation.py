@@ -62,7 +62,7 @@ def test_rows_become_tensors() -> None:
         (torch.tensor([0.5, 1], dtype=torch.float16), torch.tensor([0.1, 2], dtype=torch.float64), torch.float64),
     ],
 )
-def test_values_of_several_types_keep_their_values(first: Any, second: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - lists and tensors
+def test_values_of_several_types_keep_their_values(first: Any, second: Any, dtype: torch.dtype) -> None:
     """In one row and in several, by torch's promotion: the first sample does not choose the type."""
     samples = [{"input_ids": [1, 2], "values": values} for values in (first, second)]
     for rows in ([samples], [[sample] for sample in samples]):
@@ -91,7 +91,7 @@ def test_padding_is_not_cut() -> None:
         ([[{"input_ids": [1, 2], "x": [1, 2]}, {"input_ids": [1], "x": [1, 2]}]], "the field 'x' is as long as"),
     ],
 )
-def test_bad_rows_are_named(rows: Any, message: str) -> None:  # noqa: ANN401 - whatever is wrong
+def test_bad_rows_are_named(rows: Any, message: str) -> None:
     """Each error says what was found."""
     with pytest.raises(BatchError, match=message):
         COLLATOR(rows)
@@ -187,7 +187,7 @@ def test_bad_masks_are_named(arguments: list[Any], options: dict[str, Any], mess
 
 
 @pytest.mark.parametrize("take", ["first", "last", "mean"])
-def test_one_vector_a_sequence(take: Any) -> None:  # noqa: ANN401 - one of three words
+def test_one_vector_a_sequence(take: Any) -> None:
     """What a loop over the sequences finds, and its gradient."""
     packed = packed_rows()
     hidden = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
@@ -231,7 +231,7 @@ def test_the_mean_over_tokens() -> None:
         token_mean(losses, torch.zeros(3))
 
 
-def batch_of(*contents: Any) -> Batch:  # noqa: ANN401 - contents of micro batches
+def batch_of(*contents: Any) -> Batch:
     """A batch with one replica."""
     micro_batches = tuple(MicroBatch(0, step, 1, content) for step, content in enumerate(contents))
     return Batch(micro_batches=micro_batches, epoch=0, step=0, indices=(0,), num_samples_job=1, stop=1)

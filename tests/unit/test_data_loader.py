@@ -44,7 +44,7 @@ class Augmented(Dataset[Tensor]):
         return self.length
 
     def __getitem__(self, index: int) -> Tensor:
-        draw = 0.0 if self.late and index < self.length - 1 else np.random.rand()  # noqa: NPY002 - what datasets use
+        draw = 0.0 if self.late and index < self.length - 1 else np.random.rand()
         drawn = [random.random(), torch.rand(()).item(), draw]  # noqa: S311 - as above
         return torch.tensor([index, *drawn], dtype=torch.float64)
 
@@ -71,7 +71,7 @@ def augment_batch(samples: list[Tensor]) -> Tensor:
     return torch.stack(samples) + torch.tensor([0, 0, 0, random.random()])  # noqa: S311 - what programs use
 
 
-def loaders(split: tuple[int, int], *args: Any, **options: Any) -> list[ReplicaLoader]:  # noqa: ANN401 - data_loader's
+def loaders(split: tuple[int, int], *args: Any, **options: Any) -> list[ReplicaLoader]:
     """The loader of every instance of a job."""
     return on_instances(split, lambda: data_loader(*args, **options))
 
@@ -210,11 +210,11 @@ def test_the_process_keeps_its_own_random_state() -> None:
     """What the loop draws does not depend on what the loader draws, nor on whether there is one."""
 
     def draw() -> list[float]:
-        return [random.random(), float(np.random.rand()), torch.rand(()).item()]  # noqa: NPY002, S311 - under test
+        return [random.random(), float(np.random.rand()), torch.rand(()).item()]  # noqa: S311 - under test
 
     def drawn(loader: ReplicaLoader | range) -> list[list[float]]:
         random.seed(5)
-        np.random.seed(5)  # noqa: NPY002 - the state under test
+        np.random.seed(5)
         torch.manual_seed(5)
         return [draw() for _ in loader]
 
@@ -383,7 +383,7 @@ class Strange:
     def __len__(self) -> int:
         return 6
 
-    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 - of each kind
+    def __getitem__(self, index: int) -> Any:
         whole = torch.arange(24.0).view(4, 6)
         kinds = [
             whole,

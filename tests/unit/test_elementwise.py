@@ -15,12 +15,12 @@ KNOWN = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAd
 class Small(torch.optim.Optimizer):
     """A step down the gradient, times a factor that a subclass works out."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:  # noqa: ANN401 - torch's own
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
         self.num_steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401 - torch's own
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters."""
         del closure
         self.num_steps += 1
@@ -30,7 +30,7 @@ class Small(torch.optim.Optimizer):
                     factor = self.factor(parameter, parameter.grad, self.state[parameter])
                     parameter.sub_(group["lr"] * factor * parameter.grad)
 
-    def factor(self, _parameter: Tensor, _gradient: Tensor, _state: dict[str, Any]) -> Any:  # noqa: ANN401 - a number
+    def factor(self, _parameter: Tensor, _gradient: Tensor, _state: dict[str, Any]) -> Any:
         """What the gradient is multiplied by."""
         return 1.0
 
@@ -38,7 +38,7 @@ class Small(torch.optim.Optimizer):
 class ClipsAfterASpike(Small):
     """As StableAdamW clips: by the mean square of the gradient over its running one, above 1."""
 
-    def factor(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+    def factor(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Any:
         """At most 1."""
         seen = state.setdefault("seen", torch.full_like(parameter, 4.0))
         seen.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
@@ -48,7 +48,7 @@ class ClipsAfterASpike(Small):
 class ClipsTheNorm(Small):
     """By a norm that common gradients do not have."""
 
-    def factor(self, _parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+    def factor(self, _parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:
         """At most 1."""
         return min(1.0, 1000 / max(float(gradient.norm()), 1e-12))
 
@@ -56,7 +56,7 @@ class ClipsTheNorm(Small):
 class GrowsTiny(Small):
     """Another one for gradients that vanish."""
 
-    def factor(self, _parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+    def factor(self, _parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:
         """At least 1."""
         return max(1.0, 1e-3 / max(float(gradient.norm()), 1e-12))
 
@@ -66,7 +66,7 @@ class ScalesAfterWarmUp(Small):
 
     warm_up = 10
 
-    def factor(self, parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+    def factor(self, parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:
         """1 for some steps."""
         is_warm = self.num_steps > self.warm_up
         return parameter.norm() / (gradient.norm() + 1e-12) if is_warm else 1.0
@@ -81,7 +81,7 @@ class ScalesLate(ScalesAfterWarmUp):
 class EstimatesOneStepSize(Small):
     """As Prodigy does, from an inner product with the way from the start."""
 
-    def factor(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+    def factor(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Any:
         """Grows from a tiny one."""
         start = state.setdefault("start", parameter.clone())
         state["size"] = max(state.get("size", 1e-6), float((gradient * (start - parameter)).sum()))
@@ -91,7 +91,7 @@ class EstimatesOneStepSize(Small):
 class FactorsLargeMatrices(Small):
     """As Adafactor does, of both sides at least 128."""
 
-    def factor(self, _parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+    def factor(self, _parameter: Tensor, gradient: Tensor, _state: dict[str, Any]) -> Any:
         """By the rows."""
         is_large = gradient.dim() > 1 and min(gradient.shape) >= 128
         return gradient.square().mean(1, keepdim=True) if is_large else 1.0

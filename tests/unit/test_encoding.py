@@ -30,7 +30,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def through_json(state: object) -> Any:  # noqa: ANN401 - as a state comes back
+def through_json(state: object) -> Any:
     """``state`` after it was text."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(encode(state, "state", tensors), allow_nan=False)

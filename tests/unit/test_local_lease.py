@@ -17,7 +17,7 @@ def offered(
     taken: Collection[int],
     *,
     is_fixed: bool = False,
-    **asked: Any,  # noqa: ANN401 - fields of a LaunchRequest
+    **asked: Any,
 ) -> list[int]:
     """The cores that a job on ``machine`` is offered while others hold those that are ``taken``."""
     facts = facts_of(machine)

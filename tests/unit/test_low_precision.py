@@ -35,9 +35,9 @@ def steps(some: list[nn.Parameter], num_steps: int = 3) -> Iterator[int]:
 
 
 def trained(
-    kind: Any = optim.AdamW,  # noqa: ANN401 - a class
+    kind: Any = optim.AdamW,
     dtype: torch.dtype = torch.bfloat16,
-    **settings: Any,  # noqa: ANN401 - whatever it takes
+    **settings: Any,
 ) -> dict[str, Tensor]:
     """Weights and state after three steps."""
     some = parameters(dtype)
@@ -65,7 +65,7 @@ def check_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.RMSprop, optim.NAdam, Small])
-def test_in_float32_it_is_the_optimizer_itself(kind: Any) -> None:  # noqa: ANN401 - a class
+def test_in_float32_it_is_the_optimizer_itself(kind: Any) -> None:
     """With weights and moments that need no rounding; one parameter has no gradient in the first step."""
     settings = {"momentum": 0.9} if kind in (optim.SGD, optim.RMSprop) else {}
     some = parameters(torch.float32)
@@ -94,7 +94,7 @@ def test_what_is_held_is_half_precision(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kind", [optim.AdamW, Small])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_bits_do_not_depend_on_what_is_taken_at_once(
-    kind: Any,  # noqa: ANN401 - a class
+    kind: Any,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_as_in_floats(totals: list[float], wanted: float) 
         Fraction(6),
     ],
 )
-def test_totals_are_numbers_tensors_or_lists_of_them(totals: Any) -> None:  # noqa: ANN401 - what is tested
+def test_totals_are_numbers_tensors_or_lists_of_them(totals: Any) -> None:
     """All elements are added."""
     assert popdist.weighted_mean(totals, [3, 1]) == 1.5
 
@@ -75,7 +75,7 @@ def test_totals_are_numbers_tensors_or_lists_of_them(totals: Any) -> None:  # no
 @pytest.mark.parametrize(
     "wrong", ["1", b"1", None, {1: 2}, {1.0}, 1j, [1.0, "a"], torch.ones(1, dtype=torch.cfloat)]
 )
-def test_what_is_no_number_is_refused_and_not_added(wrong: Any) -> None:  # noqa: ANN401 - what is tested
+def test_what_is_no_number_is_refused_and_not_added(wrong: Any) -> None:
     """Neither as a total nor as a count."""
     mean = popdist.Mean()
     mean.add(3, 2)

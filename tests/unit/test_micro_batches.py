@@ -59,7 +59,7 @@ def test_rows_are_split_as_tensor_split_does(samples: int, replicas: int, accumu
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_nests_keep_their_types(batch: Any, expected: Any) -> None:  # noqa: ANN401 - any nest
+def test_nests_keep_their_types(batch: Any, expected: Any) -> None:
     """Tensors and rows of strings are cut; what is neither goes to every micro batch."""
     assert count_samples(batch) == 5
     cut = slice_batch(batch, range(1, 3))

@@ -43,13 +43,13 @@ class Texts(Dataset[dict[str, Any]]):
         return {"input_ids": [index + 1] * self.lengths[index], "topic": float(index)}
 
 
-def loader(lengths: list[int] = LENGTHS, micro_batch_size: int = 2, **options: Any) -> ReplicaLoader:  # noqa: ANN401 - any option
+def loader(lengths: list[int] = LENGTHS, micro_batch_size: int = 2, **options: Any) -> ReplicaLoader:
     """A loader of packed ``Texts``."""
     settings = {"max_length": 8, "lengths": lengths, "padding": PADDING} | options.pop("packing", {})
     return popdist.data_loader(Texts(lengths), micro_batch_size, packing=Packing(**settings), **options)
 
 
-def rows_of(batch: Any) -> Iterator[list[int]]:  # noqa: ANN401 - a batch
+def rows_of(batch: Any) -> Iterator[list[int]]:
     """The tokens of each row of a batch, padding left out."""
     for packed in batch:
         for row in packed.input_ids.tolist():

@@ -30,12 +30,12 @@ SAVED = saved(
 )
 
 
-def shared(words: str = "tensor=2,pipeline=2", **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a request
+def shared(words: str = "tensor=2,pipeline=2", **asked: Any) -> LaunchPlan:
     """The plan of a job whose replicas are shared as ``words`` say."""
     return planned(**{"mapping": mapping_in_words(words), **asked})
 
 
-def uncounted(words: str, machine: Any = LAPTOP, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - as above
+def uncounted(words: str, machine: Any = LAPTOP, **asked: Any) -> LaunchPlan:
     """The plan of a job whose user has not counted the instances."""
     return make_plan(LaunchRequest(mapping=mapping_in_words(words), **asked), machine, is_counted=False)
 
@@ -225,7 +225,7 @@ def test_files_that_hold_no_mapping(content: str) -> None:
         mapping_in_file('{"schema": 1, "mapping": {"tensor": -2}}', "m.json", "/m.json")
 
 
-def on_pod(pod: str, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a request
+def on_pod(pod: str, **asked: Any) -> LaunchPlan:
     """The plan of a job with replicas of 2 stages of 3 shards on a pod with domains of 16 or 64 IPUs."""
     request = LaunchRequest(
         mapping=AskedMapping(text="tp=3,pp=2", tensor=3, pipeline=2), vipu=VipuSettings(pod=pod), **asked

@@ -69,7 +69,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def memory(disk_folder: Path, device: Device) -> Any:  # noqa: ANN401 - a generator
+def memory(disk_folder: Path, device: Device) -> Any:
     """The memory of two layers, one in each phase."""
     with DEVICE:
         layers = find_layers(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), None)

@@ -41,7 +41,7 @@ OPERATOR = (f"{TORCH}/nn/functional.py", "relu")
 MINE = ("/home/me/train.py", "main")
 
 
-def stack(*calls: tuple[str, str]) -> Any:  # noqa: ANN401 - as much of a frame as is read
+def stack(*calls: tuple[str, str]) -> Any:
     """A stack, the first call first."""
     frame = None
     for line, (file, function) in enumerate(calls, 1):

@@ -82,7 +82,7 @@ def draw_gradients(net: nn.Module, step: int, scale: float = 1.0) -> dict[str, T
     return {name: it for name, it in drawn.items() if step != 1 or name != "1.weight"}
 
 
-def backward(model: Any, gradients: Mapping[str, Tensor]) -> None:  # noqa: ANN401 - of both kinds
+def backward(model: Any, gradients: Mapping[str, Tensor]) -> None:
     """The backward pass of a step with these gradients, in phases or in memory."""
     for place, part in enumerate(model.children() if isinstance(model, nn.Sequential) else model.module):
         names = {name: name.removeprefix(f"{place}.") for name in gradients}
@@ -105,12 +105,12 @@ def groups_of(net: nn.Module) -> list[dict[str, Any]]:
 class Counting(Optimizer):
     """The program's own: counts its steps in an attribute and a group, keeps numbers, and replaces its state."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:  # noqa: ANN401 - torch's own
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "num": 0})
         self.num = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401 - torch's own
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters."""
         del closure
         self.num += 1
@@ -130,7 +130,7 @@ class ClipsAll(Counting):
     """Mixes parameters, as far as gradients are large."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401 - torch's own
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip all gradients together first."""
         torch.nn.utils.clip_grad_norm_([it for group in self.param_groups for it in group["params"]], 1000.0)
         super().step(closure)
@@ -254,7 +254,7 @@ def test_a_grad_scaler_divides_and_skips_steps(in_phases: MakeModel, name: str) 
 )
 def test_what_cannot_be_stepped_one_by_one_is_refused(
     in_phases: MakeModel,
-    kind: Any,  # noqa: ANN401 - a wrong one, too
+    kind: Any,
     settings: dict[str, Any],
     message: str,
 ) -> None:

@@ -238,7 +238,7 @@ def test_the_schema_of_a_saved_mapping() -> None:
         (lambda table: table["machine"].update(per_host="8"), "are no devices"),
     ],
 )
-def test_a_file_that_is_no_mapping_is_named(change: Any, said: str) -> None:  # noqa: ANN401 - any change of a table
+def test_a_file_that_is_no_mapping_is_named(change: Any, said: str) -> None:
     """With what it lacks, or has too much."""
     table = json.loads(saved(Mapping(), workload()))
     change(table)

@@ -67,7 +67,7 @@ class Named(nn.Module):
         return self.rest(x)  # type: ignore[no-any-return]  # a tensor
 
     @poptorch.BlockFunction(ipu_id=1)
-    def rest(self, x: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor
+    def rest(self, x: torch.Tensor) -> Any:
         """The second block."""
         return self.second(x)
 
@@ -179,7 +179,7 @@ def test_a_function_can_begin_a_block() -> None:
         (poptorch.SerialPhasedExecution(["block0", "block1"], poptorch.Phase("block2", "block3")), 1),
     ],
 )
-def test_a_pipeline_needs_micro_batches(strategy: Any, needed: int) -> None:  # noqa: ANN401 - any strategy
+def test_a_pipeline_needs_micro_batches(strategy: Any, needed: int) -> None:
     """In training two for each stage but one; other strategies need none."""
     _run(_annotated(), _options(needed).setExecutionStrategy(strategy))
     if needed > 1:

@@ -249,7 +249,7 @@ def nested(num_rows: int) -> st.SearchStrategy[Any]:
     )
 
 
-def same(one: Any, other: Any) -> bool:  # noqa: ANN401 - of every kind
+def same(one: Any, other: Any) -> bool:
     """Equal in structure, type and every element."""
     if type(one) is not type(other):
         return False

@@ -221,7 +221,7 @@ def test_iterable_data_of_several_instances_are_the_program_s(monkeypatch: pytes
     """Only one process may leave them to the loader."""
 
     class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:  # noqa: ANN401 - an iterator of numbers
+        def __iter__(self) -> Any:
             return iter(range(4))
 
     assert len(list(poptorch.DataLoader(popdist.poptorch.Options(), Stream(), batch_size=2))) == 2

@@ -77,7 +77,7 @@ class Stream(IterableDataset[Tensor]):
         return map(torch.tensor, range(first, self.size, step))
 
 
-def options(process: int = 0, num_processes: int = 1, *, iterations: int = 1, seed: int | None = None) -> Any:  # noqa: ANN401 - setters of poptorch
+def options(process: int = 0, num_processes: int = 1, *, iterations: int = 1, seed: int | None = None) -> Any:
     """As the process of a job."""
     made = poptorch.Options().deviceIterations(iterations)
     made.Distributed.configureProcessId(process, num_processes)
@@ -86,7 +86,7 @@ def options(process: int = 0, num_processes: int = 1, *, iterations: int = 1, se
     return made
 
 
-def read(loader: Any) -> list[list[int]]:  # noqa: ANN401 - any loader
+def read(loader: Any) -> list[list[int]]:
     """One epoch."""
     return [batch.tolist() for batch in loader]
 

@@ -135,7 +135,7 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, poptorch.optim.AdamW])
-def test_a_loaded_model_goes_on(tmp_path: Path, make: Any) -> None:  # noqa: ANN401 - an optimizer's class
+def test_a_loaded_model_goes_on(tmp_path: Path, make: Any) -> None:
     """As the saved one does, in a new executor, and in one of the program's own module."""
     inputs = torch.linspace(0, 1, 6).reshape(2, 3)
     module = Scaled()
@@ -226,7 +226,7 @@ KEYWORDS: list[tuple[Any, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("function", "arguments"), KEYWORDS)
-def test_programs_call_these_keywords(function: Any, arguments: dict[str, object]) -> None:  # noqa: ANN401
+def test_programs_call_these_keywords(function: Any, arguments: dict[str, object]) -> None:
     """As PopTorch names them."""
     function(**arguments)
     PARSERS.pop(_Parser, None)
@@ -285,11 +285,11 @@ made: Any = poptorch
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(asked: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
+def test_what_cannot_be_is_refused_in_words(asked: Any, error: type[Exception], words: str) -> None:
     """Before anything is made of it: what was asked, and what was found."""
     with pytest.raises(error, match=words):
         asked(Scaled())
 
 
-def _loader(**arguments: Any) -> object:  # noqa: ANN401 - as above
+def _loader(**arguments: Any) -> object:
     return made.DataLoader(poptorch.Options(), torch.utils.data.TensorDataset(torch.ones(4)), **arguments)

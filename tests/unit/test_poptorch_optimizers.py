@@ -357,7 +357,7 @@ def test_a_derived_class_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Its own code does not run on a device."""
 
     class Mine(torch.optim.Adam):
-        def step(self, closure: object = None) -> Any:  # noqa: ANN401 - as torch's
+        def step(self, closure: object = None) -> Any:
             raise AssertionError(closure)
 
     pair = Pair(lambda it: Mine(it, lr=0.01))

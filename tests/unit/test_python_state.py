@@ -26,7 +26,7 @@ class _Base(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.state = self.first_state()
 
-    def first_state(self) -> Any:  # noqa: ANN401 - of any kind
+    def first_state(self) -> Any:
         """What the attribute is before the first pass."""
         return 0
 

@@ -22,7 +22,7 @@ BITS = get_bit_generator()
 
 def draw() -> tuple[float, float, float]:
     """One number from each generator that programs draw from unasked."""
-    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: S311, NPY002 - they are the subject
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: S311 - they are the subject
 
 
 def drawn_alone(seed: int, count: int) -> list[tuple[float, float, float]]:
@@ -36,7 +36,7 @@ DRAWS: tuple[Callable[[], object], ...] = (
     lambda: random.gauss(0, 1),
     lambda: [random.random() for _ in range(312)],  # noqa: S311 - as many words as a state has
     lambda: random.getrandbits(32),
-    lambda: np.random.rand(624).tolist(),  # noqa: NPY002 - the subject
+    lambda: np.random.rand(624).tolist(),
     np.random.normal,
     lambda: set_bit_generator(np.random.MT19937(4)),
     lambda: set_bit_generator(np.random.SFC64(4)),
@@ -55,7 +55,7 @@ def drawn(program: list[Work], replica: list[Work]) -> tuple[list[object], list[
     """What a program draws and what a replica draws, in turn, from known states."""
     random.seed(5)
     set_bit_generator(BITS)
-    np.random.seed(5)  # noqa: NPY002 - the subject
+    np.random.seed(5)
     torch.manual_seed(5)
     states, found = ReplicaRandomness(1, range(1)), (list[object](), list[object]())
     for outside, inside in zip(program, replica, strict=True):

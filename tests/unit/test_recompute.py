@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """An output that depends on all of them."""
-        drawn = random.random() + float(np.random.rand())  # noqa: S311, NPY002 - the subject
+        drawn = random.random() + float(np.random.rand())  # noqa: S311 - the subject
         y = self.dropout(self.norm(self.linear(x))) * self.seen.clone() * (float(self.queue[0]) * drawn)
         with torch.no_grad():
             self.seen = self.seen * 0.9 + y.detach().mean()
@@ -86,7 +86,7 @@ def trained(change: Callable[[nn.Module], object], *, group_size: int = 1) -> di
 
 
 @pytest.mark.parametrize("what", ["layer", "attention"])
-def test_the_bits_are_the_same(what: Any) -> None:  # noqa: ANN401 - a literal
+def test_the_bits_are_the_same(what: Any) -> None:
     """Weights, buffers and random states."""
     plain, again = trained(lambda module: module), trained(lambda module: recompute(module, what=what))
 
@@ -123,7 +123,7 @@ class Numbered(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["layer", "attention"])
-def test_a_layer_that_computes_something_else_again_is_refused(what: Any) -> None:  # noqa: ANN401 - a literal
+def test_a_layer_that_computes_something_else_again_is_refused(what: Any) -> None:
     """In the first step, and in the first one in another mode or with other trained weights."""
     torch.manual_seed(0)
     layer = Numbered()
@@ -231,7 +231,7 @@ def test_a_cache_of_transformers_is_filled_once() -> None:
         (["head"], "all", "what='all' must be 'layer' or 'attention'"),
     ],
 )
-def test_wrong_arguments_are_refused(layers: list[Any], what: Any, words: str) -> None:  # noqa: ANN401 - as above
+def test_wrong_arguments_are_refused(layers: list[Any], what: Any, words: str) -> None:
     """The message says what was found."""
     with pytest.raises(popdist.WeightsError, match=words):
         recompute(Tower(), layers=layers, what=what)

@@ -39,7 +39,7 @@ def entry(number: int, name: str = "gloo:all_reduce", group: str = "0", *, retir
     }
 
 
-def record(*entries: dict[str, Any], **more: Any) -> bytes:  # noqa: ANN401 - of many kinds
+def record(*entries: dict[str, Any], **more: Any) -> bytes:
     """What the server says."""
     status = {"0": {"last_completed_collective": "9", "last_enqueued_collective": "10"}}
     return json.dumps({"entries": entries, "pg_status": status, **more}).encode()

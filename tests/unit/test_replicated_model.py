@@ -96,13 +96,13 @@ def test_it_computes_as_the_module_does() -> None:
     assert torch.equal(model(x, scale=2.0), model.module(x, scale=2.0))
 
 
-def pickle_and_back(model: nn.Module) -> Any:  # noqa: ANN401 - as pickle has it
+def pickle_and_back(model: nn.Module) -> Any:
     """What a spawned worker gets."""
     return pickle.loads(pickle.dumps(model))  # noqa: S301 - our own bytes
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, pickle_and_back])
-def test_copies_are_whole(again: Any) -> None:  # noqa: ANN401 - any way to copy
+def test_copies_are_whole(again: Any) -> None:
     """For moving averages and spawned workers; a half-made object has no attributes to recurse into."""
     model = popdist.ReplicatedModel(Named())
 

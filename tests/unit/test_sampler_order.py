@@ -85,12 +85,12 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "repeated": RepeatedAugmentation,
     "distributed": lambda: DistributedSampler(range(NUM_SAMPLES), num_replicas=1, rank=0),  # type: ignore[arg-type] # any length
     "python": lambda: Drawn(lambda: random.randrange(NUM_SAMPLES)),  # noqa: S311 - what programs use
-    "numpy": lambda: Drawn(lambda: np.random.randint(NUM_SAMPLES)),  # noqa: NPY002 - as above
+    "numpy": lambda: Drawn(lambda: np.random.randint(NUM_SAMPLES)),
     "tensors": lambda: Drawn(lambda: torch.randint(NUM_SAMPLES, ())),
 }
 
 
-def loaders(split: tuple[int, int], make: Callable[[], Any], *sizes: int, **options: Any) -> list[ReplicaLoader]:  # noqa: ANN401 - data_loader's
+def loaders(split: tuple[int, int], make: Callable[[], Any], *sizes: int, **options: Any) -> list[ReplicaLoader]:
     """The loader of every instance of a job, each with a sampler of its own."""
     return on_instances(split, lambda: data_loader(Augmented(), *sizes, sampler=make(), **options))
 

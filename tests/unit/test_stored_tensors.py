@@ -49,7 +49,7 @@ def make(store: Path | None, seed: int = 0, phases: int = 2) -> tuple[Any, Any]:
     return phased, popdist.parallel.PhasedOptimizer(phased, torch.optim.AdamW, lr=0.1)
 
 
-def step(model: Any, optimizer: Any, seed: int) -> None:  # noqa: ANN401 - either kind
+def step(model: Any, optimizer: Any, seed: int) -> None:
     """One step on two micro batches."""
     optimizer.zero_grad()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
@@ -58,7 +58,7 @@ def step(model: Any, optimizer: Any, seed: int) -> None:  # noqa: ANN401 - eithe
     optimizer.step()
 
 
-def bits_of(model: Any) -> list[bytes]:  # noqa: ANN401 - as above
+def bits_of(model: Any) -> list[bytes]:
     """The bits of all weights and buffers."""
     return [it.detach().clone().view(-1).view(torch.uint8).numpy().tobytes() for it in model.state_dict().values()]
 

@@ -174,7 +174,7 @@ def test_without_scipy_the_greedy_ones_work(monkeypatch: pytest.MonkeyPatch) -> 
     """Those that need scipy say what to install."""
     real = builtins.__import__
 
-    def without(name: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - what Python's own does
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
         if name.partition(".")[0] == "scipy":
             raise ImportError(name)
         return real(name, *arguments, **options)

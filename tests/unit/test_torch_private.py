@@ -174,7 +174,7 @@ def test_gloo_groups_without_torchs_names(monkeypatch: pytest.MonkeyPatch, name:
     gloo: Any = dist.ProcessGroupGloo
     owners = [gloo, *gloo._Options.__mro__]
 
-    def connect() -> Any:  # noqa: ANN401 - torch's stubs lack the calls of the class
+    def connect() -> Any:
         return torch_private.connect_gloo(HashStore(), 0, 1, timedelta(seconds=30), "no address")
 
     with pytest.raises(RuntimeError, match="no address"):
@@ -304,7 +304,7 @@ def test_older_torchs_keep_no_work_that_they_get(
     frame = cast("FrameType", currentframe())
     assert torch_private.keeps_works(frame) is is_kept
 
-    def called_by(*namespaces: dict[str, Any]) -> Any:  # noqa: ANN401 - like a frame
+    def called_by(*namespaces: dict[str, Any]) -> Any:
         frames = None
         for namespace in namespaces:
             frames = SimpleNamespace(f_globals=namespace, f_back=frames)

@@ -78,7 +78,7 @@ class Encoded(nn.Module):
         super().__init__()
         self.encoder, self.last = encoder(Encoder()), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:  # noqa: ANN401 - with y, the loss, too
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
         """Scores."""
         scores = self.last(self.encoder(x.transpose(0, 1)))
         return scores if y is None else (scores, functional.cross_entropy(scores, y))

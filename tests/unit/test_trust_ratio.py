@@ -38,7 +38,7 @@ def start(shape: tuple[int, ...] = (19, 23), dtype: torch.dtype = torch.float64)
     return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
 
 
-def trained(kind: type[Optimizer], **settings: Any) -> Tensor:  # noqa: ANN401 - whatever it takes
+def trained(kind: type[Optimizer], **settings: Any) -> Tensor:
     """Weights after all steps."""
     parameter = nn.Parameter(start())
     optimizer = kind([parameter], **settings)
@@ -110,7 +110,7 @@ def test_the_bits_are_the_same_for_any_foreach(kind: type[Optimizer], dtype: tor
 
 
 @pytest.mark.parametrize("kind", [LAMB, LARS])
-def test_they_have_the_habits_of_torchs_optimizers(kind: Any) -> None:  # noqa: ANN401 - a class
+def test_they_have_the_habits_of_torchs_optimizers(kind: Any) -> None:
     """Groups, maximize, closures, schedules, states that load, copies, gradients of None, other memory orders."""
     net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack this form
     other = copy.deepcopy(net)
@@ -172,7 +172,7 @@ def test_zeros_move_and_nan_is_not_hidden() -> None:
         (LARS, {"trust_coefficient": math.nan}, "trust_coefficient=nan"),
     ],
 )
-def test_bad_settings_are_named(kind: Any, given_settings: dict[str, Any], said: str) -> None:  # noqa: ANN401 - a class
+def test_bad_settings_are_named(kind: Any, given_settings: dict[str, Any], said: str) -> None:
     """With what was asked and what may be."""
     with pytest.raises(popdist.OptimizerError, match=said):
         kind([nn.Parameter(torch.ones(2))], **given_settings)

@@ -35,7 +35,7 @@ class Meeting:
         self._values: list[Any] = [None] * size
         self._barrier = Barrier(size)
 
-    def bring(self, index: int, value: Any) -> list[Any]:  # noqa: ANN401 - whatever a test brings
+    def bring(self, index: int, value: Any) -> list[Any]:
         """The values of all threads, in their order."""
         self._values[index] = value
         self._barrier.wait(DEADLINE_SECONDS)
@@ -59,7 +59,7 @@ class Member:
         combine(rows, total, combine.memory(total.shape))
         return total
 
-    def all_gather(self, *tensors: Any) -> Any:  # noqa: ANN401 - of a transport: stacked; of a host: into outputs
+    def all_gather(self, *tensors: Any) -> Any:
         """Every member's tensor."""
         gathered = self._meeting.bring(self._rank, tensors[-1].clone())
         if len(tensors) == 1:
@@ -245,7 +245,7 @@ class MemberChannel:
             self._boxes[self.instance_index, other, tag].put(row.clone())
         return []
 
-    def issue(self, do: Any, _tensors: object) -> None:  # noqa: ANN401 - as a channel's
+    def issue(self, do: Any, _tensors: object) -> None:
         """Keep it for :meth:`do_all`."""
         self.issued.append(do)
 

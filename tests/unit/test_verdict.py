@@ -41,7 +41,7 @@ def stacks(frames: Frames) -> Stacks:
     return Stacks(threads=(tuple(StackFrame(*frame) for frame in frames),))
 
 
-def group(*names: str, first: int = 9, name: str = "0", is_pending: bool = True, **more: Any) -> GroupRecord:  # noqa: ANN401 - any field
+def group(*names: str, first: int = 9, name: str = "0", is_pending: bool = True, **more: Any) -> GroupRecord:
     """A group's calls, numbered from ``first``, of which the last one is not done."""
     calls = [
         Call(name=text, number=number, sizes=((212,),), types=("float32",), at_epoch_seconds=100.0 + number)

@@ -59,7 +59,7 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def print_result(**values: Any) -> None:  # noqa: ANN401 - what JSON holds
+def print_result(**values: Any) -> None:
     """Print the result of the job from instance 0."""
     if popdist.is_main():
         print(f"{RESULT}{json.dumps(values)}", flush=True)

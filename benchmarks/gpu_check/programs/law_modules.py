@@ -48,11 +48,11 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401 - torch's own form
-        _types: Any,  # noqa: ANN401
+        func: Any,
+        _types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         given = dict(kwargs or {})
         is_seed = func is torch.empty and args == (
             (),

@@ -134,7 +134,7 @@ def collectives_of(device_type: str) -> str:
     return name if name in _DIRECT and hasattr(dist, _DIRECT[name]) else ""
 
 
-def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - a class of torch's that not every build has
+def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Connect the ranks of a group by what :func:`collectives_of` names, which begins to use the accelerator."""
     return torch_private.connect_direct(
         getattr(dist, _DIRECT[collectives_of(device_type)]), store, rank, size, timeout

@@ -48,7 +48,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
     )
 
 
-def decode(value: Json, tensors: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever was encoded
+def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
     """The inverse of :func:`encode`; ``tensors`` may also have the forms of tensors in their place."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

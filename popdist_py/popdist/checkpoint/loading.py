@@ -277,7 +277,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
                 raise ValueError(f"the manifest names {it.file!r}, which is no file of this checkpoint")
             it.read(directory, found.forms[name].dtype, *reads[name])
     if others := {name: it for name, it in reads.items() if name not in found.stored}:
-        from popdist.checkpoint.tensor_files import read_pieces  # noqa: PLC0415 - slow; few instances read
+        from popdist.checkpoint.tensor_files import read_pieces
 
         read_pieces(directory, others, found.files)
 

@@ -158,7 +158,7 @@ def _write(
     try:
         with together(group, f"{call}, tensors"), _explained(folder, described.step):
             if pieces:
-                from popdist.checkpoint.tensor_files import write_pieces  # noqa: PLC0415 - slow; few write
+                from popdist.checkpoint.tensor_files import write_pieces
 
                 written = write_pieces(directory / manifest.TENSORS, group.backend.instance_index, pieces)
             copied = copies.write(directory / manifest.TENSORS)
@@ -168,7 +168,7 @@ def _write(
             if is_writer(group):
                 files, stored = join_copies(all_copied)
                 if everybody:
-                    from popdist.checkpoint.tensor_files import write_index  # noqa: PLC0415 - as above
+                    from popdist.checkpoint.tensor_files import write_index
 
                     files |= write_index(directory / manifest.TENSORS, everybody)
                 manifest.write(directory, replace(described, files=files, stored=stored))

@@ -34,10 +34,10 @@ from popdist.sharded.sharded_optimizer import ShardedOptimizer
 class Stateful(Protocol):
     """An object that is saved by its state: module, optimizer, scheduler, scaler, sampler, loader, or your own."""
 
-    def state_dict(self) -> Any:  # noqa: ANN401 - whatever the object takes back
+    def state_dict(self) -> Any:
         """The state that a later run needs."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - as above
+    def load_state_dict(self, state_dict: Any, /) -> Any:
         """Continue from such a state."""
 
 
@@ -165,7 +165,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
     return wanted
 
 
-def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:  # noqa: ANN401 - of torch, or phased
+def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
     """What an optimizer's state of a parameter is placed like, and where it lies in a store."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]

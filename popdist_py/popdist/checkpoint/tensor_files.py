@@ -163,7 +163,7 @@ class _Reader(FileSystemReader):
 class _IndexUnpickler(pickle.Unpickler):
     """An unpickler that refuses all types but those of an index and of what an instance has written."""
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:  # noqa: ANN401 - pickle's own signature
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Find a type of an index, or a dtype; an error for anything else."""
         if (module_name, global_name) == ("builtins", "getattr"):
             return _member_of

@@ -42,7 +42,7 @@ class TensorPiece:
         return torch.empty(self.sizes, dtype=form.dtype, device="cpu")
 
 
-def piece_of(tensor: Any) -> TensorPiece:  # noqa: ANN401 - torch's stubs do not know a DTensor's methods
+def piece_of(tensor: Any) -> TensorPiece:
     """The part of a DTensor that is here, perhaps without elements; all of any other tensor."""
     if not is_distributed(tensor):
         return TensorPiece.whole(tensor.shape)

@@ -144,7 +144,7 @@ class _Reads(TorchFunctionMode):
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - torch's own signature
+    ) -> Any:
         """Look at the arguments, and call the operation."""
         if getattr(func, "__name__", "") != "__set__":
             given = _tensors_in([*args, *(kwargs or {}).values()])
@@ -206,7 +206,7 @@ def _fingerprint_of_tensor(value: Tensor) -> Fingerprint:
     return ("tensor", value.dtype, tuple(value.shape), _digest(bytes_of(value)))
 
 
-def _fingerprint_of_items(value: Any, depth: int) -> Fingerprint:  # noqa: ANN401 - a list, tuple, deque or mapping
+def _fingerprint_of_items(value: Any, depth: int) -> Fingerprint:
     if depth == MOST_DEPTH or len(value) > MOST_ITEMS:
         return ("many", len(value), id(value))
     if isinstance(value, Mapping):

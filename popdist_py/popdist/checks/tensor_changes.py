@@ -122,7 +122,7 @@ def find_difference(
             return f"{name} of {group.name(others)} is not that of {group.name([first])}"
 
 
-def is_copied(parameter: Any) -> bool:  # noqa: ANN401 - a DTensor, too
+def is_copied(parameter: Any) -> bool:
     """Whether all shards of a stage have ``parameter`` alike."""
     return not is_distributed(parameter) or all(it.is_replicate() for it in parameter.placements)
 
@@ -136,7 +136,7 @@ def is_comparable(parameter: Tensor) -> bool:
     return type(parameter.data) is Tensor or is_distributed(parameter)
 
 
-def _word_of_cut(parameter: Any) -> int:  # noqa: ANN401 - a DTensor
+def _word_of_cut(parameter: Any) -> int:
     """A 64-bit checksum of the shape of a whole DTensor, and of how it is cut."""
     return _digest(f"{tuple(parameter.shape)} {parameter.placements}".encode())
 

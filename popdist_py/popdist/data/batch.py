@@ -152,7 +152,7 @@ class Batch:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _calculate
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: object) -> NoReturn:  # noqa: ANN401 - whatever torch calls
+    def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
         """Raise an error: ``model(batch)`` would take the batch for a tensor."""
         raise BatchError(_taken_apart(f"given to {getattr(function, '__name__', function)}"))
 

@@ -33,7 +33,7 @@ class LoaderMaker(Protocol):
 
     def make_loader(
         self,
-        dataset: Any,  # noqa: ANN401 - anything with a length and items
+        dataset: Any,
         plan: LoaderPlan,
         collate_fn: Collate | None,
         options: Mapping[str, Any],
@@ -42,7 +42,7 @@ class LoaderMaker(Protocol):
 
 
 def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
-    dataset: Any,  # noqa: ANN401 - anything with a length and items
+    dataset: Any,
     micro_batch_size: int | None = None,
     accumulation: int = 1,
     *,
@@ -52,7 +52,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     sampler: Iterable[int] | None = None,
     collate_fn: Collate | None = None,
     packing: LoaderMaker | None = None,
-    **options: Any,  # noqa: ANN401 - torch's own
+    **options: Any,
 ) -> ReplicaLoader:
     """A torch DataLoader that gives this instance's replicas their samples, exactly once an epoch.
 
@@ -144,7 +144,7 @@ def _check_arguments(
 
 
 def _sampled_loader(
-    dataset: Any,  # noqa: ANN401 - as above
+    dataset: Any,
     sampler: Iterable[int],
     plan: LoaderPlan,
     collation: Collation,
@@ -168,7 +168,7 @@ def _sampled_loader(
 
 
 def _map_loader(
-    dataset: Any,  # noqa: ANN401 - as above
+    dataset: Any,
     plan: LoaderPlan,
     collation: Collation,
     options: dict[str, Any],

@@ -135,7 +135,7 @@ class StreamFetcher(IterableDataset[Any]):
     def _make(self, read: list[Any], share: Share) -> Fetched:
         start = share.stop - len(read)
 
-        def collate(indices: list[int], reseed: Reseed) -> Any:  # noqa: ANN401 - whatever the collate function makes
+        def collate(indices: list[int], reseed: Reseed) -> Any:
             samples = [read[number - start] for number in indices]
             return self._collation.collate(samples, share.epoch, indices[0], reseed)
 

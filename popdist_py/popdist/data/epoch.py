@@ -340,7 +340,7 @@ def _deal(
             yield step, indices[start:stop]
 
 
-def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:  # noqa: ANN401 - what was given, checked here
+def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:
     """How many samples there are: an error if that is not known, or fewer than replicas."""
     if isinstance(length_or_dataset, IterableDataset):
         raise DatasetError(

@@ -24,7 +24,7 @@ class LoaderStart:
         self._signals: tuple[int, ...] = ()
         self._is_ending: Any = None
 
-    def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:  # noqa: ANN401 - a context, or None
+    def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:
         """Have workers that start from now on outlive ``signals``, as long as this process lives and goes on."""
         self._signals = tuple(signals)
         if self._signals:
@@ -46,7 +46,7 @@ class LoaderStart:
 
 
 @cache
-def _ending_event(_pid: int, multiprocessing_context: Any) -> Any:  # noqa: ANN401 - of any start method
+def _ending_event(_pid: int, multiprocessing_context: Any) -> Any:
     """Return the event that tells the workers of the process ``_pid`` that this process ends.
 
     At the end of a process multiprocessing sends one SIGTERM to each daemon and waits for the daemon, so the event

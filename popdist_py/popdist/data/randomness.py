@@ -73,7 +73,7 @@ class _PythonGenerator:
         return lambda: random.getrandbits(32) != _WATCHED.bits
 
 
-def _state_before(bits: int, generator: Any) -> _PythonState:  # noqa: ANN401 - Python's module, or one of its objects
+def _state_before(bits: int, generator: Any) -> _PythonState:
     """The state of ``generator`` before ``bits``, 32 of them, were drawn; draws more."""
     version, (*words, place), second = generator.getstate()
     if second is not None:
@@ -238,7 +238,7 @@ def _as_values(states: _States) -> dict[str, object]:
     }
 
 
-def _numbers_of(bits: Any) -> Tensor | None:  # noqa: ANN401 - numpy's stubs do not know what it has
+def _numbers_of(bits: Any) -> Tensor | None:
     """The state of a Mersenne Twister; None of another bit generator that the program has set."""
     if not isinstance(bits, np.random.MT19937):
         return None
@@ -289,7 +289,7 @@ _bits: Final = np.random.MT19937()
 """The bit generator that numpy's functions use while samples are read."""
 
 
-def _exchange_numpy() -> Any:  # noqa: ANN401 - a bit generator of any class
+def _exchange_numpy() -> Any:
     """Have numpy's functions draw from another bit generator: reading a state takes a hundred times longer."""
     own: Any = get_bit_generator()
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)  # a dataset may read another loader
@@ -328,8 +328,8 @@ _GENERATORS: Final = (
     ),
     _Generator(
         "numpy",
-        lambda seed: np.random.seed(seed % 2**32),  # noqa: NPY002 - what datasets draw from
-        lambda: np.random.bytes(8),  # noqa: NPY002 - as above
+        lambda seed: np.random.seed(seed % 2**32),
+        lambda: np.random.bytes(8),
         _exchange_numpy,
         set_bit_generator,
         _watch_numpy,

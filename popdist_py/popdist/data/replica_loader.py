@@ -52,7 +52,7 @@ class Collation:
         """The seeds of the random numbers of each sample."""
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
-    def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes
+    def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:
         """Collate one micro batch; its random numbers follow from ``first``, the index of its first sample."""
         if reseed is not None and self.collate_fn is not default_collate:
             reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
@@ -65,7 +65,7 @@ class Collation:
         return content
 
 
-def _collated(samples: Any) -> Any:  # noqa: ANN401 - as torch's: a list or tuple
+def _collated(samples: Any) -> Any:
     """The same as torch's ``default_collate``, but faster for tuples; small tensors are not in shared memory."""
     first = samples[0]
     if type(first) is Tensor:
@@ -85,7 +85,7 @@ def _collated(samples: Any) -> Any:  # noqa: ANN401 - as torch's: a list or tupl
 class MapFetcher(Dataset[Any]):
     """The dataset that torch's DataLoader reads: indexed by a share, it gives the share's micro batches."""
 
-    def __init__(self, dataset: Any, collation: Collation) -> None:  # noqa: ANN401 - anything with a length and items
+    def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset = dataset
         self._collation = collation
         is_plain = collation.collate_fn is default_collate
@@ -153,7 +153,7 @@ class SentContents:
 class _Pickler(ForkingPickler):
     """A pickler that copies small tensors, and leaves others to torch."""
 
-    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as pickle has it
+    def reducer_override(self, value: object) -> Any:
         """The function and arguments that make ``value`` again; NotImplemented leaves it to torch."""
         if type(value) is not Tensor or not _is_copied(value):
             return NotImplemented
@@ -249,12 +249,12 @@ def _warn_if_limited() -> None:
         )
 
 
-def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch says so
+def _as_it_is(fetched: Any) -> Any:
     """The collate function without workers: the micro batches are made already, so nothing is done."""
     return fetched
 
 
-def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:  # noqa: ANN401 - as above
+def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:
     """The collate function of a worker, which sends what this returns."""
     share, contents = fetched
     return share, SentContents(contents)

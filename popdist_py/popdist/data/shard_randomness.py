@@ -45,8 +45,8 @@ def _numbers_of(place: int, source: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def _numbers_of_tensor(
-    mesh: Any,  # noqa: ANN401 - torch's stubs lack it
-    placements: Any,  # noqa: ANN401 - as above
+    mesh: Any,
+    placements: Any,
     generator: torch.Generator | None,
 ) -> Iterator[None]:
     """Within it, torch draws what belongs to this instance's part of a tensor that is placed so."""

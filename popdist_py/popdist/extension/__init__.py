@@ -18,7 +18,7 @@ _NUM_BYTES = 32
 
 
 @cache
-def find(name: str = "popdist.extension._extension") -> Any:  # noqa: ANN401 - mypy knows no extension
+def find(name: str = "popdist.extension._extension") -> Any:
     """The extension; None where it was not built, or with a warning where it was built from other sources."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
@@ -54,7 +54,7 @@ def _is_made_of(sources: list[Path], extension: Path) -> bool:
 
 
 def _warn_of(extension: Path) -> None:
-    from popdist.errors import PopdistWarning  # noqa: PLC0415 - a build reads this file where popdist is not installed
+    from popdist.errors import PopdistWarning
 
     warnings.warn(
         f"{extension} was built from other sources than those beside it, so popdist computes the same without it, "

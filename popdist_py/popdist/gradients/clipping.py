@@ -155,7 +155,7 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
     return torch.tensor(_joined(found, norm_type), dtype=dtype, device=device)
 
 
-def _holders(text: str, parameter: Any) -> list[int]:  # noqa: ANN401 - a DTensor, too
+def _holders(text: str, parameter: Any) -> list[int]:
     """The instances over which a DTensor is placed; this one alone for a plain parameter."""
     contract = context.environment().contract
     if is_distributed(parameter):
@@ -170,7 +170,7 @@ def _holders(text: str, parameter: Any) -> list[int]:  # noqa: ANN401 - a DTenso
     return [contract.instance_index]
 
 
-def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:  # noqa: ANN401 - as above
+def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:
     """Whether this instance's part of ``parameter`` counts: of several equal ones the first does."""
     contract = context.environment().contract
     shards = {contract.parallelism.part_of(instance).shard for instance in instances}

@@ -41,7 +41,7 @@ def mark_step(optimizer: Optimizer) -> None:
         mark_used(group["params"])
 
 
-def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with a flag
+def is_used(gradient: Any) -> bool:
     """Whether ``gradient`` was used and not written since."""
     return getattr(gradient, "_popdist_used", None) == num_writes(gradient)
 
@@ -65,7 +65,7 @@ def stepped_parameters() -> set[int]:
     return {id(parameter) for optimizer in tuple(_optimizers) for parameter in parameters_of(optimizer)}
 
 
-def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:  # noqa: ANN401 - a tensor with a flag
+def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:
     """Say whether popdist has made ``gradient``, and nothing of one instance was added to it since."""
     gradient._popdist_reduced = is_reduced  # noqa: SLF001 - ours
 
@@ -159,7 +159,7 @@ def with_closure(
         return None
 
     @wraps(closure)
-    def call(*closure_args: Any, **closure_kwargs: Any) -> Any:  # noqa: ANN401 - whatever the closure takes and gives
+    def call(*closure_args: Any, **closure_kwargs: Any) -> Any:
         training_loop.in_closure_of, before = type(optimizer).__name__, training_loop.in_closure_of
         try:
             loss = closure(*closure_args, **closure_kwargs)
@@ -173,7 +173,7 @@ def with_closure(
     return (args[0], call, *args[2:]), kwargs
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a function of the program's
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The closure among the arguments of an optimizer's step, which makes the gradients; None without one."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None

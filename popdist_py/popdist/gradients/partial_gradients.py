@@ -35,11 +35,11 @@ class GradientElsewhere(Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Any,  # noqa: ANN401 - torch's own signature
+        func: Any,
         types: Iterable[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as above
+    ) -> Any:
         """Do as for an ordinary tensor: results are of no class of ours."""
         del types
         return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
@@ -106,11 +106,11 @@ class PartialGradient(GradientElsewhere):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
         cls,
-        func: Any,  # noqa: ANN401 - torch's own signature
+        func: Any,
         types: Iterable[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as above
+    ) -> Any:
         """Do element by element what can be, and else make all gradients of the step whole first."""
         if (unscaler := torch_private.unscaler_of(func)) is not None:
             return _unscale(unscaler, *args)
@@ -122,14 +122,14 @@ class PartialGradient(GradientElsewhere):
         return func(*_whole(args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
 
 
-def _whole(value: Any) -> Any:  # noqa: ANN401 - an operator's argument: tensors, lists of them, numbers
+def _whole(value: Any) -> Any:
     """The same with whole gradients."""
     if isinstance(value, list | tuple):
         return type(value)(map(_whole, value))
     return value.whole if isinstance(value, PartialGradient) else value
 
 
-def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
+def _read_whole(name: str) -> Any:
     return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
 
 

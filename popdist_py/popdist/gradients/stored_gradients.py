@@ -85,11 +85,11 @@ class StoredGradient(GradientElsewhere):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
         cls,
-        func: Any,  # noqa: ANN401 - torch's own signature
+        func: Any,
         types: Iterable[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as above
+    ) -> Any:
         """Read the gradient, or record how it is changed."""
         if (unscaler := torch_private.unscaler_of(func)) is not None:
             return _unscale(unscaler, *args)
@@ -110,7 +110,7 @@ class StoredGradient(GradientElsewhere):
         return _without_changes(result, wholes, name)
 
 
-def _replaced(value: Any, wholes: Any) -> Any:  # noqa: ANN401 - an operator's arguments, and an iterator
+def _replaced(value: Any, wholes: Any) -> Any:
     """The same with whole gradients."""
     if isinstance(value, dict):
         return {key: _replaced(it, wholes) for key, it in value.items()}
@@ -130,7 +130,7 @@ def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
     return found
 
 
-def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:  # noqa: ANN401 - as above
+def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:
     """Record a change by numbers; a gradient that was used may be set to zero, as ``zero_grad`` does."""
     source, name = gradient.source, func.overloadpacket.__name__
     if source.read is None and name != "zero_":
@@ -142,7 +142,7 @@ def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Ma
     return gradient
 
 
-def _do_one_by_one(func: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Any] | None:  # noqa: ANN401 - as above
+def _do_one_by_one(func: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Any] | None:
     """Do with each tensor of a list what an operator does with all: one gradient at a time is in memory."""
     name = func.overloadpacket.__name__
     if not name.endswith("_"):
@@ -163,7 +163,7 @@ def _refuse(name: str, gradient: StoredGradient) -> None:
     )
 
 
-def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:  # noqa: ANN401 - what an operator gives
+def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
     """``result``; views of gradients in it refuse to be changed, as that would be lost."""
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)

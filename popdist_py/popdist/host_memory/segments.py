@@ -150,7 +150,7 @@ def values_of_all(
     store: Store,
     rank: int,
     names: Sequence[str],
-    value: Any,  # noqa: ANN401 - anything that JSON holds
+    value: Any,
     timeout_seconds: float,
     deadline: float | None = None,
 ) -> list[Any]:
@@ -208,7 +208,7 @@ class SegmentExchange:
             os.close(peer.descriptor)
         return None
 
-    def _values_of_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds
+    def _values_of_all(self, what: str, mine: Any) -> list[Any]:
         store = PrefixStore(what, self._store)
         return values_of_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
 

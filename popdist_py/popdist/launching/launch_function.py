@@ -125,7 +125,7 @@ def _values(folder: Path, attempt: Mapping[str, Any], code: int, name: str) -> l
     raise error from RemoteTraceback(f"{where}:\n{outcome.traceback}")
 
 
-def _load(outcome: Outcome, what: str) -> Any:  # noqa: ANN401 - whatever the function returned or raised
+def _load(outcome: Outcome, what: str) -> Any:
     try:
         return outcome.load()
     except Exception as why:  # noqa: BLE001 - whatever the code of the value's class raises

@@ -64,12 +64,12 @@ class Call:
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
     """The function and its arguments, in a process that is made ready for them."""
     with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
-        call: Call = pickle.load(file)  # noqa: S301 - only this user can have written it
+        call: Call = pickle.load(file)
     sys.path[:] = call.search_path
     for name, lines in call.sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
     try:
-        fn, args, kwargs = pickle.loads(call.pickled)  # noqa: S301 - as above
+        fn, args, kwargs = pickle.loads(call.pickled)
     except Exception as why:  # noqa: BLE001 - whatever their code raises
         users = why.__traceback__ and why.__traceback__.tb_next
         told = LaunchError(f"{call.name} and its arguments cannot be read on an instance: {why}")
@@ -100,7 +100,7 @@ class Outcome:
         try:
             pickled = _cloudpickle().dumps(error)
             try:
-                pickle.loads(pickled)  # noqa: S301 - our own
+                pickle.loads(pickled)
             except Exception:  # noqa: BLE001 - of its __init__, which does not accept its args
                 pickled = _cloudpickle().dumps(_RebuiltError(error))
             return cls(pickled=pickled, traceback=traceback)
@@ -108,9 +108,9 @@ class Outcome:
             told = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
             return cls(pickled=pickle.dumps(told), traceback=traceback)
 
-    def load(self) -> Any:  # noqa: ANN401 - whatever the function returned or raised
+    def load(self) -> Any:
         """The value, or the exception."""
-        return pickle.loads(self.pickled)  # noqa: S301 - as above
+        return pickle.loads(self.pickled)
 
     def save(self, folder: Path, instance: int) -> None:
         """Write the outcome of ``instance``, whole or not at all."""
@@ -138,7 +138,7 @@ def _made_again(kind: type[Exception], args: tuple[object, ...], attributes: Map
 def load_outcome(folder: Path, instance: int) -> Outcome | None:
     """How the call ended on ``instance``; None where it did not, as in a process that was killed."""
     path = outcome_path(folder, instance)
-    outcome: Outcome | None = pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301 - as above
+    outcome: Outcome | None = pickle.loads(path.read_bytes()) if path.exists() else None
     return outcome
 
 

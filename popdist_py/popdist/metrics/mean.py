@@ -187,7 +187,7 @@ def _flat(numbers: object) -> list[float]:
 def _shown(numbers: object) -> str:
     """``numbers`` as text for a message; a long list or tensor is shown by its type."""
     text = repr(numbers)
-    return text if len(text) <= 60 else f"a {type(numbers).__name__}"  # noqa: PLR2004 - most of a line
+    return text if len(text) <= 60 else f"a {type(numbers).__name__}"
 
 
 def _gather(sums: str, text: str, fault: str | None = None) -> list[str]:

@@ -153,7 +153,7 @@ def on_report(callback: OnReport) -> Callable[[], None]:
         PopdistError: If ``callback`` cannot be called.
         ContractError: If the environment promises a job and does not describe one.
     """
-    from popdist.context import instance_index  # noqa: PLC0415 - programs that only report do without
+    from popdist.context import instance_index
 
     if not callable(callback):
         raise PopdistError(f"on_report({callback!r}): expected a function that takes numbers and a step")

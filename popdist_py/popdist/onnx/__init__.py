@@ -249,7 +249,7 @@ def _defaults_of(node: NodeProto, opset: int) -> dict[str, object]:
     return {name: _value_of(it.default_value) for name, it in attributes.items() if it.default_value.type}
 
 
-def _value_of(attribute: AttributeProto) -> Any:  # noqa: ANN401 - as the operators take them
+def _value_of(attribute: AttributeProto) -> Any:
     value = helper.get_attribute_value(attribute)
     if isinstance(value, TensorProto):
         return _read_tensor(value)

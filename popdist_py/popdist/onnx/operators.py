@@ -73,7 +73,7 @@ def _conv(  # noqa: PLR0913 - ONNX's own
     kernel_shape: Ints = None,  # noqa: ARG001 - the weight has it
     pads: Ints = None,
     strides: Ints = None,
-) -> Any:  # noqa: ANN401 - torch says so of one of the three
+) -> Any:
     x, padding = _padding(x, pads)
     convolve = (f.conv1d, f.conv2d, f.conv3d)[weight.ndim - 3]
     return convolve(x, weight, bias, strides or 1, padding, dilations or 1, group)
@@ -87,7 +87,7 @@ def _max_pool(
     dilations: Ints = None,
     pads: Ints = None,
     strides: Ints = None,
-) -> Any:  # noqa: ANN401 - as above
+) -> Any:
     x, padding = _padding(x, pads, -math.inf)
     pool: Operator = (f.max_pool1d, f.max_pool2d, f.max_pool3d)[x.ndim - 3]
     return pool(x, kernel_shape, strides or 1, padding, dilations or 1, bool(ceil_mode))
@@ -101,7 +101,7 @@ def _average_pool(
     count_include_pad: int = 0,
     pads: Ints = None,
     strides: Ints = None,
-) -> Any:  # noqa: ANN401 - as above
+) -> Any:
     padded, padding = _padding(x, pads)
     if padded is not x and not count_include_pad:
         raise ValueError(f"torch's pools cannot leave out unequal pads, here {pads}")
@@ -137,7 +137,7 @@ def _reduce(
     axes: Ints = None,
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
-) -> Any:  # noqa: ANN401 - as above
+) -> Any:
     """Reduce over axes that come as a tensor, or as an attribute as before opset 18; over all without any."""
     over = _numbers(axes if given is None else given)
     if not over and noop_with_empty_axes:

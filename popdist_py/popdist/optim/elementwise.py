@@ -176,11 +176,11 @@ def _step_on_copy(
     return aside.detach()
 
 
-def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever the optimizer keeps
+def _copy_of(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
-def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:  # noqa: ANN401 - whatever the optimizer keeps
+def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:
     if isinstance(value, Tensor):
         return value.view(-1)[part].clone() if value.shape == parameter.shape else value.clone()
     return copy.deepcopy(value)

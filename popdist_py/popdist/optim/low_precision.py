@@ -96,7 +96,7 @@ class LowPrecision(PieceOptimizer):
         weights: torch.dtype | None = None,
         rounding: Literal["stochastic", "nearest"] = "stochastic",
         seed: int = 0,
-        **kwargs: Any,  # noqa: ANN401 - whatever the optimizer takes
+        **kwargs: Any,
     ) -> None:
         _check_class(optimizer_class)
         self._optimizer_class = optimizer_class
@@ -312,7 +312,7 @@ def _store(wide: Tensor, held: Tensor, name: str, place: Place, group: Mapping[s
         held.copy_(wide)
 
 
-def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever an optimizer keeps
+def _copy_of(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -193,5 +193,5 @@ def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}
 
 
-def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever an optimizer keeps
+def _copy_of(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy(value)

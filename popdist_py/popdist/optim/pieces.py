@@ -71,7 +71,7 @@ class PieceOptimizer(Optimizer):
         self._whole_sums = whole_sums
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
 
         Args:
@@ -190,7 +190,7 @@ def runs_of_nodes(piece: Piece) -> list[range]:
     return [range(it.start * BLOCK, min(it.stop * BLOCK, piece.elements.stop)) for it in spans]
 
 
-def _square_sum(row: Tensor, arithmetic: Any) -> float | Tensor:  # noqa: ANN401 - mypy knows no extension
+def _square_sum(row: Tensor, arithmetic: Any) -> float | Tensor:
     if not row.numel():
         return 0.0
     if arithmetic is None or row.device.type != "cpu" or row.is_complex():

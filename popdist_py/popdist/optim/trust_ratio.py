@@ -208,7 +208,7 @@ class LAMB(TrustRatioOptimizer):
         for name in ("lr", "eps", "weight_decay"):
             check_number(name, settings[name])
         betas = settings["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:  # noqa: PLR2004 - as Adam has them
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise OptimizerError(f"betas={betas!r} must be two numbers")
         for index, beta in enumerate(betas):
             check_number(f"betas[{index}]", beta, below=1.0)

@@ -67,7 +67,7 @@ class Packed:
     cu_seqlens: Tensor
     max_seqlen: int
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a tensor, or what default_collate made
+    def __getitem__(self, name: str) -> Any:
         for fields in (self.tokens, self.sequences):
             if name in fields:
                 return fields[name]
@@ -82,7 +82,7 @@ class Packed:
         return ids
 
     @property
-    def labels(self) -> Any:  # noqa: ANN401 - as above
+    def labels(self) -> Any:
         """The labels: of tokens, with -100 in padding, or of sequences."""
         return self["labels"]
 
@@ -173,7 +173,7 @@ class Collator:
             max_seqlen=max(lengths),
         )
 
-    def is_token_field(self, name: str, value: Any, length: int) -> bool:  # noqa: ANN401 - any field
+    def is_token_field(self, name: str, value: Any, length: int) -> bool:
         """Whether a field of a sample of ``length`` tokens has a value for each of them."""
         if self.token_fields is not None:
             return name == TOKENS or name in self.token_fields
@@ -248,7 +248,7 @@ def _num_tokens(sample: object, max_length: int) -> int:
     return length
 
 
-def _size(value: Any) -> int | None:  # noqa: ANN401 - any field
+def _size(value: Any) -> int | None:
     """Length of a list or one-dimensional tensor; None for anything else."""
     if isinstance(value, Tensor) or hasattr(value, "__array__"):
         return int(value.shape[0]) if value.ndim else None
@@ -340,7 +340,7 @@ def _offsets(segment_ids: Tensor) -> Tensor:
 
 
 def _block_mask(segment_ids: Tensor, *, causal: bool) -> "BlockMask":
-    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - it loads torch's compiler
+    from torch.nn.attention.flex_attention import create_block_mask
 
     def is_allowed(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = segment_ids[row, query]
@@ -351,7 +351,7 @@ def _block_mask(segment_ids: Tensor, *, causal: bool) -> "BlockMask":
     return create_block_mask(is_allowed, rows, None, length, length, device=str(segment_ids.device))
 
 
-def _check(segment_ids: Any) -> None:  # noqa: ANN401 - what was given, checked here
+def _check(segment_ids: Any) -> None:
     is_tensor = isinstance(segment_ids, Tensor)
     if not is_tensor or segment_ids.dim() != len(_SHAPE) or segment_ids.is_floating_point():
         found = f"of shape {tuple(segment_ids.shape)}" if is_tensor else f"a {type(segment_ids).__name__}"
@@ -456,7 +456,7 @@ def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[flo
         BatchError: If a number is out of its range.
     """
     given: object = betas
-    is_pair = isinstance(given, tuple | list) and len(given) == 2  # noqa: PLR2004 - as Adam has them
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
     if not (is_pair and all(0 <= as_float(beta) <= 1 for beta in betas) and as_float(packing_factor) >= 1):
         raise BatchError(f"betas={betas} must lie in 0 to 1, and packing_factor={packing_factor} be at least 1")
     first, second = betas

@@ -119,7 +119,7 @@ def nnlshp(
 
 def _scipy(algorithm: str) -> None:
     try:
-        import scipy.optimize  # noqa: F401, PLC0415 - an extra, asked for by those who call this
+        import scipy.optimize  # noqa: F401 - an extra, asked for by those who call this
     except ImportError:
         raise DatasetError(
             f"{algorithm} needs scipy, which is not installed: pip install 'poprun[packing]', or take lpfhp, "
@@ -129,7 +129,7 @@ def _scipy(algorithm: str) -> None:
 
 def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
     """How often each of ``packs`` is used in the least-squares fit, rounded down."""
-    from scipy.optimize import nnls  # noqa: PLC0415 - see _scipy
+    from scipy.optimize import nnls
 
     rows = {length: row for row, length in enumerate(lengths_of(counts))}
     matrix = np.zeros((len(rows), len(packs)))
@@ -214,8 +214,8 @@ class _Programme:
 
     def _solve_once(self) -> tuple[float, dict[Pack, float], Floats]:
         """Solve with the present columns: the value, the solution and the prices."""
-        from scipy.optimize import linprog  # noqa: PLC0415 - see _scipy
-        from scipy.sparse import csc_array  # noqa: PLC0415 - see _scipy
+        from scipy.optimize import linprog
+        from scipy.sparse import csc_array
 
         num_columns, shorter = len(self._columns), np.arange(self._top - 1)
         rows = np.concatenate([self._rows, shorter + 1, shorter]).astype(np.int64)

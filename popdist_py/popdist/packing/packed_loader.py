@@ -206,7 +206,7 @@ class Packing:
 
     def make_loader(
         self,
-        dataset: Any,  # noqa: ANN401 - anything with a length and items
+        dataset: Any,
         plan: LoaderPlan,
         collate_fn: Collate | None,
         options: Mapping[str, Any],
@@ -229,7 +229,7 @@ class Packing:
         rows = PackedRows(pieces.lengths, self._strategy_for(pieces), seed=plan.seed, shuffle=plan.shuffle)
         return _map_loader(dataset, collation, rows, pieces, plan, options)
 
-    def _pieces(self, dataset: Any, num_workers: int) -> Pieces:  # noqa: ANN401 - as above
+    def _pieces(self, dataset: Any, num_workers: int) -> Pieces:
         if self.lengths is None:
             raise DatasetError(
                 "lengths is missing: give one number of tokens for each sample, the name of a column, or a "
@@ -326,7 +326,7 @@ def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple
 class _PackedFetcher(MapFetcher):
     """Reads the samples of rows and collates them."""
 
-    def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:  # noqa: ANN401 - as above
+    def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:
         super().__init__(dataset, collation)
         self._rows_of = rows
         self._pieces = pieces
@@ -346,7 +346,7 @@ class _PackedFetcher(MapFetcher):
         num_tokens = sum(length for row in places for _, _, length in row)
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
-    def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:  # noqa: ANN401 - any sample
+    def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
         """The tokens of ``sample`` that belong to a piece: all of them, unless it was split."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
@@ -390,7 +390,7 @@ class _PackedLoader(ReplicaLoader):
 
 
 def _map_loader(
-    dataset: Any,  # noqa: ANN401 - as above
+    dataset: Any,
     collation: Collation,
     rows: PackedRows,
     pieces: Pieces,

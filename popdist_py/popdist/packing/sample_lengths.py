@@ -93,7 +93,7 @@ def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -
 
 
 def find_lengths(
-    dataset: Any,  # noqa: ANN401 - anything with a length and items
+    dataset: Any,
     source: LengthSource,
     *,
     num_workers: int,
@@ -126,7 +126,7 @@ def as_lengths(given: Iterable[int], what: str) -> NDArray[np.int64]:
     return numbers.astype(np.int64)
 
 
-def _column(dataset: Any, name: str) -> Iterable[int]:  # noqa: ANN401 - of the library datasets
+def _column(dataset: Any, name: str) -> Iterable[int]:
     names = getattr(dataset, "column_names", None)
     if names is None:
         raise DatasetError(
@@ -142,7 +142,7 @@ def _column(dataset: Any, name: str) -> Iterable[int]:  # noqa: ANN401 - of the 
 class _Counted(Dataset[int]):
     """A dataset whose items are the lengths of another one's samples."""
 
-    def __init__(self, dataset: Any, length_of: Callable[[Any], int]) -> None:  # noqa: ANN401 - as above
+    def __init__(self, dataset: Any, length_of: Callable[[Any], int]) -> None:
         self.dataset = dataset
         self.length_of = length_of
 
@@ -157,7 +157,7 @@ class _Counted(Dataset[int]):
 
 
 def _count_or_load(
-    dataset: Any,  # noqa: ANN401 - as above
+    dataset: Any,
     length_of: Callable[[Any], int],
     num_workers: int,
     cache: str | os.PathLike[str] | None,
@@ -193,7 +193,7 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
     return told
 
 
-def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:  # noqa: ANN401 - as above
+def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:
     lengths = _count(_Counted(dataset, length_of), num_workers)
     with _renamed_to(path) as name, open(name, "wb") as file:  # noqa: PTH123 - a name, as mkstemp gives it
         np.save(file, lengths, allow_pickle=False)
@@ -247,7 +247,7 @@ def _shown(loader: "DataLoader[int]") -> Iterator[list[int]]:
     if not is_shown:
         yield from loader
         return
-    from rich.console import Console  # noqa: PLC0415 - only a terminal needs it
-    from rich.progress import track  # noqa: PLC0415 - as above
+    from rich.console import Console
+    from rich.progress import track
 
     yield from track(loader, "lengths of samples", console=Console(stderr=True), transient=True)

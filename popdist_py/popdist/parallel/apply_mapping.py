@@ -222,7 +222,7 @@ def _check_roles(model: nn.Module, roles: Roles) -> None:
         raise WeightsError(f"{type(model).__name__} has DTensors: parallelize() divides a whole model, once")
 
 
-def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "") -> Any:  # noqa: ANN401 - of that kind
+def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "") -> Any:
     """The module of this name, of a class that ``kind`` says."""
     modules = dict(model.named_modules())
     title = f"{place}.{name}" if place else name
@@ -294,7 +294,7 @@ class _Absent(nn.Module):
         super().__init__()
         self._is_added = is_added
 
-    def forward(self, given: Any, *_args: Any, **_kwargs: Any) -> Any:  # noqa: ANN401 - hidden states, as others call it
+    def forward(self, given: Any, *_args: Any, **_kwargs: Any) -> Any:
         """Return the hidden states that it is given, or 0 where its output would be added to them."""
         return 0.0 if self._is_added else given
 
@@ -319,7 +319,7 @@ def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: 
     return [model.get_submodule(f"{roles.layers}.{layer}") for layer in stages[stage]]
 
 
-def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:  # noqa: ANN401 - of transformers
+def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:
     """The logits, or hidden states, in what a model of transformers returns."""
     logits: Tensor = output.logits
     return logits
@@ -413,7 +413,7 @@ class _OwnNumbers:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
         if not self._module.training:
             return self._forward(*args, **kwargs)

@@ -40,7 +40,7 @@ class Description(Model):
 
 def describe(
     module: nn.Module,
-    sample: Any,  # noqa: ANN401 - a batch is a tree of anything
+    sample: Any,
     *,
     device: str = "cpu",
 ) -> Description:
@@ -90,7 +90,7 @@ def describe(
     )
 
 
-def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:  # noqa: ANN401 - as above
+def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:
     """The amounts of a forward pass of a copy of ``module`` whose tensors have no memory."""
     names = {name for name, member in module.named_modules() if member in blocks}
     entered = [type(module).__name__]
@@ -128,7 +128,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(member).values() if isinstance(value, Tensor))
 
 
-def _without_memory(value: Any, device: str) -> Any:  # noqa: ANN401 - as above
+def _without_memory(value: Any, device: str) -> Any:
     """Tensors of the same shapes on ``device``, in the same tree."""
     if isinstance(value, Mapping):
         return {key: _without_memory(part, device) for key, part in value.items()}

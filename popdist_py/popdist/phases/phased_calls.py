@@ -74,7 +74,7 @@ class PhasedForward:
         self._function: Any = type(f"PhasedLayer[{unit.name}]", (_PhasedFunction,), {})
 
     @skip_tracing  # a compiled model runs its units as they are
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's forward pass with its weights in memory."""
         inputs: list[Tensor] = []
         structure = _take_out((args, kwargs), inputs)
@@ -110,7 +110,7 @@ class PhasedForward:
 
 
 @lru_cache(maxsize=1)
-def _cached_probe() -> Any:  # noqa: ANN401 - mypy does not know the weight of a parametrized module
+def _cached_probe() -> Any:
     """Return a module whose weight is computed at each access, unless ``parametrize.cached()`` is in force."""
     module = nn.Linear(1, 1, bias=False, device="meta", dtype=torch.float32)  # which draws no random numbers
     return register_parametrization(module, "weight", nn.ReLU())
@@ -132,7 +132,7 @@ class _Taken(int):
     """The place of a tensor among the tensors of a nest."""
 
 
-def _take_out(nest: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - whatever layers take and give
+def _take_out(nest: Any, tensors: list[Tensor]) -> Any:
     """Return ``nest`` with places in place of its tensors; append each tensor once to ``tensors``."""
     if isinstance(nest, Tensor):
         place = next((place for place, it in enumerate(tensors) if it is nest), len(tensors))
@@ -142,7 +142,7 @@ def _take_out(nest: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - whatev
     return map_nest(nest, lambda child: _take_out(child, tensors))
 
 
-def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as for _take_out
+def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:
     """Return ``nest`` with tensors in their places."""
     if isinstance(nest, _Taken):
         return tensors[nest]
@@ -155,7 +155,7 @@ def _probe(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
 
 
-def _cast_node(leaf: Tensor) -> Any:  # noqa: ANN401 - a node of autograd, or None
+def _cast_node(leaf: Tensor) -> Any:
     """Return the node in which autocast casts ``leaf``; None if autocast does not cast it here."""
     with torch.enable_grad():  # a product without elements costs nothing, and takes the cast from autocast's cache
         product = torch.matmul(leaf, torch.zeros(leaf.shape[-1], 0, dtype=leaf.dtype, device=leaf.device))
@@ -169,7 +169,7 @@ class _Entrance(torch.autograd.Function):
     """Gives a layer its inputs as tensors that it may write: no leaves, no views, with a count of writes each."""
 
     @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's context
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Return tensors in the memory of ``leaves``."""
         inputs = tuple(it.data for it in leaves)
         ctx.set_materialize_grads(False)
@@ -179,7 +179,7 @@ class _Entrance(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's context
+    def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients as they are."""
         return gradients
 
@@ -187,7 +187,7 @@ class _Entrance(torch.autograd.Function):
 class _Call:
     """One call of a unit: what its second computation needs beside the inputs, and what the call has returned."""
 
-    def __init__(self, owner: PhasedForward, structure: Any) -> None:  # noqa: ANN401 - as for _take_out
+    def __init__(self, owner: PhasedForward, structure: Any) -> None:
         self.unit, self.run = owner.unit, owner.run
         # of inputs that the layer writes, or gives back to its caller, by place
         self.copies: dict[int, Tensor] = {}
@@ -243,7 +243,7 @@ class _Call:
             entered: Sequence[Tensor] = _Entrance.apply(*leaves) if leaves else ()  # type: ignore[no-untyped-call]
         return entered
 
-    def _compute(self, entered: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as for _take_out
+    def _compute(self, entered: Sequence[Tensor]) -> Any:
         args, kwargs = given = _put_back(self._structure, entered)
         before = [*leaves_of(given)]
         with torch.enable_grad():
@@ -267,7 +267,7 @@ class _Call:
             f"class or comes to a hook inside the layer, {_OTHER_LAYERS}"
         )
 
-    def _record(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:  # noqa: ANN401 - as for _take_out
+    def _record(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
         """Record what the layer has returned, and which inputs it has written."""
         self._record_written(inputs, entered)
         found: list[Tensor] = []
@@ -311,7 +311,7 @@ class _Call:
             self.written.append(place)
             self.returned.append(inputs[place])
 
-    def result_of(self, inputs: Sequence[Tensor], returned: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as for _take_out
+    def result_of(self, inputs: Sequence[Tensor], returned: Sequence[Tensor]) -> Any:
         """Return the layer's result for its caller; ``returned`` is what the function has given."""
         results = [it if isinstance(it, Tensor) else it(inputs, returned) for it in self._results]
         nest, self._nest, self._results = self._nest, None, []
@@ -408,7 +408,7 @@ class _PhasedFunction(torch.autograd.Function):
     """A unit in autograd's graph: of its own operations nothing is kept between the passes."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's context
+    def forward(ctx: Any, call: _Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return what the call has returned; ``_anchor`` has a gradient, so that the backward pass comes by."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -422,7 +422,7 @@ class _PhasedFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's context
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs."""
         try:
             saved = ctx.saved_tensors

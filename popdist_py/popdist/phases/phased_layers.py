@@ -244,7 +244,7 @@ class CallCounts:
             )
         for piece in unit.pieces:
             self._counts[piece.index] += 1
-            if self._counts[piece.index] == 2:  # noqa: PLR2004 - the second call
+            if self._counts[piece.index] == 2:
                 _refuse_hooks(piece)
             if cache is not None:
                 key = (piece.index, cache)

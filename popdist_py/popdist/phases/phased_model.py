@@ -138,7 +138,7 @@ class PhasedModel(WrappingModel):
         """What a step takes as planned; None until two steps have ended, which are measured for the plan."""
         return self.phased_steps.run.budget.predicted_seconds
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass."""
         self.phased_steps.check_forward()
         if self.phased_steps.layout.num_replicas > 1:
@@ -172,7 +172,7 @@ class PhasedModel(WrappingModel):
             "and the like on the module, before phased(module)"
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override] # noqa: ANN401 - torch's own
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own state dict; a weight is read from the store when it is used, and not copied.
 
         The next step changes these weights: save them before, or clone them.
@@ -189,14 +189,14 @@ class PhasedModel(WrappingModel):
         state: dict[str, Any] = self.module.state_dict(*args, keep_vars=True, **kwargs)
         return {key: self._in_store(value) for key, value in state.items()}
 
-    def _in_store(self, value: Any) -> Any:  # noqa: ANN401 - what a state dict may have
+    def _in_store(self, value: Any) -> Any:
         """What stands for ``value`` in a state dict."""
         name = self.phased_steps.run.names.get(id(value))
         if name is not None:
             return placed_as(value, self.store.weights.mapped(name))
         return value.detach() if isinstance(value, Tensor) else value
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401, ARG002, FBT001, FBT002 - torch's own
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - torch's own
         """Load a state dict of the module into the store, and its buffers; all instances call it with the same.
 
         A store whose last step is half made counts as whole then: load the optimizer's state, too.

@@ -97,7 +97,7 @@ def _is_small(value: Tensor) -> bool:
     return value.numel() == 1 and not value.is_complex()
 
 
-def _kind_of(value: object) -> Any:  # noqa: ANN401 - two of them are compared
+def _kind_of(value: object) -> Any:
     """What decides which room a value needs: shape and dtype, or whether a small one is a tensor."""
     if isinstance(value, Tensor) and not _is_small(value):
         return tuple(value.shape), value.dtype
@@ -144,13 +144,13 @@ class PhasedOptimizer(Optimizer):
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401 - a PhasedModel
+        model: Any,
         optimizer_class: type[Optimizer],
         /,
         params: Iterable[Any] | None = None,
         *,
         step_in_backward: bool = True,
-        **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
+        **defaults: Any,
     ) -> None:
         check_flags(OptimizerError, step_in_backward=step_in_backward)
         self._steps: Any = getattr(model, "phased_steps", None)
@@ -233,7 +233,7 @@ class PhasedOptimizer(Optimizer):
             check_elementwise(self._optimizer_class, self._given, settings, device, asked_by="PhasedOptimizer")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's own
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End the step: wait until all weights and states are written; every instance calls it.
 
         With ``step_in_backward=False`` the parameters are updated here, those whose ``.grad`` is not None.
@@ -372,11 +372,11 @@ class PhasedOptimizer(Optimizer):
         return {name: stored[name] for name in self._places[parameter].form.tensors}
 
     @property
-    def store(self) -> Any:  # noqa: ANN401 - a PhaseStore
+    def store(self) -> Any:
         """The store of the model."""
         return self._run.store
 
-    def __reduce__(self) -> Any:  # noqa: ANN401 - object's own
+    def __reduce__(self) -> Any:
         raise OptimizerError(
             "a PhasedOptimizer cannot be copied or pickled: its state lies in the store of its model. Take its "
             "state_dict(), or popdist.checkpoint.save()"

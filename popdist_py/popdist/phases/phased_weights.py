@@ -281,10 +281,10 @@ class _Files:
         return [f"{what} {name_first(names, _SHOWN)}" for what, names in texts.items() if names]
 
 
-def _library() -> Any:  # noqa: ANN401 - a module that need not be there
+def _library() -> Any:
     """The library safetensors."""
     try:
-        import safetensors  # noqa: PLC0415 - an extra, asked for by those who give weights=
+        import safetensors
     except ImportError:
         raise WeightsError(
             "weights= needs safetensors, which is not installed: pip install 'poprun[safetensors]'"

@@ -107,7 +107,7 @@ class _Recomputed:
         self._forward: Callable[..., Any] = layer.forward
         self._is_selective = is_selective
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward pass under a checkpoint."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
@@ -134,7 +134,7 @@ class _Recomputed:
         """Return the layer's forward pass, whose second computation is compared with its first."""
         first: list[str] = []
 
-        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and gives
+        def forward(*args: Any, **kwargs: Any) -> Any:
             result = self._forward(*args, **kwargs)
             found = [it for _, it in leaves_of(result) if isinstance(it, Tensor)]
             if first:
@@ -226,7 +226,7 @@ class LayerState:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Keep the states of generators, and the buffers that the forward pass within writes."""
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - of programs
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
         self._of_devices = self._states_of_devices()
         before = [
             (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
@@ -243,10 +243,10 @@ class LayerState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put back what was kept, and afterwards what was there."""
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)
         of_devices = self._states_of_devices()
         random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        np.random.set_state(self._numpy)
         _put_in(self._of_devices)
         now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]
         for owner, key, start in self._starts:
@@ -257,7 +257,7 @@ class LayerState:
             for owner, key, tensor in now:
                 setattr(owner, key, tensor)
             random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002 - as above
+            np.random.set_state(numpy)
             _put_in(of_devices)
 
     def _states_of_devices(self) -> dict[torch.device, Tensor]:
@@ -275,7 +275,7 @@ class _Policy:
     def __init__(self) -> None:
         self._num_products = {False: 0, True: 0}
 
-    def __call__(self, context: Any, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:  # noqa: ANN401 - torch's
+    def __call__(self, context: Any, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
         """Whether the output of ``operator`` is kept."""
         name = operator.overloadpacket.__name__.lstrip("_")
         if name in _PRODUCTS:

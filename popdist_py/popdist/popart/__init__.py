@@ -25,11 +25,11 @@ class Device:
     """
 
     id: int
-    numIpus: int  # noqa: N815 - as above
-    connectionType: Any  # noqa: N815 - as above
+    numIpus: int
+    connectionType: Any
 
 
-def configureSessionOptions(opts: Any) -> None:  # noqa: ANN401 - PopART's SessionOptions, which is not here
+def configureSessionOptions(opts: Any) -> None:
     """Write into ``opts`` how many replicas the job has, and which of them are this instance's.
 
     Args:

@@ -37,7 +37,7 @@ class GroupCalls:
     def __init__(
         self,
         host: Collectives,
-        gloo: Any,  # noqa: ANN401 - torch's stubs lack its methods
+        gloo: Any,
         queue: WorkQueue,
         members: Sequence[int] = (),  # the ranks of a part of the job; none stands for all
     ) -> None:
@@ -305,7 +305,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
     return len(storages) < sum(tensor.numel() > 0 for tensor in tensors)
 
 
-def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:  # noqa: ANN401 - torch's stubs lack its methods
+def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
     """Reduce and scatter each of ``inputs`` by a backend of torch's own; several are done when this returns."""
     call = torch_private.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
@@ -347,7 +347,7 @@ def _writable(tensor: Tensor) -> Tensor:
         return from_dlpack(tensor.resolve_neg())
 
 
-def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN401 - ReduceOp or its enumeration
+def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:
     """The name of the operation in popdist; None if popdist does not combine such tensors so."""
     for tensor in tensors:
         if tensor.dtype not in KINDS:
@@ -356,7 +356,7 @@ def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN4
     return None if op == "mean" and not all(tensor.is_floating_point() for tensor in tensors) else op
 
 
-def _is_sum(reduce_op: Any) -> bool:  # noqa: ANN401 - as above
+def _is_sum(reduce_op: Any) -> bool:
     return _OPS.get(getattr(reduce_op, "op", reduce_op)) in ("sum", "mean")
 
 

@@ -62,7 +62,7 @@ class MessageWork(dist.Work):
 
     _source_rank = source_rank
 
-    def boxed(self) -> Any:  # noqa: ANN401 - torch's stubs lack the class
+    def boxed(self) -> Any:
         """What a kernel returns for a message that is through."""
         self.wait()
         return torch_private.done_work([]).boxed()
@@ -74,7 +74,7 @@ class MessageCalls:
     def __init__(
         self,
         host: Collectives,
-        gloo: Any,  # noqa: ANN401 - torch's stubs lack its methods
+        gloo: Any,
     ) -> None:
         self.num_calls = 0  # through memory
         self._size = host.size

@@ -29,8 +29,8 @@ def register() -> None:
     Raises:
         ImportError: If popdist cannot train with this torch.
     """
-    import torch  # noqa: PLC0415 - which is being imported when it calls this
-    from torch import distributed as dist  # noqa: PLC0415 - as above
+    import torch
+    from torch import distributed as dist
 
     if trouble := trouble_of_torch(torch.__version__, has_distributed=dist.is_available()):
         raise ImportError(trouble)
@@ -43,8 +43,8 @@ def register() -> None:
 @cache
 def remember_wrappers() -> "WeakSet[nn.Module]":
     """Return every module that is made from now on in which torch adds up gradients: DDP's, and FSDP's of old."""
-    from torch.nn.modules.module import register_module_module_registration_hook  # noqa: PLC0415 - as above
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415 - as above
+    from torch.nn.modules.module import register_module_module_registration_hook
+    from torch.nn.parallel import DistributedDataParallel
 
     made: WeakSet[nn.Module] = WeakSet()
 
@@ -58,15 +58,15 @@ def remember_wrappers() -> "WeakSet[nn.Module]":
     return made
 
 
-def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
+def _create(options: Any, _backend_options: object) -> "ProcessGroup":
     # Only programs that make a group need these.
-    import torch  # noqa: PLC0415
-    from torch import distributed as dist  # noqa: PLC0415
+    import torch
+    from torch import distributed as dist
 
-    from popdist.accelerators import accelerator  # noqa: PLC0415
-    from popdist.contract import read_share_tensors  # noqa: PLC0415
-    from popdist.environments import Launcher, detect  # noqa: PLC0415
-    from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415
+    from popdist.accelerators import accelerator
+    from popdist.contract import read_share_tensors
+    from popdist.environments import Launcher, detect
+    from popdist.process_group.torch_process_group import PopdistProcessGroup
 
     device, found, warns = None, accelerator.found_type(), True
     if accelerator.num_devices():  # to ask that at the start would take long

@@ -84,7 +84,7 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
         self._on_timeout(timeout.total_seconds())
 
 
-def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - as above
+def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     made = torch_private.connect_gloo(store, rank, size, timeout, None)
     never_destroy_in_children(made)
     return made
@@ -94,7 +94,7 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
     """A method that calls torch's own, and gives back the kernel's work, if it came to a kernel here."""
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
-    def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
+    def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:
         with DispatchedCall((*arguments, *named.values())) as call:
             work = torchs_own(self, *arguments, **named)
         return work if call.work is None else _kept(call.work, currentframe())
@@ -111,7 +111,7 @@ def _kept(work: Work, method_frame: FrameType | None) -> Work:
     return cast("Work", torch_private.done_work(work.result()))
 
 
-def _named(method: Any, name: str) -> Any:  # noqa: ANN401 - a function
+def _named(method: Any, name: str) -> Any:
     """The function under torch's name: by that, torch's own method knows its caller and does not call it again."""
     method.__code__ = method.__code__.replace(co_name=name)
     method.__name__ = method.__qualname__ = name
@@ -193,7 +193,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         """The shared memory of the ranks; None where they do not all share a host."""
         return self._host.group if isinstance(self._host, HostCollectives) else None
 
-    def allreduce(self, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
+    def allreduce(self, *arguments: Any, **named: Any) -> Work:
         """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
         with DispatchedCall((*arguments, *named.values()), self._may_move(currentframe())) as call:
             work = super().allreduce(*arguments, **named)
@@ -222,12 +222,12 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     recv_anysource = _method("recv_anysource")
     alltoall = _method("alltoall")
 
-    def gather(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
+    def gather(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Work:
         """Bring tensors to the root, by gloo, which before torch 2.11 takes other numbers of one with gaps."""
         dense = [it.contiguous() for it in inputs] if isinstance(inputs, list) else inputs.contiguous()
         return cast("Work", super().gather(outputs, dense, *arguments, **named))
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # noqa: ANN401 - as torch's
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait for all ranks; for what runs on their accelerators only where the options name one."""
         if type(opts) is not BarrierOptions:
             opts, chosen = BarrierOptions(), timeout or opts
@@ -284,7 +284,7 @@ def accept_monitored_barriers() -> None:
 
     @wraps(torchs_own)
     def monitored_barrier(
-        group: Any = None,  # noqa: ANN401 - torch's stubs lack the method
+        group: Any = None,
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch's
     ) -> None:
@@ -368,7 +368,7 @@ class DispatchedCall:
 
 
 @cache
-def install_kernels(device_key: str = "CPU") -> Any:  # noqa: ANN401 - torch's library, which must be kept
+def install_kernels(device_key: str = "CPU") -> Any:
     """Set the kernels for the devices of the CPU, or of an accelerator, once in a process."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
@@ -382,11 +382,11 @@ def install_kernels(device_key: str = "CPU") -> Any:  # noqa: ANN401 - torch's l
     return library
 
 
-def _kernel(name: str, options: Any) -> Callable[..., object]:  # noqa: ANN401 - of torch's many classes
+def _kernel(name: str, options: Any) -> Callable[..., object]:
     names = torch_private.arguments_of(name)  # which they are depends on torch's version
     method = "recv_anysource" if name == "recv_any_source_" else name.removesuffix("_")
 
-    def kernel(*arguments: Any) -> object:  # noqa: ANN401 - as the operator's schema says
+    def kernel(*arguments: Any) -> object:
         data, given = [], {}
         for argument, value in zip(names, arguments, strict=False):
             if argument in _NO_DATA:
@@ -419,7 +419,7 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:  # noqa: ANN401 -
     return kernel
 
 
-def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> Any:  # noqa: ANN401 - of torch's many classes
+def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> Any:
     made = make()
     for name, field in _FIELDS.items():
         value = given.get(name)
@@ -435,11 +435,11 @@ def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> A
     return made
 
 
-def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as below
+def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
     """Do a collective of popdist's on tensors of an accelerator, by copies on the host, and wait for it."""
     copies: list[tuple[Tensor, Tensor]] = []
 
-    def staged(value: Any) -> Any:  # noqa: ANN401 - tensors, lists of tensors, lists of lists, and numbers
+    def staged(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [staged(item) for item in value]
         if not isinstance(value, Tensor):
@@ -455,12 +455,12 @@ def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, .
 
 
 def _call_group(
-    calls: Any,  # noqa: ANN401 - GroupCalls or MessageCalls
+    calls: Any,
     method: str,
     data: list[Any],
     opts: tuple[Any, ...],
     call: DispatchedCall | None,
-) -> Any:  # noqa: ANN401 - as torch's
+) -> Any:
     """Do a collective of popdist's; its work, as operators return it."""
     if method == "scatter":
         return calls.scatter(*data, *opts).boxed()
@@ -476,11 +476,11 @@ def _call_group(
 
 
 @cache
-def _placeholder() -> Any:  # noqa: ANN401 - as torch's
+def _placeholder() -> Any:
     return torch_private.done_work([]).boxed()
 
 
-def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as torch's
+def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
     """Call a backend of torch's own; its work, as operators return it."""
     if method == "allgather_into_tensor_coalesced":  # torch has not bound this method, and the next one
         rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
@@ -490,7 +490,7 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
     return getattr(backend, method)(*data, *opts).boxed()
 
 
-def _first_tensor(data: Sequence[Any]) -> Any:  # noqa: ANN401 - None where there is none
+def _first_tensor(data: Sequence[Any]) -> Any:
     """The first tensor among tensors, lists of tensors, lists of lists, and numbers."""
     for value in data:
         found = _first_tensor(value) if isinstance(value, list | tuple) else value

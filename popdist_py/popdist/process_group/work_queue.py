@@ -49,7 +49,7 @@ class _Work(dist.Work):
         """What the collective changes, in the form of gloo's results."""
         return list(self._outcome() if callable(self._outcome) else self._outcome)
 
-    def boxed(self) -> Any:  # noqa: ANN401 - torch's stubs lack the class
+    def boxed(self) -> Any:
         """What a kernel returns for a collective that is done: a work of torch's own, which needs no Python."""
         return torch_private.done_work(self.result()).boxed()
 
@@ -90,7 +90,7 @@ class PendingWork(_Work):
             return error
         return None
 
-    def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
+    def get_future(self) -> Any:
         """A future of :meth:`result`."""
         self._queue.begin()
         return self._future
@@ -141,7 +141,7 @@ class DoneWork(_Work):
     def exception(self) -> None:
         """None."""
 
-    def get_future(self) -> Any:  # noqa: ANN401 - as above
+    def get_future(self) -> Any:
         """A future of :meth:`result`, which is done."""
         future: Future[Results] = Future()
         future.set_result(self.result())
@@ -248,7 +248,7 @@ class WorkQueue:
         del error  # which knows this frame, and with it the tensors
 
 
-def outside_inference(do: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - whatever ``do`` takes
+def outside_inference(do: Callable[..., T], *arguments: Any) -> T:
     """Call ``do``; what it keeps for later calls must not be of inference mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):

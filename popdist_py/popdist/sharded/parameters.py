@@ -172,7 +172,7 @@ def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -
     }
 
 
-def _single_as_json(value: object, what: str) -> Any:  # noqa: ANN401 - JSON
+def _single_as_json(value: object, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return ["tensor", _name(value.dtype), list(value.shape), value.device.type, value.item()]
     if value is None or isinstance(value, bool | int | float | str):
@@ -188,7 +188,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _gather(
     group: Group, parameter: ShardedParameter, states: Mapping[Tensor, State], key: str, described: Sequence[Any]
-) -> Any:  # noqa: ANN401 - a tensor or a value
+) -> Any:
     kind, *content = described
     if kind == "value":
         return content[0]

@@ -113,7 +113,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: type[Optimizer],
         /,
         params: Iterable[Any] | None = None,
-        **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
+        **defaults: Any,
     ) -> None:
         if not isinstance(model, ReplicatedModel):
             raise OptimizerError(f"ShardedOptimizer takes a popdist.ReplicatedModel, not a {type(model).__name__}")
@@ -171,7 +171,7 @@ class ShardedOptimizer(Optimizer):
         remember([(parameter.whole, parameter.ranges) for parameter in sharded], self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this instance's part of the parameters, and get those of the others; every instance calls it.
 
         Args:
@@ -290,7 +290,7 @@ class ShardedOptimizer(Optimizer):
         inside.__setstate__({"state": defaultdict(dict, states), "param_groups": inside.param_groups})
         self.state.clear()
 
-    def __reduce__(self) -> Any:  # noqa: ANN401 - object's own
+    def __reduce__(self) -> Any:
         raise OptimizerError(
             "a ShardedOptimizer cannot be copied or pickled: the other instances hold parts of its state. Take "
             "its state_dict(), or popdist.checkpoint.save()"

@@ -64,7 +64,7 @@ class AfterImport:
 class _CallingLoader:
     """Another loader's methods; when a module has run it is that loader's alone."""
 
-    def __init__(self, loader: Any, finder: AfterImport) -> None:  # noqa: ANN401 - of any class
+    def __init__(self, loader: Any, finder: AfterImport) -> None:
         self._loader = loader
         self._finder = finder
 

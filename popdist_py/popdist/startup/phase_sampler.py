@@ -124,7 +124,7 @@ def is_own(file: str) -> bool:
     return not file.startswith(_OWN_FOLDER) and not any(part in file for part in _LIBRARIES)
 
 
-def used_device() -> Any:  # noqa: ANN401 - a module, or None
+def used_device() -> Any:
     """Return torch's module for the kind of device that this program has used, such as torch.cuda, or None."""
     torch = sys.modules.get("torch")
     kinds = (getattr(torch, name, None) for name in ("cuda", "xpu"))
@@ -158,7 +158,7 @@ class PhaseSampler:
     """The counters of one program; a thread of its own keeps them."""
 
     def __init__(self, page: int, main: int) -> None:
-        import struct  # noqa: PLC0415 - torch has loaded it
+        import struct
 
         self._page = page
         self._main = main
@@ -197,8 +197,8 @@ class PhaseSampler:
 
     def run(self, on_first_steps: Callable[[], None]) -> None:
         """Look until the program ends; call ``on_first_steps`` after the first steps of optimizers."""
-        import random  # noqa: PLC0415 - torch has loaded these two
-        import signal  # noqa: PLC0415
+        import random
+        import signal
 
         crashes = {
             signal.SIGSEGV,
@@ -282,9 +282,9 @@ def start(page: int, on_first_steps: Callable[[], None]) -> None:
 
     The thread calls ``on_first_steps`` once, after the first steps of optimizers.
     """
-    import threading  # noqa: PLC0415 - torch has loaded it
+    import threading
 
-    from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - the program has loaded it
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     sampler = PhaseSampler(page, threading.main_thread().ident or 0)
     register_optimizer_step_post_hook(sampler.count_step)

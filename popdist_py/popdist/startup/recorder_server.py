@@ -28,12 +28,12 @@ def start() -> int:
     """Start the server; the descriptor through which others reach its socket, or 0 where there is none."""
     if SOCKET_VARIABLE in os.environ or any(os.environ.get(name) == "0" for name in LENGTH_VARIABLES):
         return 0
-    from torch.distributed.elastic.control_plane import worker_main  # noqa: PLC0415 - the program has loaded torch
+    from torch.distributed.elastic.control_plane import worker_main
 
     main: Any = worker_main
     server = main.__wrapped__()  # without what records errors, which would enable faulthandler
-    import shutil  # noqa: PLC0415 - torch has loaded these two
-    import tempfile  # noqa: PLC0415
+    import shutil
+    import tempfile
 
     folder = tempfile.mkdtemp(prefix="poprun-")
     socket = os.path.join(folder, "s")
@@ -48,8 +48,8 @@ def start() -> int:
 
 def _enter_quietly(server: AbstractContextManager[None]) -> None:
     """Start the server's threads, for ever, with no signal of the program's and without its line."""
-    import ctypes  # noqa: PLC0415 - torch has loaded these two
-    import signal  # noqa: PLC0415
+    import ctypes
+    import signal
 
     # A server that is taken down in a forked child takes the parent's with it, and so the parent: it never is.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
@@ -83,8 +83,8 @@ def read_recorder(descriptor: int) -> bytes:
 
 
 def _ask(descriptor: int, handler: str) -> bytes:
-    import http.client  # noqa: PLC0415 - a program that fails pays for it
-    import socket  # noqa: PLC0415
+    import http.client
+    import socket
 
     connection = http.client.HTTPConnection("localhost")
     connection.sock = socket.socket(socket.AF_UNIX)

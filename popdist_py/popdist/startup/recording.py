@@ -53,7 +53,7 @@ def begin(
 
 def ask_clock() -> list[int]:
     """Our time before and after the agent's answer, and its time between; the closest of several answers."""
-    import socket  # noqa: PLC0415 - only programs that are traced pay for it
+    import socket
 
     try:
         link = socket.socket(fileno=int(os.environ[CLOCK_DESCRIPTOR]))
@@ -101,14 +101,14 @@ class Recording:
         self._about: dict[str, Any] = {}
         self._deadline_seconds = 0.0
         self._is_over = False
-        import mmap  # noqa: PLC0415 - as above
+        import mmap
 
         self._shared = mmap.mmap(-1, 1)  # what forked workers see: whether the window is open
 
     def prepare(self, _torch: object) -> None:
         """Count the optimizer's steps; a window that begins with the program begins when it calls a module."""
-        from torch.nn.modules.module import register_module_forward_pre_hook  # noqa: PLC0415 - torch has loaded them
-        from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - as above
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._others.watch()
         register_optimizer_step_post_hook(self._after_step)  # for good: it cannot be removed while it is called
@@ -116,7 +116,7 @@ class Recording:
             self._forward_hook = register_module_forward_pre_hook(self._before_forward)
 
     def _after_step(self, optimizer: object, *_: object) -> None:
-        import weakref  # noqa: PLC0415 - as above
+        import weakref
 
         counted = self._optimizer()
         if self._is_over:
@@ -142,15 +142,15 @@ class Recording:
 
     def _is_own_thread(self) -> bool:
         """Whether this is the thread that has begun the window: torch crashes if another one ends it."""
-        import threading  # noqa: PLC0415 - as above
+        import threading
 
         return self._profile is not None and self._about["thread"] == threading.get_native_id()
 
     def _open(self) -> None:
         """Begin the window, unless the program profiles itself."""
-        import threading  # noqa: PLC0415 - as above
+        import threading
 
-        import torch.profiler as profilers  # noqa: PLC0415 - as above
+        import torch.profiler as profilers
 
         if self._is_over:
             return
@@ -245,8 +245,8 @@ class Recording:
 
     def go_on_in_child(self) -> None:
         """Record nothing in a forked child; in a worker of a DataLoader, what it loads."""
-        import threading  # noqa: PLC0415 - as above
-        from traceback import walk_stack  # noqa: PLC0415 - as above
+        import threading
+        from traceback import walk_stack
 
         was_over, self._is_over, self._profile = self._is_over, True, None
         if not was_over and any(frame.f_code.co_filename.endswith(LOADS) for frame, _ in walk_stack(None)):
@@ -274,7 +274,7 @@ class Recording:
 
 def _loaded(frame: FrameType | None) -> str:
     """Which function of the program's a worker's fetcher has called; empty when it waits for work."""
-    from traceback import walk_stack  # noqa: PLC0415 - as above
+    from traceback import walk_stack
 
     above = ""
     for one, _ in walk_stack(frame):
@@ -295,8 +295,8 @@ class ProgramsProfilers:
 
     def watch(self) -> None:
         """Be called when a profiler begins or ends, from now on."""
-        from torch.autograd.profiler import profile as inner  # noqa: PLC0415 - torch has loaded it
-        from torch.profiler import profile  # noqa: PLC0415 - as above
+        from torch.autograd.profiler import profile as inner
+        from torch.profiler import profile
 
         for kind, name, note in (
             (profile, "prepare_trace", self._begin),
@@ -317,7 +317,7 @@ class ProgramsProfilers:
 
 def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Callable[..., Any]:
     """A method that calls ``note`` with its object first."""
-    from functools import wraps  # noqa: PLC0415 - as above
+    from functools import wraps
 
     @wraps(method)
     def call(this: object, *args: object, **kwargs: object) -> object:
@@ -342,7 +342,7 @@ class Waits:
         page = self._page = progress.progress_page
         wait, end_wait = page.wait, page.end_wait
 
-        def begin_recorded(text: str, members: Any = ()) -> None:  # noqa: ANN401 - a sequence, as there
+        def begin_recorded(text: str, members: Any = ()) -> None:
             wait(text, members)
             self._waits.append([list(members), page.read().num_waits, text, time.time_ns(), 0])
 

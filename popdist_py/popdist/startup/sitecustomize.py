@@ -55,7 +55,7 @@ def begin() -> None:
         return
     signals.announce(page, signals.register(page))
     signals.watch_crashes(page)
-    import atexit  # noqa: PLC0415 - only the program itself pays for it
+    import atexit
 
     lone_training = (os.getpid(), page, signals)
     atexit.register(announce_lone_training, *lone_training)
@@ -74,7 +74,7 @@ def begin() -> None:
 
 def load_module(*place: str) -> ModuleType:
     """Load a module of popdist's by its path, without importing the package."""
-    from _frozen_importlib_external import SourceFileLoader  # noqa: PLC0415 - it is loaded already; importlib is not
+    from _frozen_importlib_external import SourceFileLoader
 
     name = "_".join(("popdist", *place))
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -97,7 +97,7 @@ def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
 
 def serve_recorder(page: int, signals: ModuleType) -> None:
     """Have torch's recorder of collectives answer poprun, and tell of itself when the program fails."""
-    import atexit  # noqa: PLC0415 - only programs that use torch pay for it
+    import atexit
 
     server = load_module("startup", "recorder_server")
     descriptor = server.start()
@@ -147,7 +147,7 @@ class ExitCode:
     """
 
     def __init__(self) -> None:
-        import gc  # noqa: PLC0415 - only programs of MPI jobs pay for it
+        import gc
 
         # the code in a tuple, which is empty as long as no SystemExit has ended the program
         self.last_words: tuple[object, ...] = ()
@@ -194,7 +194,7 @@ def exit_with_exception(*status: object) -> None:
 
 def watch_ending(page: int) -> None:
     """Have the program end at once after a failure, when it is one of an MPI job or one that uses JAX."""
-    import atexit  # noqa: PLC0415 - only such programs pay for it
+    import atexit
 
     ending = SystemExit.__dict__["code"]
     if not isinstance(ending, ExitCode):
@@ -225,7 +225,7 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
         return
     flush()
     if type(error) is KeyboardInterrupt and not ending.last_words:
-        import signal  # noqa: PLC0415 - as above
+        import signal
 
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(pid, signal.SIGINT)
@@ -264,7 +264,7 @@ def flush() -> None:
         except (OSError, ValueError, AttributeError):
             continue
     try:
-        import ctypes  # noqa: PLC0415 - as above
+        import ctypes
 
         ctypes.CDLL(None).fflush(None)
     except (ImportError, OSError, AttributeError):
@@ -273,8 +273,8 @@ def flush() -> None:
 
 def announce_finalize(page: int) -> None:
     """Write on the page of progress that the program waits in MPI_Finalize, as `popdist.progress` would."""
-    import struct  # noqa: PLC0415 - as above
-    import time  # noqa: PLC0415
+    import struct
+    import time
 
     num_changes, num_waits = (_number_at(page, place) for place in (CHANGES_ENDED_AT, WAIT_AT))
     changed = struct.pack("=Q", num_changes + 1)

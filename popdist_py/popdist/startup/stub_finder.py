@@ -46,8 +46,8 @@ class LastFinder:
         """The spec of a module that is served, for an import statement; None for anything else."""
         if name not in _SERVED:
             return None
-        from importlib.machinery import ModuleSpec  # noqa: PLC0415 - every Python below the program pays for imports
-        from inspect import currentframe  # noqa: PLC0415 - as above
+        from importlib.machinery import ModuleSpec
+        from inspect import currentframe
 
         if not _is_from_import(currentframe()):  # the machinery does not say who asks
             return None
@@ -92,7 +92,7 @@ def _is_poptorch_here() -> bool:
     """Whether poptorch can be imported; nobody has it unasked, and a program may run in another Python."""
     if "poptorch" in sys.modules:
         return True
-    from importlib.util import find_spec  # noqa: PLC0415 - only programs that ask for a stand-in come here
+    from importlib.util import find_spec
 
     return find_spec("poptorch") is not None
 

@@ -50,7 +50,7 @@ class PopDistStrategy(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignor
     """
 
 
-def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:  # noqa: ANN401 - what TensorFlow takes
+def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:
     """The sum or the mean of the instances' values, on each of them.
 
     Args:
@@ -64,12 +64,12 @@ def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:  # 
     return strategy.reduce(reduce_op, strategy.run(tf.convert_to_tensor, args=(value,)), axis=None)
 
 
-def allgather(value: Any) -> Any:  # noqa: ANN401 - as above
+def allgather(value: Any) -> Any:
     """The values of the instances, on each of them: one row for each, in their order."""
     strategy = tf.distribute.get_strategy()
     return strategy.gather(strategy.run(lambda one: tf.convert_to_tensor(one)[None], args=(value,)), axis=0)
 
 
-def broadcast(value: Any, root_rank: int = 0) -> Any:  # noqa: ANN401 - as above
+def broadcast(value: Any, root_rank: int = 0) -> Any:
     """The value of instance ``root_rank``, on each of them; those of the others only say its shape and dtype."""
     return allgather(value)[root_rank]

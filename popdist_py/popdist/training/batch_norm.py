@@ -114,7 +114,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch's own signature
+        ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -127,7 +127,7 @@ class _Normalise(torch.autograd.Function):
         mine = _array_of(own, x.numel() / num_channels)
         values = turn.sync_values(SyncPoint("forward", norm.number, len(mine)), mine)
         means, variances, count = _pooled(values)
-        if count < 2:  # noqa: PLR2004 - as torch
+        if count < 2:
             raise BatchError(
                 f"{norm.name} has {count:g} values in each channel over all replicas of its group, and a "
                 "variance needs two"
@@ -142,7 +142,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - as above
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of this participant's loss, with what the others' losses owe its samples."""
         x, weight, mean, variance = ctx.saved_tensors
         norm, turn, wide = ctx.norm, ctx.turn, mean.dtype
@@ -180,7 +180,7 @@ class _Normalise(torch.autograd.Function):
 
 def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
     """``tensor`` in the order of memory for which torch's kernels are fast."""
-    is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004 - images
+    is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
     if is_last and not like.is_contiguous():
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor.contiguous()

@@ -117,7 +117,7 @@ def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:
 def _refuse_mesh(
     module: nn.Module,
     name: str,
-    parameter: Any,  # noqa: ANN401 - a DTensor
+    parameter: Any,
     instances: range,
     of_stage: range,
 ) -> None:

@@ -134,7 +134,7 @@ class Pipeline:
         self._trained = torch.is_grad_enabled()
         return [loss.detach() for loss in losses or ()]
 
-    def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:  # noqa: ANN401 - torch's own
+    def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:
         """As :meth:`run` without a backward pass, at whose end torch would divide the ``.grad`` of before all."""
         divides, schedule.scale_grads = schedule.scale_grads, False
         try:
@@ -287,7 +287,7 @@ def _joined(asked: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) ->
     )
 
 
-def _join(values: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever a module takes
+def _join(values: Sequence[Any]) -> Any:
     return torch.cat(list(values)) if isinstance(values[0], Tensor) and len(values) > 1 else values[0]
 
 

@@ -143,7 +143,7 @@ class ReplicatedModel(WrappingModel):
         )
         self._model_steps.automatic.watch()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass."""
         steps: ModelSteps = self._model_steps
         module: Any = steps.module  # self.module takes ten times longer
@@ -263,7 +263,7 @@ class ReplicatedModel(WrappingModel):
 
     def pipeline_step(  # noqa: PLR0913 - those of micro_batches(), and the schedule
         self,
-        schedule: Any,  # noqa: ANN401 - torch's schedules have no public class
+        schedule: Any,
         batch: Nest,
         accumulation: int = 1,
         *,
@@ -384,8 +384,8 @@ class ReplicatedModel(WrappingModel):
 
     def state_dict(  # type: ignore[override]  # torch's stubs leave out the positional arguments it takes
         self,
-        *args: Any,  # noqa: ANN401 - torch's own signature
-        **kwargs: Any,  # noqa: ANN401 - as above
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """The module's own state dict: it loads into the bare module and the other way round.
 
@@ -398,7 +398,7 @@ class ReplicatedModel(WrappingModel):
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict of the module, on this instance only."""
         loaded = self.module.load_state_dict(state_dict, *args, **kwargs)
         self._model_steps.buffers.clear_outside_writes()

@@ -323,7 +323,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     is_step = method.__name__ == "step"
 
     @wraps(method)
-    def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
+    def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         parameters = parameters_of(optimizer)
         # torch makes it with the first loss, which a stage that is not the last, or one without samples, has not
         scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters[0].device))

@@ -31,7 +31,7 @@ class WrappingModel(nn.Module):
         """The random states of this instance's replicas; part of what a checkpoint saves."""
         return self._model_steps.randomness
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -42,7 +42,7 @@ class WrappingModel(nn.Module):
                 raise AttributeError(f"{self._title} has no {name!r}: {self._advice[name]}") from None
             return getattr(module, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
+    def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the module; a WeightsError for a weight, and for what the model does otherwise."""
         if "_model_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -73,10 +73,10 @@ class WrappingModel(nn.Module):
 
     register_module = add_module
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:  # noqa: ANN401 - torch's own signature
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """The module's parameters under its own names."""
         return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - as above
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The module's buffers under its own names."""
         return self.module.named_buffers(*args, **kwargs)

@@ -71,7 +71,7 @@ class Channel:
 
     def __init__(
         self,
-        process_group: Any,  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+        process_group: Any,
         num_instances: int,
         instance_index: int,
         *,

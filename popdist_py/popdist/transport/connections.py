@@ -95,7 +95,7 @@ class Connections:
                 self._channel_host = member.share_memory(self.local_collectives.size, "channel/hosts")
             self._channels["cpu"] = self._channel_over(connected, self._close_connections, self._channel_host)
 
-    def _connect(self, store: Store) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+    def _connect(self, store: Store) -> Any:
         with as_backend_error(f"{self.names.of([self.instance_index])} could not be connected with the others"):
             timeout = timedelta(seconds=self.timeout_seconds)
             made = torch_private.connect_gloo(
@@ -113,7 +113,7 @@ class Connections:
         messages = HostMessages(self.control, store, self.instance_index, self.names, self.timeout_seconds)
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
-    def direct(self, device: torch.device) -> Any:  # noqa: ANN401 - as above
+    def direct(self, device: torch.device) -> Any:
         """Return what sends between the accelerators of all instances, which call this together the first time.
 
         None where no backend does, or where two instances share an accelerator.
@@ -127,7 +127,7 @@ class Connections:
             self._direct[device.type] = self._connect_direct(device.type, "direct") if is_possible else None
         return self._direct[device.type]
 
-    def _connect_direct(self, device_type: str, name: str) -> Any:  # noqa: ANN401 - as above
+    def _connect_direct(self, device_type: str, name: str) -> Any:
         backend = accelerator.collectives_of(device_type)
         with as_backend_error(f"{self.names.of([self.instance_index])} could not start {backend}"):
             store, timeout = PrefixStore(f"{name}/{backend}", self._store), timedelta(seconds=self.timeout_seconds)
@@ -152,7 +152,7 @@ class Connections:
 
     def _channel_over(
         self,
-        process_group: Any,  # noqa: ANN401 - as above
+        process_group: Any,
         abort: Callable[[Any], None],
         local_collectives: HostCollectives | None = None,
     ) -> Channel:
@@ -207,7 +207,7 @@ class Connections:
         for thread in waiting:
             thread.join()
 
-    def _close_connections(self, gloo: Any) -> None:  # noqa: ANN401 - as above
+    def _close_connections(self, gloo: Any) -> None:
         """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):

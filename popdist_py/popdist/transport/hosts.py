@@ -35,7 +35,7 @@ class HostMessages:
 
     def __init__(
         self,
-        gloo: Any,  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+        gloo: Any,
         store: Store,
         rank: int,
         names: Names,
@@ -86,11 +86,11 @@ class HostMessages:
         self._gloo = None
         self._failure = self._failure or f"this {self._names.noun} has left the group"
 
-    def _receive(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - a work of torch's
+    def _receive(self, rank: int, tensor: Tensor) -> Any:
         with self._naming(rank):
             return self._gloo.recv([as_bytes(tensor)], rank, 0)
 
-    def _send(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - as above
+    def _send(self, rank: int, tensor: Tensor) -> Any:
         with self._naming(rank):
             return self._gloo.send([as_bytes(tensor)], rank, 0)
 

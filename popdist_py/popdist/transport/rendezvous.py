@@ -153,7 +153,7 @@ def _address_by_name() -> str:
 
 def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
     """Instance 0 listens, and everyone learns where through COMM_WORLD: a fixed number of bytes, no pickle."""
-    from mpi4py import MPI  # noqa: PLC0415 - importing it starts MPI, which only a job under mpiexec wants
+    from mpi4py import MPI
 
     contract, world = environment.contract, MPI.COMM_WORLD
     if (world.size, world.rank) != (contract.num_instances, contract.instance_index):

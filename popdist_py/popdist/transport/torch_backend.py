@@ -280,7 +280,7 @@ class TorchBackend:
         is_possible = self._is_whole_job and self.device_kinds >= kinds
         return self._connections.channel(devices) if is_possible else None
 
-    def _direct(self, tensor: Tensor) -> Any:  # noqa: ANN401 - a process group of torch's
+    def _direct(self, tensor: Tensor) -> Any:
         """What sends ``tensor`` between accelerators; None where ``tensor`` goes over the memory of the host."""
         return self._connections.direct(tensor.device) if self._is_whole_job else None
 

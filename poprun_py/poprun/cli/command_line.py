@@ -162,8 +162,8 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
 
 
 def _imported(path: str) -> tuple[OptionValue, ...]:
-    from poprun.cli.config_file import read_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
-    from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
+    from poprun.cli.config_file import read_config
+    from poprun.text.input_files import read_text
 
     return read_config(read_text(path, f"--{_IMPORT}"), path, NOT_LOCAL)
 
@@ -188,8 +188,8 @@ def _add_hosts(request: dict[str, Any], host_file: str) -> None:
 
 def _read_mapping(text: str) -> AskedMapping:
     """The mapping in the words ``text``, or in the file that is called so."""
-    from poprun.plan.parallelism import mapping_in_file, mapping_in_words  # noqa: PLC0415 - few jobs share replicas
-    from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
+    from poprun.plan.parallelism import mapping_in_file, mapping_in_words
+    from poprun.text.input_files import read_text
 
     if "=" in text and not text.endswith(".json"):
         return mapping_in_words(text)
@@ -332,7 +332,7 @@ def _habit(written: str) -> str:
 def _unknown(written: str) -> UsageError:
     if habit := _habit(written):
         return UsageError(f"there is no option {written}: {habit}")
-    from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
+    from difflib import get_close_matches
 
     nearest = get_close_matches(f"--{written.lstrip('-')}", long_names(), n=1, cutoff=0.7)
     cure = f"did you mean {nearest[0]}?" if nearest else f"poprun {HELP_ALL} lists the options"
@@ -357,7 +357,7 @@ def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
     unknown = [name for name in environ if name.startswith(VARIABLE_PREFIX) and name not in known]
     if not unknown:
         return
-    from difflib import get_close_matches  # noqa: PLC0415 - hardly anybody has such a variable
+    from difflib import get_close_matches
 
     for name in unknown:
         for nearest in get_close_matches(name, known, n=1, cutoff=0.9):

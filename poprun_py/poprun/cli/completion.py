@@ -49,8 +49,8 @@ def host_names_in(kind: str, text: str) -> Iterator[str]:
 
 
 def _partitions() -> Sequence[str]:
-    from poprun.devices.pool.place import DEFAULT_POOL, POOL_VARIABLE  # noqa: PLC0415 - few complete a partition
-    from poprun.devices.pool.pool import Pool  # noqa: PLC0415 - see above
+    from poprun.devices.pool.place import DEFAULT_POOL, POOL_VARIABLE
+    from poprun.devices.pool.pool import Pool
 
     try:
         state = Pool(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL, busy_seconds=1.0).state()

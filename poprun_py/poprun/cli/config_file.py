@@ -68,7 +68,7 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
     name = key.value if isinstance(key, yaml.ScalarNode) else ""
     if name in options:
         return options[name]
-    from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
+    from difflib import get_close_matches
 
     nearest = get_close_matches(name.replace("_", "-").lstrip("-"), options, n=1, cutoff=0.6)
     cure = (

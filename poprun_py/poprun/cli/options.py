@@ -44,7 +44,7 @@ class Kind:
     is_counted: bool = False  # without a value: how often it is written counts
     choices: tuple[str, ...] = ()  # all values, where they are few
 
-    def value(self, texts: Sequence[str]) -> Any:  # noqa: ANN401 - whatever the kind makes of them
+    def value(self, texts: Sequence[str]) -> Any:
         """The value of an option that was given ``texts``, in this order."""
         return self.read_all(texts) if self.read_all else self.read(texts[-1])
 
@@ -112,7 +112,7 @@ def _hosts(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _subnet(text: str) -> str:
-    from ipaddress import ip_network  # noqa: PLC0415 - jobs of one machine have no subnet
+    from ipaddress import ip_network
 
     try:
         return str(ip_network(text, strict=False))
@@ -192,7 +192,7 @@ class OptionValue:
     texts: tuple[str, ...]
     place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
-    def value(self) -> Any:  # noqa: ANN401 - whatever the option's kind makes of it
+    def value(self) -> Any:
         """The value that the texts stand for. An error names the place where they were written."""
         where = f"{self.place}: " if self.place else ""
         try:

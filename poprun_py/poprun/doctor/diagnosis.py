@@ -22,7 +22,7 @@ from poprun.text.screen import ReportFormat, visible
 FORM_VERSION: Final = 1  # of the form of the JSON that --doctor prints
 NEWEST_TORCH: Final = (2, 15)  # the newest torch with which the tests were run (scripts/test-torch)
 MIN_SHARED_BYTES: Final = 2**30  # of /dev/shm; containers often have 64 MiB, and one batch of images takes more
-_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted
+_SHARED_MEMORY: Final = "/dev/shm"
 
 
 class State(StrEnum):

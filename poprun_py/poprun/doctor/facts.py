@@ -102,7 +102,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
         machine=machine_facts(environment),
         cpu_quota=cpu_quota(),
         memory=memory_limits(),
-        can_share_memory=os.access("/dev/shm", os.W_OK | os.X_OK),  # noqa: S108 - where it is mounted, to look at
+        can_share_memory=os.access("/dev/shm", os.W_OK | os.X_OK),
         ssh=_version_of("ssh", "-V"),
         slurm=_version_of("srun", "--version"),
         slurm_job=environment.get("SLURM_JOB_ID", ""),

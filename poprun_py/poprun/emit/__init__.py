@@ -42,7 +42,7 @@ def emit_job(
         raise UsageError(
             "a pod needs a container image that holds the program, Python and popdist: add --image NAME"
         )
-    from poprun.emit.kubernetes import jobset, mpijob  # noqa: PLC0415 - see the module's docstring
+    from poprun.emit.kubernetes import jobset, mpijob
 
     return (jobset if kind is EmitKind.JOBSET else mpijob)(plan, name, image)
 

@@ -150,7 +150,7 @@ def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: i
     if plan.threads_per_replica is not None:
         resources["requests"] = {"cpu": str(num_instances * plan.threads_per_replica)}
     # else a pod has 64 MiB at /dev/shm, where data loaders leave their batches
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108 - the pod's own
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     return {
         "terminationGracePeriodSeconds": max(1, math.ceil(plan.ending.stop_timeout_seconds)),
         "containers": [{**container, **({"resources": resources} if resources else {}), "volumeMounts": mounts}],

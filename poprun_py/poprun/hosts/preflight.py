@@ -43,7 +43,7 @@ _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
 _SLOTS_SECONDS: Final = 3.0
 _HOLD_SECONDS: Final = 3.0
-_KEY_FILE: Final = "/dev/shm/poprun-key-{}"  # noqa: S108 - in memory, and on every host; its name is not to be guessed
+_KEY_FILE: Final = "/dev/shm/poprun-key-{}"
 _VERSION_FILE: Final = os.path.abspath(contract.__file__)
 _FOLDERS: Final = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),

@@ -132,7 +132,7 @@ def file_problem(file: str) -> str:
 
 def temporary_folder() -> str:
     """The folder in which Open MPI's daemons keep a job's files."""
-    return next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")  # noqa: S108 - what they take
+    return next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")
 
 
 def write_problem(folder: str) -> str:
@@ -193,8 +193,8 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 def slots(question: dict[str, Any]) -> dict[str, Any]:
     """The cores that a job may use here, as poprun finds them, and why its cache cannot be here, or nothing."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
-    from popdist.trusted_paths import own_folder_problem  # noqa: PLC0415 - not before it is known to be the same
-    from poprun.probe.machine import usable_cores  # noqa: PLC0415 - as above
+    from popdist.trusted_paths import own_folder_problem
+    from poprun.probe.machine import usable_cores
 
     return {"cores": list(usable_cores()), "cache": question["cache"] and own_folder_problem(question["cache"])}
 

@@ -118,7 +118,7 @@ class AgentLinks:
 
     def _listen_to_hosts(self, network: "JobNetwork") -> str:
         """Listen for the agents of other hosts; the socket's address."""
-        from poprun.job.key_proofs import KeyProofs  # noqa: PLC0415 - jobs of one host need no cryptography
+        from poprun.job.key_proofs import KeyProofs
 
         self._proofs = KeyProofs(network.key.text, self._selector, self._admit, self._refuse)
         host = network.control_host
@@ -235,7 +235,7 @@ class AgentLinks:
         return {0, 1, 2} if instance == 0 else {1, 2}
 
     def _add_viewer(self, link: Link) -> None:
-        from poprun.job.monitors import Viewers  # noqa: PLC0415 - nobody looks at most jobs
+        from poprun.job.monitors import Viewers
 
         self.viewers = self.viewers or Viewers()
         self.viewers.add(link)

@@ -121,15 +121,15 @@ class Attempt:
     def _prepare(self) -> None:
         """Start the monitor, and load what shows output, while the shims start."""
         if self._plan.output.has_monitor:
-            from poprun.job.monitors import MonitorProcess  # noqa: PLC0415 - most jobs draw nothing
+            from poprun.job.monitors import MonitorProcess
 
             self._monitor = MonitorProcess(self._environ)
         if self._record.curves is not None:
-            from poprun.job.performance.gpu_watch import watch_gpus  # noqa: PLC0415 - most jobs are not drawn
+            from poprun.job.performance.gpu_watch import watch_gpus
 
             self._gpu_watch = watch_gpus(self._plan, self._identity, self._environ, self._record.curves)
         if not self._streams.is_inherited:
-            import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
+            import poprun.job.output.relay  # noqa: F401 - there is time for it until the shims have started
 
     def _supervise(self) -> None:
         while True:
@@ -172,7 +172,7 @@ class Attempt:
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
         """Whether an instance that caused the failures of the others may still end by itself in time."""
-        from poprun.job.end_verdict import awaits_culprit  # noqa: PLC0415 - jobs that end well need none
+        from poprun.job.end_verdict import awaits_culprit
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)
 
@@ -238,7 +238,7 @@ class Attempt:
         network = self._identity.network
         if network is None:
             return None
-        from poprun.messages.clock import ROUND_SECONDS, HostClocks  # noqa: PLC0415 - jobs of one host have one clock
+        from poprun.messages.clock import ROUND_SECONDS, HostClocks
 
         names = {
             index: route.name
@@ -288,8 +288,8 @@ class Attempt:
 
     def _describe_stacks(self, inquiry: "StackInquiry") -> str:
         """The stacks in words, after who keeps the others waiting if it is a hang."""
-        from poprun.job.stacks import read_lines  # noqa: PLC0415 - most jobs are never asked
-        from poprun.job.verdict import describe_verdict, find_verdict_of_hang  # noqa: PLC0415 - as above
+        from poprun.job.stacks import read_lines
+        from poprun.job.verdict import describe_verdict, find_verdict_of_hang
 
         statuses, evidence, findings = self._record.statuses, self._record.evidence, []
         read_line = read_lines(evidence.values())
@@ -308,7 +308,7 @@ class Attempt:
             return
         if len(statuses) == 1 or any(status.state is not InstanceState.RUNNING for status in statuses):
             return
-        from poprun.job.performance.watch import MOST_HELPERS, PerformanceWatch  # noqa: PLC0415 - torch's programs only
+        from poprun.job.performance.watch import MOST_HELPERS, PerformanceWatch
 
         if self._record.performance is None:
             self._record.performance = PerformanceWatch(self._record.began_at_seconds, self._plan.places)
@@ -332,7 +332,7 @@ class Attempt:
     def _watch_memory(self, now_seconds: float) -> None:
         """Warn once for each host whose memory will be full before long."""
         if now_seconds >= self._memory_due_seconds:
-            from poprun.job.performance.memory_growth import warn_of_growth  # noqa: PLC0415 - jobs of a minute only
+            from poprun.job.performance.memory_growth import warn_of_growth
 
             self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
             warn_of_growth(self._plan, self._record.statuses, self._memory_warnings, log)
@@ -340,7 +340,7 @@ class Attempt:
     def _tell_lone(self) -> None:
         """Say once, while they run, that instances train without each other."""
         if not self._has_told_lone and (number := num_lone(self._record.statuses)) > 1:
-            from poprun.job.report.printed_report import describe_lone  # noqa: PLC0415 - few jobs need it
+            from poprun.job.report.printed_report import describe_lone
 
             self._has_told_lone = True
             log(describe_lone(number, self._plan))
@@ -353,7 +353,7 @@ class Attempt:
             log(text)
 
     def _ask_for_stacks(self, hang: "Hang | None" = None) -> None:
-        from poprun.job.stacks import StackInquiry  # noqa: PLC0415 - most jobs are never asked
+        from poprun.job.stacks import StackInquiry
 
         timeout_seconds = self._plan.ending.hang_timeout_seconds
         self._inquiry = StackInquiry(
@@ -481,7 +481,7 @@ class Attempt:
             log(line)
         if exit_code(end) == 0 and not end.survivors:
             return end
-        from poprun.job.report.printed_report import explain  # noqa: PLC0415 - jobs that end well need none
+        from poprun.job.report.printed_report import explain
 
         kills_before = self._kills_before if self._identity.network is None else None
         failed = (status.index for status in end.statuses if status.has_failed or status.exit_code)

@@ -230,7 +230,7 @@ class Record:
         if event["event"] == "exited" and not event["was_stopped"]:
             self.evidence.pop(instance, None)  # where it stood before says nothing of its end
         if event["event"] == "stacks" or any(event.get(name) for name in _REMAINS):
-            from poprun.job.evidence import read_evidence  # noqa: PLC0415 - most programs are never asked
+            from poprun.job.evidence import read_evidence
 
             self._asked.discard(instance)
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
@@ -356,7 +356,7 @@ class Record:
 
 
 def _empty_curves(num_instances: int, now_seconds: float) -> "JobCurves":
-    from poprun.job.performance.curves import JobCurves  # noqa: PLC0415 - most jobs keep none
+    from poprun.job.performance.curves import JobCurves
 
     return JobCurves(num_instances, now_seconds)
 

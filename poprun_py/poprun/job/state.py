@@ -84,7 +84,7 @@ class MemoryCurve:
     def after(self, at_seconds: float, num_bytes: int) -> Self:
         """The curve with one more sample."""
         before = self.samples
-        is_last_kept = len(before) < 2 or before[-1][0] - before[-2][0] >= self.gap_seconds  # noqa: PLR2004 - a pair
+        is_last_kept = len(before) < 2 or before[-1][0] - before[-2][0] >= self.gap_seconds
         samples = (*(before if is_last_kept else before[:-1]), (at_seconds, num_bytes))
         gap_seconds = self.gap_seconds
         if len(samples) > MAX_SAMPLES:

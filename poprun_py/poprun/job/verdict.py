@@ -346,7 +346,7 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
 
 def minority(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The smaller of two parts of a job; none where they are equal, or where there are more than two."""
-    if len(parts) != 2 or len(parts[0]) == len(parts[1]):  # noqa: PLR2004 - a pair
+    if len(parts) != 2 or len(parts[0]) == len(parts[1]):
         return ()
     smaller = min(parts, key=len)
     return tuple(sorted(smaller))

@@ -372,7 +372,7 @@ class Agent:
 
     def _open_clock(self) -> int:
         """Begin to answer a traced program; the descriptor that it inherits."""
-        from poprun.launch.clock_answers import ClockAnswers  # noqa: PLC0415 - most jobs are not traced
+        from poprun.launch.clock_answers import ClockAnswers
 
         self._clock = ClockAnswers()
         self._poll.register(self._clock.fileno(), select.POLLIN)
@@ -382,14 +382,14 @@ class Agent:
         """The descriptors of the job's lease, when a process of this host keeps it."""
         if not self._lease_address:
             return []
-        from poprun.launch.fetched_lease import fetch_lease  # noqa: PLC0415 - jobs of one host have it from poprun
+        from poprun.launch.fetched_lease import fetch_lease
 
         return fetch_lease(self._lease_address)
 
     def _leave_lease(self) -> None:
         """Have the keeper of the lease end where poprun is out of reach, else see that it can hear poprun."""
         if self._lease_address:
-            from poprun.launch.fetched_lease import give_up_lease, wake_holder  # noqa: PLC0415 - as above
+            from poprun.launch.fetched_lease import give_up_lease, wake_holder
 
             (give_up_lease if self._is_orphan else wake_holder)(self._lease_address)
 

@@ -83,7 +83,7 @@ def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
     """The variable with the options of Hydra's ssh; none in Slurm, which needs no ssh."""
     if plan.remote.slurm_job is not None:
         return {}
-    from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - jobs of one host go without
+    from poprun.hosts.routes import ssh_options
 
     return {HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))}
 
@@ -93,7 +93,7 @@ def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, .
     fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
     if network is None:
         return fixed
-    from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - as above
+    from poprun.hosts.routes import ssh_options
 
     subnet = plan.remote.subnet
     return (
@@ -166,7 +166,7 @@ def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
     """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
-    from poprun.hosts.routes import srun_words  # noqa: PLC0415 - jobs of one host go without
+    from poprun.hosts.routes import srun_words
 
     step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
     return LaunchCommand(

@@ -15,7 +15,7 @@ TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_FOLDER = "/dev/shm"  # noqa: S108 - it is where the runtimes keep them
+_FOLDER = "/dev/shm"
 _PREFIXES = ("mpich_shm_", "mpich_vci_", "sm_segment.", "vader_segment.", "ucx_shm_posix_")
 
 _FIRST_PROCESS_SPACE = "pid:[4026531836]"
@@ -100,7 +100,7 @@ def _sees_everybody() -> bool:
 
 def session_parent(environ: Mapping[str, str]) -> str:
     """The folder in which a launcher that is started with ``environ`` keeps its own."""
-    return next((environ[name] for name in _PLACES if environ.get(name)), "/tmp")  # noqa: S108 - PRRTE's choice
+    return next((environ[name] for name in _PLACES if environ.get(name)), "/tmp")
 
 
 def remove_abandoned_sessions(parent: str) -> list[str]:
@@ -108,7 +108,7 @@ def remove_abandoned_sessions(parent: str) -> list[str]:
     # containers may share ``parent`` and not their process ids: a folder without this machine's name stays
     removed = list(_abandoned(parent, os.uname().nodename))
     if removed:
-        import shutil  # noqa: PLC0415 - there is hardly ever one
+        import shutil
 
         for folder in removed:
             shutil.rmtree(folder, ignore_errors=True)

@@ -347,7 +347,7 @@ class ProgramWatch:
 
     def machine_event(self) -> Message:
         """The event after a failure with what the kernel has killed on this host since the begin, and limits."""
-        from poprun.probe.limits import KillCounts, evidence_since  # noqa: PLC0415 - few programs fail
+        from poprun.probe.limits import KillCounts, evidence_since
 
         evidence = evidence_since(KillCounts(*self._kills))
         limits = {name: getattr(evidence.limits, name) for name in evidence.limits.__slots__}
@@ -378,11 +378,11 @@ class ProgramWatch:
 
     def remains(self, environment: Mapping[str, str], working_directory: str) -> Message:
         """What a failed program has left behind: its collectives or its stacks, and which disks are full."""
-        places = (working_directory, environment.get("TMPDIR", "/tmp"), "/dev/shm")  # noqa: S108 - looked at only
+        places = (working_directory, environment.get("TMPDIR", "/tmp"), "/dev/shm")
         left: Message = {"full_disks": [place for place in places if _is_full(place)]}
         text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
         if text.startswith(_RECORD):
-            from poprun.launch.recorder import cut_record  # noqa: PLC0415 - few programs leave one
+            from poprun.launch.recorder import cut_record
 
             left["recorder"] = cut_record(text)
         elif text.startswith(_CRASH):
@@ -433,7 +433,7 @@ class ProgramWatch:
         pid, descriptor = self._announced()[0], self._said_by_hook()[0]
         if not descriptor or is_stopped(pid):
             return None
-        from poprun.launch.recorder import RecorderQuestion  # noqa: PLC0415 - some programs have no recorder
+        from poprun.launch.recorder import RecorderQuestion
 
         return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 

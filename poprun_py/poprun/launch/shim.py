@@ -92,7 +92,7 @@ class Shim:
         life_reader, life_writer = os.pipe()
 
         def make_parentage() -> Parentage:
-            from poprun.launch.agent import Parentage  # noqa: PLC0415 - in an agent, it was loaded
+            from poprun.launch.agent import Parentage
 
             os.close(life_writer)
             return Parentage(os.getppid(), self._runtime, (life_reader,), os.environ)
@@ -124,7 +124,7 @@ class Shim:
             for descriptor in self._handlers:
                 os.close(descriptor)
             load_agent()
-            from poprun.launch.agent import HeldKey, run_agent  # noqa: PLC0415 - where there are several, it was loaded
+            from poprun.launch.agent import HeldKey, run_agent
 
             exit_code = run_agent(self._address, HeldKey(self._key, self._key_file), index, make_parentage())
             if exit_code == 0 and report >= 0:
@@ -197,8 +197,8 @@ class Shim:
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
         """Report to poprun that an agent is lost, with an error number or 0, and wait until it has heard."""
         # else poprun would take the end of this process for the first thing that went wrong
-        from poprun.messages import ProtocolError  # noqa: PLC0415 - agents are hardly ever lost
-        from poprun.messages.control import connect  # noqa: PLC0415 - as above
+        from poprun.messages import ProtocolError
+        from poprun.messages.control import connect
 
         try:
             link = connect(self._address, self._key, _CONNECT_SECONDS)
@@ -212,9 +212,9 @@ class Shim:
 
 def load_agent() -> None:
     """Load all that an agent needs to start a program; a later collection does not write on it."""
-    import _ctypes  # noqa: F401, PLC0415 - see fork_agents
+    import _ctypes  # noqa: F401 - see fork_agents
 
-    import poprun.launch.agent  # noqa: F401, PLC0415 - see fork_agents
+    import poprun.launch.agent  # noqa: F401 - see fork_agents
 
     gc.freeze()
     gc.enable()

@@ -27,7 +27,7 @@ runtime = posix.getppid()
 given = posix.environ.get(b"PMI_FD", b"")
 kept = [int(given)] if given.isdigit() else []
 for name in posix.listdir("/proc/self/fd"):
-    if int(name) > 2 and int(name) not in kept:  # noqa: PLR2004 - such as the socket on which Hydra listens
+    if int(name) > 2 and int(name) not in kept:
         try:
             posix.close(int(name))
         except OSError:  # the listing's own descriptor is closed by now

@@ -116,7 +116,7 @@ def _properties(text: str) -> dict[str, int]:
 
 def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
     """Read two answers of xpu-smi, the list of cards and their processes; each tile of a card is a row."""
-    import csv  # noqa: PLC0415 - few machines have cards of this maker
+    import csv
 
     inventory, processes = answers
     found = list[Listed]()

@@ -251,9 +251,9 @@ def connect(address: str, key: str, timeout_seconds: float) -> Link:
 
 
 def _connect_over_network(address: str, key: str, timeout_seconds: float) -> Link:
-    from socket import create_connection  # noqa: PLC0415 - jobs of one host go without
+    from socket import create_connection
 
-    from poprun.messages.proofs import prove  # noqa: PLC0415 - as above
+    from poprun.messages.proofs import prove
 
     host, _, port = address.removeprefix(_TCP).rpartition(":")
     connection = create_connection((host.strip("[]"), int(port)), timeout_seconds)

@@ -86,7 +86,7 @@ def _is_one_allocation(pod: str | None) -> bool:
     """Whether the pod, or this machine, is a single allocation; only a pod's YAML file names several."""
     if pod is None:
         return True
-    from poprun.plan.pods import named_pod  # noqa: PLC0415 - most jobs know no pod
+    from poprun.plan.pods import named_pod
 
     return named_pod(pod) is not None
 

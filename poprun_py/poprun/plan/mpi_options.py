@@ -156,7 +156,7 @@ def _subnet(written: Sequence[str]) -> str | None:
     """The network in ``--mca btl_tcp_if_include 10.1.0.0/16`` and its like; None for other words."""
     if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
         return None
-    from ipaddress import ip_network  # noqa: PLC0415 - hardly any job has such words
+    from ipaddress import ip_network
 
     try:
         return str(ip_network(written[2], strict=False)) if "/" in written[2] else None

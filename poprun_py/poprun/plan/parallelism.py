@@ -21,8 +21,8 @@ _OF_JOB = ("tensor", "pipeline", "replicas")
 
 def mapping_in_words(words: str) -> AskedMapping:
     """The mapping that ``words`` such as ``tensor=2,pipeline=2`` ask for; a PlanError if they ask for none."""
-    from popsize.errors import MappingError  # noqa: PLC0415 - few jobs have a mapping
-    from popsize.mapping import parse_mapping  # noqa: PLC0415 - as above
+    from popsize.errors import MappingError
+    from popsize.mapping import parse_mapping
 
     try:
         sizes = parse_mapping(words)
@@ -38,8 +38,8 @@ def mapping_in_words(words: str) -> AskedMapping:
 
 def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
     """The mapping in the ``content`` of a file that poprun-size saved; a PlanError if it holds none."""
-    from popsize.errors import MappingError  # noqa: PLC0415 - few jobs have a mapping
-    from popsize.mapping import loaded  # noqa: PLC0415 - as above
+    from popsize.errors import MappingError
+    from popsize.mapping import loaded
 
     try:
         found = loaded(content, name)
@@ -146,7 +146,7 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
     """What ``gpu`` is, if it is of another kind or has less memory than planned; else nothing."""
-    from popsize.hardware import DEVICES, GIB, gib, is_called  # noqa: PLC0415 - few jobs have a mapping
+    from popsize.hardware import DEVICES, GIB, gib, is_called
 
     is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)
     if is_other or 0 < gpu.memory_bytes < _ENOUGH * planned.memory_gib * GIB:

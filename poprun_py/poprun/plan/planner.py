@@ -132,7 +132,7 @@ def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts
     """Check the devices against the mapping, if there is one; in what they differ from those it was made for."""
     if request.mapping is None:
         return ()
-    from poprun.plan.parallelism import check_found, other_devices  # noqa: PLC0415 - few jobs share replicas
+    from poprun.plan.parallelism import check_found, other_devices
 
     check_found(plan, request.mapping, len(_gpus(request, facts)))
     return other_devices(plan, request.mapping, facts.gpus)
@@ -162,7 +162,7 @@ def _count(
         check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()
     if request.mapping is not None or request.instances_per_replica is not None:
-        from poprun.plan.parallelism import choose_parallelism, with_counts  # noqa: PLC0415 - as above
+        from poprun.plan.parallelism import choose_parallelism, with_counts
 
         parallelism = choose_parallelism(request)
         request, is_counted = with_counts(request, parallelism.instances_per_replica, is_counted=is_counted)
@@ -347,7 +347,7 @@ def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
     vipu = plan.vipu
     if vipu.num_ilds is None and vipu.ipus_per_host is None and pod is None:
         return vipu
-    from poprun.plan.domains import check_counted, num_ilds  # noqa: PLC0415 - few jobs count virtual IPUs
+    from poprun.plan.domains import check_counted, num_ilds
 
     check_counted(plan)
     return replace(vipu, num_ilds=num_ilds(plan, pod))

@@ -150,7 +150,7 @@ def _trace_environment(
     trace = plan.trace
     if trace.folder is None or start is None:
         return {}
-    import json  # noqa: PLC0415 - most jobs are not traced
+    import json
 
     steps = trace.steps or (None if trace.seconds else TRACED_STEPS)
     file = os.path.join(plan.trace_parts(start.job_id, start.restart_count), f"instance-{index}")

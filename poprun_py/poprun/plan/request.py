@@ -234,7 +234,7 @@ def check_remote(remote: RemoteSettings) -> None:
             f"--ssh-config {remote.ssh_config!r} has a blank in its path, which the MPI launchers cannot pass on"
         )
     if remote.subnet is not None:
-        from ipaddress import ip_network  # noqa: PLC0415 - jobs of one host go without
+        from ipaddress import ip_network
 
         try:
             ip_network(remote.subnet)

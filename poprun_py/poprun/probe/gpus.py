@@ -100,7 +100,7 @@ def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer
 
 def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
     """Return the rows of a tool as devices, with who holds memory there but for the callers of poprun."""
-    from poprun.process.process_tree import ancestors, user_of  # noqa: PLC0415 - few machines have GPUs
+    from poprun.process.process_tree import ancestors, user_of
 
     callers = {*ancestors(os.getpid())} if any(it.pids for it in devices) else set()
     return tuple(
@@ -127,7 +127,7 @@ def _node_of(address: str, pci: str) -> int | None:
 
 def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
     """The texts of the files below ``root`` that may be read, by their paths from there."""
-    from glob import glob  # noqa: PLC0415 - few makers have files to read
+    from glob import glob
 
     found = {}
     for path in (path for pattern in patterns for path in glob(_below(root, pattern))):

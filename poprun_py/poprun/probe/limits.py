@@ -21,7 +21,7 @@ _CGROUPS: Final = "/sys/fs/cgroup"
 _MEMBERSHIP: Final = "/proc/self/cgroup"
 _VMSTAT: Final = "/proc/vmstat"
 _MEMINFO: Final = "/proc/meminfo"
-_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted, to look at
+_SHARED_MEMORY: Final = "/dev/shm"
 _NO_LIMIT_BYTES: Final = 2**60
 _KIBIBYTE: Final = 1024
 

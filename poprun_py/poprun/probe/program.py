@@ -148,7 +148,7 @@ def _unreachable(what: str, folder: str) -> ProgramNotExecutableError:
 
 def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> PoprunError:
     """The error for a program that is not there, or not for this user, with what to write in its place."""
-    from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
+    from difflib import get_close_matches
 
     program = words[0]
     if _ASSIGNMENT.match(program):
@@ -235,7 +235,7 @@ def _calls(source: str) -> "list[ast.Call]":
     """Every call in a file that calls Fabric; none in others."""
     if "Fabric(" not in source:
         return []
-    import ast  # noqa: PLC0415 - expensive, and few scripts need it
+    import ast
 
     try:
         return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
@@ -292,7 +292,7 @@ def _missing_import(program: Sequence[str], working_directory: str) -> str:
 
 def _can_find(module: str) -> bool:
     """Whether this Python has a module, without importing it."""
-    from importlib.util import find_spec  # noqa: PLC0415 - expensive, and only a failure needs it
+    from importlib.util import find_spec
 
     try:
         return find_spec(module) is not None

@@ -24,7 +24,7 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
         for position, field in enumerate(cls._fields):
             setattr(cls, field, property(itemgetter(position)))
 
-    def __new__(cls, *values: Any, **named: Any) -> Self:  # noqa: ANN401 - a field may be anything
+    def __new__(cls, *values: Any, **named: Any) -> Self:
         """A tuple of ``values`` and of those that are ``named``."""
         rest = cls._fields[len(values) :]
         found = {**{field: cls._defaults[field] for field in rest if field in cls._defaults}, **named}

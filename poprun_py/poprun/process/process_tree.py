@@ -255,7 +255,7 @@ def _newly_stopped() -> Iterator[ProcessKey]:
 
 def user_name(uid: int) -> str:
     """The name of the user with that number, or the number where there is no such user."""
-    import pwd  # noqa: PLC0415 - agents go without
+    import pwd
 
     try:
         return pwd.getpwuid(uid).pw_name

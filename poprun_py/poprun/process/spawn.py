@@ -48,7 +48,7 @@ def die_with_parent(signum: int) -> None:
 
 def take_memory_from(nodes: Collection[int]) -> None:
     """Have the kernel take this process's memory from these NUMA nodes only, or raise an OSError."""
-    import ctypes  # noqa: PLC0415 - only what is bound to a node needs it
+    import ctypes
 
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is None:
@@ -62,7 +62,7 @@ def take_memory_from(nodes: Collection[int]) -> None:
 
 def _prctl(option: int, argument: int) -> None:
     # Of ctypes the part that calls functions: the rest of it takes longer to load than a shim to start.
-    from _ctypes import call_function, dlopen, dlsym  # noqa: PLC0415 - what forks shims needs it, a plan does not
+    from _ctypes import call_function, dlopen, dlsym
 
     this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
     call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))

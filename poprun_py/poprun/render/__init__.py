@@ -24,35 +24,35 @@ def render_plan(
     """``plan`` as text that ends with a line break; ``width``, ``has_color`` and ``details`` are for the table."""
     match topology_format:
         case TopologyFormat.TABLE:
-            from poprun.render.table import render_table  # noqa: PLC0415 - rich is expensive
+            from poprun.render.table import render_table
 
             return render_table(plan, width=width, has_color=has_color, details=details)
         case TopologyFormat.TEXT:
-            from poprun.render.text import render_text  # noqa: PLC0415 - see the module's docstring
+            from poprun.render.text import render_text
 
             return render_text(plan)
         case TopologyFormat.SVG:
-            from poprun.render.picture.documents import render_svg  # noqa: PLC0415 - see the module's docstring
+            from poprun.render.picture.documents import render_svg
 
             return render_svg(plan)
         case TopologyFormat.HTML:
-            from poprun.render.picture.documents import render_html  # noqa: PLC0415 - see the module's docstring
+            from poprun.render.picture.documents import render_html
 
             return render_html(plan)
         case TopologyFormat.MERMAID:
-            from poprun.render.mermaid import render_mermaid  # noqa: PLC0415 - see the module's docstring
+            from poprun.render.mermaid import render_mermaid
 
             return render_mermaid(plan)
         case TopologyFormat.JSON:
-            import json  # noqa: PLC0415 - see the module's docstring
+            import json
 
-            from poprun.plan.plan_file import plan_to_dict  # noqa: PLC0415 - see the module's docstring
+            from poprun.plan.plan_file import plan_to_dict
 
             return json.dumps(plan_to_dict(plan), indent=2) + "\n"
         case TopologyFormat.YAML:
-            import yaml  # noqa: PLC0415 - yaml is expensive
+            import yaml
 
-            from poprun.plan.plan_file import plan_to_dict  # noqa: PLC0415 - see the module's docstring
+            from poprun.plan.plan_file import plan_to_dict
 
             text: str = yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100)
             return text

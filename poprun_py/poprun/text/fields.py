@@ -3,7 +3,6 @@
 A mapping stands for a dataclass; its keys are the fields, all of them and no others; `_Reader.read` has
 what stands for each type. What is wrong is a PlanError with the name of the file, where in it, and what was found.
 """
-# ruff: noqa: ANN401 - types and values of any dataclass go through here
 
 import dataclasses
 import re

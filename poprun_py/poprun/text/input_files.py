@@ -104,7 +104,7 @@ class YamlError(ValueError):
 
 @contextmanager
 def _loading(text: str) -> Iterator[Any]:
-    import yaml  # noqa: PLC0415 - yaml is expensive, and most jobs have no such file
+    import yaml
 
     if len(text) > MAX_YAML:
         raise YamlError(_too_long(MAX_YAML))
@@ -123,15 +123,15 @@ def _loading(text: str) -> Iterator[Any]:
 
 
 @cache
-def _loader() -> Any:  # noqa: ANN401 - a class of yaml's, which is not loaded before
-    import yaml  # noqa: PLC0415 - as above
+def _loader() -> Any:
+    import yaml
 
     class Loader(yaml.SafeLoader):
         """A loader that goes :data:`MAX_DEPTH` deep and follows no alias."""
 
         depth = 0
 
-        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - as yaml has it
+        def compose_node(self, parent: Any, index: Any) -> Any:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call] # the stubs' gap
             mark = event.start_mark
             if isinstance(event, yaml.AliasEvent):

@@ -50,7 +50,7 @@ def describe_bytes(num_bytes: int) -> str:
     """A size with three digits and its unit: ``11.8 GiB``."""
     unit, factor = unit_of_bytes(num_bytes)
     size = num_bytes / factor
-    return f"{size:.0f} {unit}" if size >= 100 or factor == 1 else f"{size:.1f} {unit}"  # noqa: PLR2004
+    return f"{size:.0f} {unit}" if size >= 100 or factor == 1 else f"{size:.1f} {unit}"
 
 
 def describe_seconds(seconds: float) -> str:
@@ -65,7 +65,7 @@ def describe_seconds(seconds: float) -> str:
 
 def describe_rate(per_second: float) -> str:
     """A rate with three digits: ``0.125``, ``35.7``; a larger one as a whole number: ``1,234``."""
-    return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"  # noqa: PLR2004 - three digits
+    return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
@@ -230,7 +230,7 @@ def _read_bracket(bracket: str, text: str) -> list[tuple[str, int]]:
 
 def read_host_file(path: str) -> tuple[str, ...]:
     """The hosts in a file, one or more on each line, in their order; a wrong line is named by its number."""
-    from poprun.text.input_files import read_text  # noqa: PLC0415 - most jobs have no hostfile
+    from poprun.text.input_files import read_text
 
     hosts: list[str] = []
     for number, line in enumerate(read_text(path, "--hostfile").splitlines(), start=1):

@@ -82,7 +82,7 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
 
 def run_click(command: "click.Command", name: str) -> int:
     """Run a program that is a command of click's, with the words of this process; returns its exit code."""
-    import click  # noqa: PLC0415 - poprun reads its own words with less of it
+    import click
 
     def report(message: str) -> None:
         click.echo(f"{name}: error: {_shown(message)}", err=True)
@@ -135,7 +135,7 @@ def has_color() -> bool:
 
 def width() -> int:
     """The width of the terminal in columns, or ``COLUMNS`` if that is set; 80 if neither is known."""
-    import shutil  # noqa: PLC0415 - a job that prints no plan does without it
+    import shutil
 
     return shutil.get_terminal_size().columns
 

@@ -75,7 +75,7 @@ class BlockModule(nn.Module):
     _user_id: Id
     _ipu_id: int | None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as modules have it
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as modules have it
         if (seen := recorded_forward.get()) is not None:
             seen.enter(begun_by(self))
         return super().__call__(*args, **kwargs)
@@ -96,7 +96,7 @@ class BlockModule(nn.Module):
         object.__setattr__(made, "__class__", _block_class(self))
         return made  # type: ignore[no-any-return]  # a module of such a class
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python has it
+    def __reduce_ex__(self, protocol: Any) -> Any:
         del protocol
         with _plain_class(self):
             return self.__reduce_ex__(1)  # of later protocols, pickle wants the class that this has just now
@@ -110,12 +110,12 @@ class FunctionBlock:
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as the function has it
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the function has it
         Block.start(self._user_id, self._ipu_id)
         return self._function(*args, **kwargs)
 
 
-def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None) -> Any:  # noqa: ANN401 - as given
+def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None) -> Any:
     """Have a block begin whenever a module is called, up to the next block; the same module is returned.
 
     A function stays as it is, and what is returned is called in its place.

@@ -129,11 +129,11 @@ class MovedArguments(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401 - as torch has it
+        func: Any,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operation gives
+    ) -> Any:
         del types
         given = (args, kwargs or {})
         tensors: list[torch.Tensor] = []
@@ -147,7 +147,7 @@ class MovedArguments(TorchFunctionMode):
         return func(*given[0], **given[1])
 
 
-def _map_tensors(arguments: Any, function: Callable[[torch.Tensor], object]) -> Any:  # noqa: ANN401 - as torch has them
+def _map_tensors(arguments: Any, function: Callable[[torch.Tensor], object]) -> Any:
     """An operation's arguments with what ``function`` makes of each tensor."""
     if isinstance(arguments, torch.Tensor):
         return function(arguments)

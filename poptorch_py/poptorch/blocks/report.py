@@ -52,9 +52,9 @@ class ModelReport:
         return tuple(one.ipu for one in self.ipus if one.is_exceeded)
 
     def __str__(self) -> str:
-        from rich.box import SIMPLE_HEAD  # noqa: PLC0415 - rich is expensive
-        from rich.console import Console  # noqa: PLC0415 - as above
-        from rich.table import Table  # noqa: PLC0415 - as above
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
 
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for heading in _HEADINGS:
@@ -105,7 +105,7 @@ def _size(num_bytes: int) -> str:
     """A size for a person: 1.5 MB of 1,500,000 bytes."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:  # noqa: PLR2004 - the step between units
+        if value < 1000:
             return f"{value:.3g} {unit}" if unit != "B" else f"{num_bytes} B"
         value /= 1000
     return f"{value:,.1f} TB"

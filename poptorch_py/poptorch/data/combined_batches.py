@@ -149,7 +149,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         async_options: dict[str, Any] | None = None,
         rebatched_worker_size: int | None = None,
         batch_sampler: Sampler[list[int]] | None = None,
-        **kwargs: Any,  # noqa: ANN401 - torch's
+        **kwargs: Any,
     ) -> None:
         self._accessor: AsynchronousDataAccessor | None = None
         self._reader: DataLoader | None = None
@@ -259,7 +259,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         source: Any = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
         return len(source) // size if self._drops_last else -(-len(source) // size)
 
-    def __iter__(self) -> Any:  # noqa: ANN401 - torch's iterator, or the accessor's
+    def __iter__(self) -> Any:
         if self._accessor is not None:
             return iter(self._accessor)
         if not self.persistent_workers:
@@ -304,7 +304,7 @@ def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_div
 class _Collate:
     """One batch of samples, as torch makes it, with objects of registered types; a copy has these types, too."""
 
-    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 - of every kind
+    def __call__(self, samples: list[Any]) -> Any:
         first = samples[0]
         parser = parser_of(type(first))
         if parser is not None:

@@ -93,7 +93,7 @@ def _loader_of(batches: _Batches, buffer_size: int, strategy: SharingStrategy) -
     )
 
 
-def _unchanged(batch: Any) -> Any:  # noqa: ANN401 - as the dataset has it, which torch would make tensors of
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -114,7 +114,7 @@ def _end_with_program() -> None:
 
 
 def _check_arguments(
-    dataset: Any,  # noqa: ANN401 - whatever was given
+    dataset: Any,
     buffer_size: int,
     sharing_strategy: object,
     rebatched_size: int | None,
@@ -151,7 +151,7 @@ class AsynchronousDataAccessor:
 
     def __init__(
         self,
-        dataset: Any,  # noqa: ANN401 - whatever can be iterated
+        dataset: Any,
         buffer_size: int = 3,
         miss_sleep_time_in_ms: float = 0.1,
         load_indefinitely: bool = True,
@@ -203,7 +203,7 @@ class AsynchronousDataAccessor:
         self._batches = iter(()) if self._epochs is None else iter(self._epochs)
         self._is_new = True
 
-    def _receive(self) -> Any:  # noqa: ANN401 - as the dataset has it
+    def _receive(self) -> Any:
         if self._epochs is None:
             raise Error("the process that reads ahead has ended: terminate() was called")
         try:
@@ -274,7 +274,7 @@ def _holds_constants(structure: Structure) -> bool:
     return structure.kind is None or any(map(_holds_constants, structure.parts))
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of the same kind
+def _joined(parts: tuple[Any, ...]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain(*parts))

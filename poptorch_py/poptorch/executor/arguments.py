@@ -64,7 +64,7 @@ class _Parameters:
             raise Error(f"Unexpected arguments: {', '.join(unknown)}. forward has no such parameters")
 
 
-def _parameters_of(forward: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - whatever can be called
+def _parameters_of(forward: Any) -> list[inspect.Parameter]:
     if not isinstance(forward, torch.ScriptMethod):
         return [*inspect.signature(forward).parameters.values()]
     return [
@@ -197,7 +197,7 @@ def _aligned(piece: Tensor) -> Tensor:
     return piece if piece.data_ptr() % _ALIGNMENT_BYTES == 0 else piece.clone()
 
 
-def _fits(value: Any, form: _Form) -> bool:  # noqa: ANN401 - of every kind
+def _fits(value: Any, form: _Form) -> bool:
     return (
         type(value) is Tensor
         and value.shape == form.shape
@@ -206,7 +206,7 @@ def _fits(value: Any, form: _Form) -> bool:  # noqa: ANN401 - of every kind
     )
 
 
-def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind
+def _default(value: Any) -> Structure:
     """A default of ``forward``: one that holds tensors is a constant as a whole."""
     tensors: list[Tensor] = []
     structure = flatten(value, tensors)

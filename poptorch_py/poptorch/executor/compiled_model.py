@@ -88,7 +88,7 @@ class CompiledModel:
         self.tensors.separate_buffers(separate, options.replication_factor, shared)
         return forward
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of one call."""
         micro_batches = self.arguments.micro_batches(args, kwargs)
         with self.tensors:
@@ -136,7 +136,7 @@ class Runs(ABC):
         # the tensors that the options anchor
         self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:
         """The results of a call's micro batches, put together."""
         self._forward.moments, self.anchors.kept = [], {}
         num_in_step = len(micro_batches) // self._batch.num_iterations
@@ -202,7 +202,7 @@ class TrainingRuns(Runs):
         self._parameters = list(tensors.parameters.values())
         self.must_agree = False  # whether the next call gives all instances the weights of instance 0
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - as above
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:
         """The results of a call's micro batches, put together; gradients are computed also under ``no_grad``."""
         if not torch.is_grad_enabled():
             with torch.enable_grad():

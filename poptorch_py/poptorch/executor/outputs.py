@@ -72,7 +72,7 @@ class Outputs:
                     f"{list(before.shape)}: results of different shapes cannot be put together"
                 )
 
-    def result(self) -> Any:  # noqa: ANN401 - as above
+    def result(self) -> Any:
         """The result for the user, in the structure of a micro batch's result, on the CPU."""
         if self._structure is None:
             return None

@@ -78,7 +78,7 @@ class PoplarExecutor:
         """A frozen copy of the options, in which the output mode is never ``Default``."""
         return self._options
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever forward takes and gives
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a combined batch: in training, one step of the optimizer for each device iteration.
 
         Returns:
@@ -99,7 +99,7 @@ class PoplarExecutor:
             self.attachToDevice()
         return self._compiled_model()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever forward takes
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         """Make ready for calls with such arguments, as the first call does: check, and upload the weights."""
         if self._compiled is None:
             self._compile(args, kwargs)
@@ -178,12 +178,12 @@ class PoplarExecutor:
         """Use the values that the user's module has in the buffers of ``options.updatableNamedBuffers``."""
         self._compiled_model().copy_named_buffers_to_device()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - torch's own signature
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state dict of the user's module, with the trained weights."""
         state: dict[str, Any] = self._user_model.state_dict(*args, **kwargs)
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # noqa: ANN401 - torch's result
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load into the user's module, and upload what it has then."""
         loaded = self._user_model.load_state_dict(state_dict, strict)
         if self._attached is not None:
@@ -213,9 +213,9 @@ class PoplarExecutor:
     def compileAndExport(
         self,
         filename: str | os.PathLike[str],
-        *args: Any,  # noqa: ANN401 - whatever forward takes
+        *args: Any,
         export_model: bool = True,
-        **kwargs: Any,  # noqa: ANN401 - as above
+        **kwargs: Any,
     ) -> None:
         """Compile for calls with such arguments, and write what `poptorch.load` and ``loadExecutable`` read.
 
@@ -314,14 +314,14 @@ class PoplarExecutor:
         """Moments of the last call in seconds: when each micro batch read its inputs, and wrote its outputs."""
         return self._compiled_model().perf_counters()
 
-    getComputeLatency = getLatency  # noqa: N815 - PopTorch's
+    getComputeLatency = getLatency
 
     def getHostIpuLatency(self) -> tuple[float, float, float]:
         """Zeros: inputs are not timed by themselves."""
         self._compiled_model()
         return 0.0, 0.0, 0.0
 
-    getIpuHostLatency = getHostIpuLatency  # noqa: N815 - PopTorch's
+    getIpuHostLatency = getHostIpuLatency
 
     def getTensorNames(self) -> list[str]:
         """The names of what ``options.anchorTensor`` can keep."""
@@ -377,7 +377,7 @@ class PoplarExecutor:
                 "logCycleCount(True) is only supported on actual IPU hardware, and models run on CPU or GPU"
             )
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+    def __getattr__(self, name: str) -> Any:
         if "_user_model" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._user_model, name)

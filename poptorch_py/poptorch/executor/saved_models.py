@@ -88,7 +88,7 @@ class _ModelPickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
         self._known: dict[int, tuple[Tensor, int]] = {}
 
-    def persistent_id(self, value: Any) -> tuple[int, bool, bool] | None:  # noqa: ANN401 - of every kind
+    def persistent_id(self, value: Any) -> tuple[int, bool, bool] | None:
         if type(value) not in _TENSORS:
             return None
         if id(value) not in self._known:

@@ -52,7 +52,7 @@ class WeightCasts(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch has it
+    ) -> Any:
         del types
         if func in _WITH_WEIGHTS and len(args) > 1 and args[0].dtype is not args[1].dtype:
             kind = args[0].dtype
@@ -158,7 +158,7 @@ def _explained() -> Iterator[None]:
 @contextmanager
 def _generators_as_before() -> Iterator[None]:
     """Put back the generators of Python, numpy and torch when the block ends."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what programs draw from unasked
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = {} if found is None else {"device_type": found.type}
@@ -166,4 +166,4 @@ def _generators_as_before() -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 - as above
+        np.random.set_state(numpy)

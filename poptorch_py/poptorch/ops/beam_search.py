@@ -37,7 +37,7 @@ def ctc_beam_search_decoder(
     check_arguments(
         "ctc_beam_search_decoder", "a whole number", blank=blank, beam_width=beam_width, top_paths=top_paths
     )
-    if probs.dim() != 3 or lengths.shape != probs.shape[1:2]:  # noqa: PLR2004 - time, samples, classes
+    if probs.dim() != 3 or lengths.shape != probs.shape[1:2]:
         raise Error(
             "ctc_beam_search_decoder takes (time, samples, classes) and a length for each sample, and was given "
             f"shapes {list(probs.shape)} and {list(lengths.shape)}"

@@ -140,7 +140,7 @@ class MultiConv:
         _check_proportion("MultiConv.cycleBackOff", value)
         return self._set(cycleBackOff=value)
 
-    def _set(self, **settings: Any) -> Self:  # noqa: ANN401 - of each setter's kind
+    def _set(self, **settings: Any) -> Self:
         self.settings |= settings
         return self
 
@@ -174,7 +174,7 @@ _FORMATS: Final = {"auto": "", "fixed": "f", "scientific": "e", "none": ""}
 """Python's letter of each format; ``auto`` is numpy's own, and ``none`` shows as many digits as a number has."""
 
 
-def _formatter(float_format: str, digits: int) -> Any:  # noqa: ANN401 - numpy has no public name for it
+def _formatter(float_format: str, digits: int) -> Any:
     """The formatter with which numpy writes a number; None for its own."""
     if float_format not in _FORMATS:
         raise ValueError(f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}: {float_format!r}")

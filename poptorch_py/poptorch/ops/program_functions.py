@@ -71,7 +71,7 @@ def nop(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def recomputationCheckpoint(*tensors: Tensor) -> Any:  # noqa: ANN401 - one tensor, or a tuple
+def recomputationCheckpoint(*tensors: Tensor) -> Any:
     """``tensors``. No effect: torch keeps what lies between; ``torch.utils.checkpoint`` of a module does not."""
     return tensors[0] if len(tensors) == 1 else tensors
 
@@ -165,18 +165,18 @@ def custom_op(
 class CPU:
     """A function that a model calls on the host, which is where models run that have no GPU."""
 
-    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:  # noqa: N803 - PopTorch's name
+    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
         if not callable(layer_to_call):
             raise AssertionError(f"poptorch.CPU takes what can be called, and was given {layer_to_call!r}")
         self._layer_to_call = layer_to_call
         self._ID = ID
         self._last_call: Callable[[], Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as the function has it
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the function has it
         self._last_call = partial(self._layer_to_call, *args, **kwargs)
         return self._last_call()
 
-    def execute(self) -> Any:  # noqa: ANN401 - as above
+    def execute(self) -> Any:
         """Call the function again with the arguments of its last call."""
         if self._last_call is None:
             raise Error(f"poptorch.CPU {self._ID!r} has not been called: there is nothing to execute again")

@@ -89,7 +89,7 @@ def fps(src: Tensor, ptr: Tensor | Sequence[int], ratio: float = 0.5, random_sta
     if not isinstance(given, list | tuple) or not given or not all(map(is_whole, given)):
         raise Error(f"poptorch.fps: ptr must be whole numbers, as [0, 10, 15], and is {ptr!r}")
     bounds = [int(bound) for bound in given]
-    if src.dim() != 2 or bounds[:1] != [0] or bounds[-1] != len(src) or sorted(bounds) != bounds:  # noqa: PLR2004
+    if src.dim() != 2 or bounds[:1] != [0] or bounds[-1] != len(src) or sorted(bounds) != bounds:
         raise Error(f"poptorch.fps: {bounds} does not divide points of shape {list(src.shape)} into clouds")
     part: object = ratio
     if not isinstance(part, SupportsFloat) or not 0 < float(part) <= 1:
@@ -123,7 +123,7 @@ def nearest(x: Tensor, y: Tensor, batch_x: Tensor | None = None, batch_y: Tensor
         batch_y: The cloud of each point of ``y``; each cloud of ``x`` has points there.
     """
     check_arguments("nearest", "a tensor", x=x, y=y)
-    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:  # noqa: PLR2004 - points and dimensions
+    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
         raise Error(f"poptorch.nearest: points of shape {list(x.shape)} and {list(y.shape)} do not match")
     if (batch_x is None) != (batch_y is None):
         raise Error("poptorch.nearest: batch_x and batch_y are given together")

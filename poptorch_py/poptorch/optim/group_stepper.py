@@ -225,7 +225,7 @@ def _arguments_of(constructor: Callable[..., None]) -> frozenset[str]:
     return frozenset(inspect.signature(constructor).parameters) - {"self", "params"}
 
 
-def step_by_others(kind: str, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - what the closure gives
+def step_by_others(kind: str, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
     """A step of ``optimizer`` by the classes that :func:`class_of_group` gives for its groups."""
     loss = None
     if closure is not None:
@@ -244,7 +244,7 @@ class UncorrectedAdamW(torch.optim.AdamW):
     """AdamW whose means are not divided by 1 - beta**step: that of torch, after so many steps that these are 1."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -257,7 +257,7 @@ class TensorFlowRMSprop(torch.optim.RMSprop):
     """RMSprop as TensorFlow has it: ``eps`` is within the square root, the learning rate within the momentum."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
         loss = None
         if closure is not None:
@@ -311,7 +311,7 @@ class WidenedLAMB(torch.optim.Optimizer):
         moments: Mapping[str, torch.dtype],  # the dtype of each moment, by torch's name of it
         rounding: str,  # "stochastic", by chance, or "nearest"
         seed: int,  # of the random bits
-        **settings: Any,  # noqa: ANN401 - whatever LAMB takes
+        **settings: Any,
     ) -> None:
         self.grad_scale: Tensor | None = None  # what the gradients are divided by, once they are in float32
         self._inside = popdist.optim.LAMB(
@@ -330,7 +330,7 @@ class WidenedLAMB(torch.optim.Optimizer):
             self._rounder = popdist.optim.LowPrecision(self._twins.values(), torch.optim.SGD, lr=1.0, seed=seed)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
         del closure
         for group in self.param_groups:

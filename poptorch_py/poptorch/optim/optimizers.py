@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         self,
         # of a class's constructor, by name: torch's settings, of which None is torch's default, and PopTorch's
         arguments: dict[str, Any],
-        **own: Any,  # noqa: ANN401 - settings of groups that torch's class does not have
+        **own: Any,
     ) -> None:
         taken = {name: value for name, value in arguments.items() if name not in {"self", "__class__", *own}}
         params = taken.pop("params")
@@ -299,7 +299,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
     ) -> None:
         super().__init__(locals(), bias_correction=bias_correction is not False)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters as torch does, and without bias correction where that is asked for."""
         if all(group["bias_correction"] for group in self.param_groups):
             return super().step(closure)
@@ -342,7 +342,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         """Whether steps are TensorFlow's."""
         return bool(self.defaults["use_tf_variant"])
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters as torch does, or as TensorFlow does where that is asked for."""
         if not any(group["use_tf_variant"] for group in self.param_groups):
             return super().step(closure)
@@ -392,7 +392,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, {**self._settings, **given})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
         return step_by_others("LAMB", self, closure)
 
@@ -411,7 +411,7 @@ def _is_finite(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
 
 
-def _positive(name: str, value: Any, otherwise: float) -> float:  # noqa: ANN401 - whatever was given
+def _positive(name: str, value: Any, otherwise: float) -> float:
     if value is None:
         return otherwise
     if isinstance(value, bool) or not _is_finite(value) or not value > 0:

@@ -50,13 +50,13 @@ class JobOptions(Options):
         self.Distributed.configureProcessId(popdist.instance_index(), popdist.num_instances())
         self.Distributed.__class__ = _JobDistributed
 
-    useIpuId = _refused("useIpuId")  # noqa: N815 - PopTorch's
-    replicationFactor = _refused("replicationFactor")  # noqa: N815 - PopTorch's
+    useIpuId = _refused("useIpuId")
+    replicationFactor = _refused("replicationFactor")
 
 
 class _JobDistributed(_DistributedOptions):
     """``Distributed`` of these options, which the job alone decides."""
 
     disable = _refused("Distributed.disable")
-    setEnvVarNames = _refused("Distributed.setEnvVarNames")  # noqa: N815 - PopTorch's
-    configureProcessId = _refused("Distributed.configureProcessId")  # noqa: N815 - PopTorch's
+    setEnvVarNames = _refused("Distributed.setEnvVarNames")
+    configureProcessId = _refused("Distributed.configureProcessId")

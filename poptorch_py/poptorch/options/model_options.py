@@ -352,7 +352,7 @@ def _member(value: object) -> object:
     return getattr(getattr(enums, kind, None), name, value)
 
 
-def _value_of(node: ast.expr, names: dict[str, object]) -> Any:  # noqa: ANN401 - what the text says
+def _value_of(node: ast.expr, names: dict[str, object]) -> Any:
     """The value of an expression of calls, names, literals and collections of them."""
     match node:
         case ast.Call(func=function):

@@ -11,10 +11,10 @@ from poptorch.errors import is_whole
 class OptionValues:
     """Values by name, of the types of their defaults, which are also attributes; frozen, nothing can be set."""
 
-    def __init__(self, **defaults: Any) -> None:  # noqa: ANN401 - options are of every kind
+    def __init__(self, **defaults: Any) -> None:
         self.__dict__.update(_defaults=defaults, _values=copy.deepcopy(defaults), _is_frozen=False)
 
-    def set(self, **values: Any) -> Self:  # noqa: ANN401 - as above
+    def set(self, **values: Any) -> Self:
         """Set options by their names; an AssertionError if there is no such option, or it takes another type."""
         for name, value in values.items():
             self.checkIsFrozen(name)
@@ -23,7 +23,7 @@ class OptionValues:
             self._values[name] = _checked(name, value, self._defaults[name])
         return self
 
-    def createOrSet(self, **values: Any) -> Self:  # noqa: ANN401 - as above
+    def createOrSet(self, **values: Any) -> Self:
         """Set options that need not have been there."""
         for name in values:
             self.checkIsFrozen(name)
@@ -64,13 +64,13 @@ class OptionValues:
     def _freeze(self) -> None:
         self.__dict__["_is_frozen"] = True
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as above
+    def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
         if name not in values:
             raise AttributeError(f"{type(self).__name__} has no option {name!r}")
         return values[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - as above
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
             super().__setattr__(name, value)
         elif name in self._defaults:
@@ -90,7 +90,7 @@ class OptionValues:
         return f"{type(self).__name__.strip('_')}({said})"
 
 
-def plain(value: Any) -> Any:  # noqa: ANN401 - as above
+def plain(value: Any) -> Any:
     """``value`` with numbers in place of enumerations."""
     if isinstance(value, Enum):
         return value.value
@@ -99,7 +99,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - as above
     return [plain(part) for part in value] if isinstance(value, list | tuple | set) else value
 
 
-def _checked(name: str, value: Any, default: Any) -> Any:  # noqa: ANN401 - as above
+def _checked(name: str, value: Any, default: Any) -> Any:
     """``value`` in the type of ``default``."""
     if default is None or (isinstance(value, type(default)) and (type(value) is bool) == (type(default) is bool)):
         return value
@@ -112,14 +112,14 @@ def _checked(name: str, value: Any, default: Any) -> Any:  # noqa: ANN401 - as a
     )
 
 
-def at_least_one(name: str, value: Any) -> int:  # noqa: ANN401 - as above
+def at_least_one(name: str, value: Any) -> int:
     """``value`` as a count."""
     if not is_whole(value) or index(value) < 1:
         raise AssertionError(f"{name} must be a whole number greater than 0, and is {value!r}")
     return index(value)
 
 
-def one_of(name: str, value: Any, kind: type[Enum]) -> Any:  # noqa: ANN401 - as above
+def one_of(name: str, value: Any, kind: type[Enum]) -> Any:
     """``value``, a member of ``kind``."""
     if not isinstance(value, kind):
         members = [f"{kind.__name__}.{member.name}" for member in kind]

@@ -226,7 +226,7 @@ class _PopartOptions(OptionValues):
     def __init__(self) -> None:
         super().__init__(options={}, patterns_level=2, patterns={})
 
-    def set(self, *key_and_value: Any, **values: Any) -> Self:  # noqa: ANN401 - values of PopART are of every kind
+    def set(self, *key_and_value: Any, **values: Any) -> Self:
         """Set one option of PopART. No effect: there is no compiler."""
         if not key_and_value:
             return super().set(**values)

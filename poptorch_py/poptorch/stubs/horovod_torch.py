@@ -188,12 +188,12 @@ def _reduction_of(average: object, op: object) -> AllreduceOp:
     return AllreduceOp(op)
 
 
-def grouped_allreduce(tensors: Sequence[Tensor], *arguments: Any, **settings: Any) -> list[Tensor]:  # noqa: ANN401 - those of allreduce
+def grouped_allreduce(tensors: Sequence[Tensor], *arguments: Any, **settings: Any) -> list[Tensor]:
     """:func:`allreduce` of each tensor."""
     return [allreduce(tensor, *arguments, **settings) for tensor in tensors]
 
 
-def grouped_allreduce_(tensors: Sequence[Tensor], *arguments: Any, **settings: Any) -> list[Tensor]:  # noqa: ANN401 - as above
+def grouped_allreduce_(tensors: Sequence[Tensor], *arguments: Any, **settings: Any) -> list[Tensor]:
     """:func:`allreduce_` of each tensor."""
     return [allreduce_(tensor, *arguments, **settings) for tensor in tensors]
 
@@ -257,7 +257,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank))
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:  # noqa: ANN401 - whatever it is
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """The object of instance ``root_rank``, on every instance; on that one it is ``obj`` itself.
 
     Args:
@@ -302,7 +302,7 @@ def _encode(obj: object) -> tuple[bytes, str]:
     return file.getvalue(), ""
 
 
-def DistributedOptimizer(optimizer: object, *_arguments: object, **_settings: object) -> Any:  # noqa: ANN401 - Horovod's
+def DistributedOptimizer(optimizer: object, *_arguments: object, **_settings: object) -> Any:
     """Raise OptimizerError, which says what to write instead."""
     raise OptimizerError(
         f"horovod.torch.DistributedOptimizer({type(optimizer).__name__}): Horovod is not installed, and popdist "

@@ -27,10 +27,10 @@ class TraceChannel:
         self.enabled = enabled
 
 
-createTraceChannel = TraceChannel  # noqa: N816 - libpvti's name, as those below
-traceDrivers = TraceChannel("Drivers")  # noqa: N816
-tracePoplar = TraceChannel("Poplar")  # noqa: N816
-traceFramework = TraceChannel("Framework")  # noqa: N816
+createTraceChannel = TraceChannel
+traceDrivers = TraceChannel("Drivers")
+tracePoplar = TraceChannel("Poplar")
+traceFramework = TraceChannel("Framework")
 
 _open: defaultdict[tuple[int, str, str], list[AbstractContextManager[Any]]] = defaultdict(list)
 """The spans that a thread has begun and not ended, by its number, their channel and name."""

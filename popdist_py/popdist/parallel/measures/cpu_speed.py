@@ -163,7 +163,7 @@ def _speeds(index: int, num_devices: int, barrier: Barrier, folder: str) -> dict
         barrier.wait(_LIMIT_SECONDS)
         speeds[name] = amount * _runs_per_second(work) if index < num_devices else 0.0
     barrier.wait(_LIMIT_SECONDS)
-    speeds["link"] = _link_rate(index, folder) if index < 2 else 0.0  # noqa: PLR2004 - the two ends
+    speeds["link"] = _link_rate(index, folder) if index < 2 else 0.0
     barrier.wait(_LIMIT_SECONDS)
     return speeds
 

@@ -143,7 +143,7 @@ class OperationMeter:
         storage.keepers.add(len(self.stretches) - 1)
         return tensor
 
-    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:  # noqa: ANN401 - torch's
+    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run an operation and count it."""
         self.operator = operator
         name = str(operator.overloadpacket.__name__).lstrip("_")
@@ -199,7 +199,7 @@ class OperationMeter:
         if len(free) > 1:
             made.score = not any(it.score for it in free)
             stretch.add("attention_flops", work, divided=made.divided)
-            stretch.heads = tensor.shape[0] // self.num_samples if tensor.dim() == 3 else 1  # noqa: PLR2004 - bmm
+            stretch.heads = tensor.shape[0] // self.num_samples if tensor.dim() == 3 else 1
             stretch.divisors[("heads", max(1, stretch.heads))] = None
             return
         weight = next((it.weight for it in known if it.weight is not None), None) if free else None

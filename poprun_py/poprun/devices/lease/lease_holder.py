@@ -15,15 +15,15 @@ from typing import Any, NoReturn
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
 sys.path[:0] = [_ROOT, *sys.argv[1:]]
 
-from poprun.devices.lease.claims import LeasedPlan  # noqa: E402 - it has to be told where poprun is
-from poprun.devices.lease.host_leases import HOLDER_MARK  # noqa: E402 - as above
-from poprun.devices.lease.local_lease import leased_here  # noqa: E402 - as above
-from poprun.devices.pool.holders import boot_id  # noqa: E402 - as above
-from poprun.devices.pool.place import opened_place, pool_folder  # noqa: E402 - as above
-from poprun.errors import PoprunError  # noqa: E402 - as above
-from poprun.launch.fetched_lease import FETCH, GIVE_UP, TALK_SECONDS  # noqa: E402 - as above
-from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
-from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
+from poprun.devices.lease.claims import LeasedPlan
+from poprun.devices.lease.host_leases import HOLDER_MARK
+from poprun.devices.lease.local_lease import leased_here
+from poprun.devices.pool.holders import boot_id
+from poprun.devices.pool.place import opened_place, pool_folder
+from poprun.errors import PoprunError
+from poprun.launch.fetched_lease import FETCH, GIVE_UP, TALK_SECONDS
+from poprun.messages.control import abstract_address, peer_user
+from poprun.plan.plan_file import read_plan
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def facts_under_pool(
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
     if vipu.server_host is not None and asks_server and not vipu.is_offline:
-        from poprun.devices.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
+        from poprun.devices.lease.server_lease import under_server
 
         facts, pod = under_server(vipu, facts)
         if pod is None:
@@ -49,13 +49,13 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
         if plan.asks_server:
-            from poprun.devices.lease.server_lease import leased_from_server  # noqa: PLC0415 - few jobs ask a server
+            from poprun.devices.lease.server_lease import leased_from_server
 
             job = stack.enter_context(leased_from_server(job))
         if job.network is None:
             yield stack.enter_context(leased_here(job, facts, is_fixed=is_fixed))
         else:
-            from poprun.devices.lease.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs have one host
+            from poprun.devices.lease.host_leases import leased_on_hosts
 
             yield stack.enter_context(leased_on_hosts(job, job.network, is_fixed=is_fixed))
 

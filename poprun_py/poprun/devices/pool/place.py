@@ -16,7 +16,7 @@ from popdist.trusted_paths import opened_parent
 from poprun.errors import PoolError
 from poprun.process.process_tree import user_name
 
-DEFAULT_POOL: Final = "/var/tmp/poprun-pool"  # noqa: S108 - opened and checked by opened_place
+DEFAULT_POOL: Final = "/var/tmp/poprun-pool"
 POOL_VARIABLE: Final = "POPRUN_POOL"
 
 _MOUNTS: Final = "/proc/self/mountinfo"

@@ -149,7 +149,7 @@ def make_displays(plan: LaunchPlan, on_closed: OnClosed, *, has_colours: bool) -
 
 
 def _bottom_row(terminal: int, rows: "dict[int, BottomRow]") -> "BottomRow":
-    from poprun.job.output.progress_bars import BottomRow  # noqa: PLC0415 - in a batch job there is no terminal
+    from poprun.job.output.progress_bars import BottomRow
 
     return rows.setdefault(os.fstat(terminal).st_rdev, BottomRow(lambda: _columns(terminal)))
 
@@ -164,7 +164,7 @@ def _columns(terminal: int) -> int:
 def _folder(plan: LaunchPlan) -> "Folder | None":
     if not plan.output.is_folded:
         return None
-    from poprun.job.output.folding import Folder  # noqa: PLC0415 - few jobs fold
+    from poprun.job.output.folding import Folder
 
     return Folder(instance for instance in range(plan.num_instances) if _is_shown(plan, instance))
 
@@ -302,7 +302,7 @@ class Relay:
         if source.target != _STDERR or not has_begun:
             return lines
         if self._tracebacks is None:
-            from poprun.job.output.tracebacks import TracebackFilter  # noqa: PLC0415 - most jobs print none
+            from poprun.job.output.tracebacks import TracebackFilter
 
             self._tracebacks = TracebackFilter(shows_all=self._shows_all)
         return self._tracebacks.feed(source.instance, lines, leaves_out_interrupts=self._is_interrupted)

@@ -75,7 +75,7 @@ class ProgramStreams:
     def start(self, on_closed: "OnClosed") -> None:
         """Begin to read and to feed; ``on_closed`` is called when nobody reads poprun's output any more."""
         if self._pipes:
-            from poprun.job.output.relay import Relay, make_displays  # noqa: PLC0415 - loaded while shims started
+            from poprun.job.output.relay import Relay, make_displays
 
             displays = make_displays(self._plan, on_closed, has_colours=self._has_colours)
             self._relay = Relay(self._plan, self._pipes, displays, self._logs, shows_all=self._shows_all)
@@ -133,7 +133,7 @@ class ProgramStreams:
 def _open_logs(plan: LaunchPlan, identity: JobIdentity) -> "LogFiles | None":
     if plan.output.log_dir is None:
         return None
-    from poprun.job.output.log_files import LogFiles  # noqa: PLC0415 - few jobs keep logs
+    from poprun.job.output.log_files import LogFiles
 
     log_dir = os.path.join(plan.working_directory, plan.output.log_dir)
     try:

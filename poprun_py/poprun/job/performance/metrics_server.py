@@ -38,12 +38,12 @@ class _BoundedServer(ThreadingWSGIServer):
 
     request_queue_size = 128
 
-    def __init__(self, *words: Any) -> None:  # noqa: ANN401 - those of the class above
+    def __init__(self, *words: Any) -> None:
         self._opened: dict[socket.socket, None] = {}
         self._room = threading.Semaphore(_MOST_CONNECTIONS)
         super().__init__(*words)
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as above
+    def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread; where there are too many, the oldest connection ends before."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError, IndexError):
@@ -52,7 +52,7 @@ class _BoundedServer(ThreadingWSGIServer):
         self._opened[request] = None
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as above
+    def shutdown_request(self, request: Any) -> None:
         """Make room, where a thread has ended or could not be started."""
         super().shutdown_request(request)
         del self._opened[request]

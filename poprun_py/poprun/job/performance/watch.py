@@ -96,8 +96,8 @@ class PerformanceWatch:
 
     def _note_workers(self, instance: int, stacks: Mapping[str, Any]) -> None:
         """Keep where a loader's worker stands, if one does in the program's own code."""
-        from poprun.job.evidence import read_evidence  # noqa: PLC0415 - few loaders are slow
-        from poprun.job.verdict import helper_frame  # noqa: PLC0415 - as above
+        from poprun.job.evidence import read_evidence
+        from poprun.job.verdict import helper_frame
 
         for helper in read_evidence(stacks).helpers:
             if (frame := helper_frame(helper)) is not None:

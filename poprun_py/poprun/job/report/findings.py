@@ -137,7 +137,7 @@ def _bus_error(limits: MemoryLimits) -> str:
     size, free = limits.shared_bytes, limits.shared_free_bytes
     if size is None or free is None:
         return "perhaps a file that it had mapped became shorter"
-    shared = f"/dev/shm, which has {describe_bytes(size)}"  # noqa: S108 - where it is mounted
+    shared = f"/dev/shm, which has {describe_bytes(size)}"
     if free < (1 - _NEARLY) * size:
         return f"probably no space left in {shared}"
     return f"perhaps {shared}, was full, or a file that it had mapped became shorter"

@@ -237,7 +237,7 @@ def hue_of(plan: LaunchPlan, instance: InstancePlan) -> int:
 
 def _chip_columns(num_chips: int) -> int:
     """Return how many virtual IPUs stand in a row: four, as in an IPU-Machine, or a multiple."""
-    return min(num_chips, 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16)  # noqa: PLR2004 - see above
+    return min(num_chips, 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16)
 
 
 def _legend(framed: Framing, bar: str) -> Block:
