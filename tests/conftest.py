@@ -167,7 +167,12 @@ def forking() -> Iterator["subprocess.Popen[bytes]"]:
         stdout=subprocess.PIPE,
         cwd=_ROOT,
         env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "ORT_INTRA_OP_NUM_THREADS": "1"},
+        | {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "ORT_INTRA_OP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # torch 2.6 starts a process for each as it is imported
+        },
     ) as process:
         yield process
         assert process.stdin is not None
