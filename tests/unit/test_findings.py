@@ -150,3 +150,12 @@ def test_an_allocation_that_was_refused_is_explained() -> None:
 def test_a_crash_that_told_where_needs_no_hint() -> None:
     """Python's own report of a crash is there."""
     assert hint(ended(-11), LastWords(summary="Fatal Python error: Segmentation fault"), COUNTED) == ""
+
+
+def test_a_thread_that_was_left_at_the_end_is_named() -> None:
+    """With the call that ends gloo's threads; another abort of C++ says for itself why it came."""
+    left = LastWords(lines=("terminate called without an active exception",))
+    thrown = LastWords(lines=("terminate called after throwing an instance of 'int'",))
+
+    assert "destroy_process_group() in the program's last line" in hint(ended(-signal.SIGABRT), left, UNKNOWN)
+    assert hint(ended(-signal.SIGABRT), thrown, UNKNOWN) == ""

@@ -177,3 +177,20 @@ def test_a_process_that_jax_has_connected_is_known(monkeypatch: pytest.MonkeyPat
     state.client = object()
 
     assert sitecustomize.is_in_jax_job()
+
+
+@pytest.mark.parametrize(
+    ("is_initialized", "is_own", "num_waits"), [(True, True, 1), (False, True, 0), (True, False, 0)]
+)
+def test_the_end_of_a_program_waits_for_gloo(
+    monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool, is_own: bool, num_waits: int
+) -> None:
+    """Only where a process group is left, and in no forked child; a torch without collectives has no function."""
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(is_initialized=lambda: is_initialized))
+    sitecustomize.leave_gloo_time(os.getpid() if is_own else 0)
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace())
+    sitecustomize.leave_gloo_time(os.getpid())
+
+    assert waits == [0.01] * num_waits

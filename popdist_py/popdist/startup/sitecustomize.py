@@ -99,11 +99,21 @@ def serve_recorder(page: int, signals: ModuleType) -> None:
     """Have torch's recorder of collectives answer poprun, and tell of itself when the program fails."""
     import atexit
 
+    atexit.register(leave_gloo_time, os.getpid())  # what is registered first is called last
     server = load_module("startup", "recorder_server")
     descriptor = server.start()
     if descriptor:
         signals.announce_recorder(page, descriptor)
         atexit.register(write_record, os.getpid(), page, signals, lambda: server.read_recorder(descriptor))
+
+
+def leave_gloo_time(pid: int) -> None:
+    """Wait 10 ms for the threads of gloo, which end a process by SIGABRT if they meet the end of Python."""
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    if is_initialized is not None and os.getpid() == pid and is_initialized():
+        import time
+
+        time.sleep(0.01)
 
 
 def read_recorder(page: int, signals: ModuleType) -> bytes:

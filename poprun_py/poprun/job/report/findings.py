@@ -25,6 +25,7 @@ _NO_ROOM: Final = re.compile(
     r"PMIX_ERR_FILE_WRITE_FAILURE|No space left on device|Disk quota exceeded", re.IGNORECASE
 )
 _NO_THREAD: Final = re.compile(r"Unable to start listen thread|thread_start failed", re.IGNORECASE)
+_THREAD_LEFT: Final = re.compile("terminate called without an active exception")
 _NO_DEBUGGER: Final = "bdb.BdbQuit"  # how pdb ends a program whose input is empty
 _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
@@ -145,6 +146,11 @@ def _bus_error(limits: MemoryLimits) -> str:
 
 def _refused(failed: InstanceStatus, words: LastWords, limits: MemoryLimits) -> str:
     lines = (words.summary, *words.lines)
+    if any(map(_THREAD_LEFT.match, lines)):
+        return (
+            "a thread was left when the program ended, as gloo's threads are: call "
+            "torch.distributed.destroy_process_group() in the program's last line"
+        )
     if (failure := find_device_failure(lines)) is not None:
         return failure.said
     if not _REFUSED.search(" ".join(lines)):
