@@ -111,6 +111,25 @@ def law_weights_that_one_instance_writes_are_compared_in_the_next_step() -> None
         step(model)
 
 
+def law_a_learning_rate_of_one_instance_is_found_in_the_next_steps() -> None:
+    """As of a scheduler that steps in `if is_main():`; a rate that all instances change is right."""
+    model = popdist.ReplicatedModel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    skip_steps(model, 3)
+    for rate in (0.1, 0.05):
+        optimizer.param_groups[0]["lr"] = rate
+        loop(model)
+        optimizer.step()
+    if is_last():
+        optimizer.param_groups[0]["lr"] = 0.01
+    loop(model)
+    optimizer.step()
+    if popdist.num_instances() == 1:
+        return
+    with refused(popdist.WeightsError, r"0\.weight of instance .* a learning rate differs"):
+        loop(model)
+
+
 class Momentum(nn.Module):
     """A network and a slow copy of it, which moves whenever it is used."""
 

@@ -29,7 +29,7 @@ from popdist.errors import (
     PopdistWarning,
 )
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.optimizer_steps import training_loop
+from popdist.gradients.optimizer_steps import digest_of_rates, training_loop
 from popdist.gradients.step_headers import NOT_DEALT, BeginHeader, ModelChecks, StepChecks
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
@@ -140,11 +140,11 @@ class ReplicaChecks(ModelChecks):
 
 
 class WrittenWeights:
-    """How often the weights of a model were written: torch counts the writes of each tensor.
+    """How the weights of a model were written: torch counts the writes of each tensor, optimizers have rates.
 
-    An instance that makes an optimizer step alone, or alone loads weights, has another number of writes. The
-    number of writes is no fault: a mean of the weights that one instance puts in and takes out for an evaluation
-    changes nothing. So another number only has the weights compared.
+    An instance that makes an optimizer step alone, or alone loads weights, has another number of writes, and an
+    instance whose scheduler steps alone has another learning rate. Neither is a fault: a mean of the weights that
+    one instance puts in and takes out for an evaluation changes nothing. So it only has the weights compared.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -153,12 +153,15 @@ class WrittenWeights:
         self._before: int | None = None
 
     def since_before(self) -> int:
-        """Return the number of writes since the last call; 0 in the first call, and after comparisons in vain."""
+        """Return a digest of the writes since the last call; 0 in the first call, or after vain comparisons."""
         if self.num_vain == _MOST_IN_VAIN:
             return 0
-        now = sum(torch_private.num_writes(it) for it in self.module.parameters() if not it.is_inference())
+        parameters = [it for it in self.module.parameters() if not it.is_inference()]
+        now = sum(map(torch_private.num_writes, parameters))
         before, self._before = self._before, now
-        return 0 if before is None else now - before
+        if before is None:
+            return 0
+        return hash((now - before, digest_of_rates(frozenset(map(id, parameters)))))
 
 
 class UncheckedStep(StepChecks):

@@ -63,8 +63,9 @@ def compare_weights(
         raise WeightsError(
             f"the weights of the instances are no longer equal: {difference}. It may have begun some steps ago. "
             "The usual reasons: one instance left out a step, as for a NaN that it alone has seen; a learning "
-            "rate follows a loss of one instance, in place of its mean over all; load_state_dict() on one "
-            "instance only; a layer that was made after ReplicatedModel, with another seed on each instance. "
+            "rate differs, as a scheduler steps on one instance only, or follows a loss of one instance in place "
+            "of the mean over all; weights are written on one instance only, as by load_state_dict(); a layer "
+            "was made after ReplicatedModel, with another seed on each instance. "
             "popdist.broadcast_weights(model) makes them equal"
         )
 

@@ -5,7 +5,7 @@ Two flags stand on a parameter's ``.grad``. Used: a step of an optimizer has rea
 instances.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Final
@@ -63,6 +63,19 @@ def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], b
 def stepped_parameters() -> set[int]:
     """Identities of the parameters of all optimizers that have ever made a step."""
     return {id(parameter) for optimizer in tuple(_optimizers) for parameter in parameters_of(optimizer)}
+
+
+def digest_of_rates(parameters: Collection[int]) -> int:
+    """Return a digest of the numbers, such as learning rates, in groups of ``parameters``, given by identity.
+
+    Only optimizers that have made a step count. A learning rate that is a tensor counts for nothing.
+    """
+    groups = (group for optimizer in tuple(_optimizers) for group in optimizer.param_groups)
+    return sum(
+        hash(tuple(it for it in group.values() if isinstance(it, int | float)))
+        for group in groups
+        if group["params"] and id(group["params"][0]) in parameters
+    )
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:

@@ -74,7 +74,10 @@ OWN_CODE: Final = "look at this line: the others wait until it goes on"
 LEFT: Final = (
     "it caught an exception that ended its step, and goes on: let all instances of a replica do so, or none"
 )
-UNEVEN: Final = "give all the same number of batches, or use torch.distributed.algorithms.join.Join"
+UNEVEN: Final = (
+    "give all the same number of batches, and end all in the same step, as by a decision that instance 0 sends by "
+    "popdist.broadcast_object; DDP also has torch.distributed.algorithms.join.Join"
+)
 
 
 def find_verdict_of_hang(
