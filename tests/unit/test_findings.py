@@ -159,3 +159,12 @@ def test_a_thread_that_was_left_at_the_end_is_named() -> None:
 
     assert "destroy_process_group() in the program's last line" in hint(ended(-signal.SIGABRT), left, UNKNOWN)
     assert hint(ended(-signal.SIGABRT), thrown, UNKNOWN) == ""
+
+
+def test_a_group_of_torch_that_popdist_does_not_make_is_named() -> None:
+    """The text of torch asks for another call than the one that a program of popdist needs."""
+    said = (
+        "ValueError: Default process group has not been initialized, please make sure to call init_process_group."
+    )
+
+    assert "popdist.init(torch_distributed=True)" in hint(ended(1), LastWords(summary=said), UNKNOWN)

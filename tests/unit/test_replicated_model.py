@@ -372,3 +372,13 @@ def test_a_body_is_a_function() -> None:
     with pytest.raises(popdist.BatchError, match=r"run_micro_batches\(batch, None\): body is called with each"):
         model.run_micro_batches(torch.ones(2, 2), body)
     model.run_micro_batches(torch.ones(2, 2), lambda x: model(x).sum().backward())
+
+
+def test_compile_compiles_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the wrapper, whose checks count steps: torch would compile it anew for each step."""
+    compiled: list[tuple[nn.Module, str]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, backend: compiled.append((self, backend)))
+    net = Named()
+    popdist.ReplicatedModel(net).compile(backend="eager")
+
+    assert compiled == [(net, "eager")]

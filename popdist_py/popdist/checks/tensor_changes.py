@@ -191,7 +191,7 @@ class UntrackedBuffers:
         self._hook = None if is_compiled else register_module_forward_pre_hook(self._remember)
 
     def _remember(self, module: nn.Module, _args: object) -> None:
-        if module.training and module not in self._copies:
+        if not torch.compiler.is_compiling() and module.training and module not in self._copies:
             buffers = {name: it for name, it in module.named_buffers(recurse=False) if id(it) not in self._tracked}
             self._copies[module] = {name: local_part(tensor).detach().clone() for name, tensor in buffers.items()}
 

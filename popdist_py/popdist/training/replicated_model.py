@@ -154,6 +154,10 @@ class ReplicatedModel(WrappingModel):
                 return steps.forward(partial(module, *args, **kwargs))
         return module(*args, **kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module, as ``torch.nn.Module.compile`` does; popdist's part of a step is not compiled."""
+        self.module.compile(*args, **kwargs)
+
     def micro_batches(
         self,
         batch: Nest,

@@ -25,6 +25,7 @@ _NO_ROOM: Final = re.compile(
     r"PMIX_ERR_FILE_WRITE_FAILURE|No space left on device|Disk quota exceeded", re.IGNORECASE
 )
 _NO_THREAD: Final = re.compile(r"Unable to start listen thread|thread_start failed", re.IGNORECASE)
+_NO_GROUP: Final = re.compile("Default process group has not been initialized")
 _THREAD_LEFT: Final = re.compile("terminate called without an active exception")
 _NO_DEBUGGER: Final = "bdb.BdbQuit"  # how pdb ends a program whose input is empty
 _CRASH_REPORT: Final = "Fatal Python error"
@@ -146,6 +147,11 @@ def _bus_error(limits: MemoryLimits) -> str:
 
 def _refused(failed: InstanceStatus, words: LastWords, limits: MemoryLimits) -> str:
     lines = (words.summary, *words.lines)
+    if any(map(_NO_GROUP.search, lines)):
+        return (
+            "with popdist, leave out DistributedDataParallel, as popdist.ReplicatedModel takes its place; "
+            "popdist.init(torch_distributed=True) makes a process group of torch"
+        )
     if any(map(_THREAD_LEFT.match, lines)):
         return (
             "a thread was left when the program ended, as gloo's threads are: call "
