@@ -138,11 +138,10 @@ def whole_replicas() -> None:
 def group_of_stages(backend: str = "popdist") -> dist.ProcessGroup:
     """The group of this replica's pipeline, over this backend of torch.distributed."""
     shape = context.environment().contract.parallelism
-    sizes = (popdist.num_replicas(), shape.pipeline, shape.tensor)
-    names = ("replica", "pipeline", "tensor")
-    override: Any = {"pipeline": backend}
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=override)
-    return mesh["pipeline"].get_group()
+    num_ranks = popdist.num_replicas() * shape.pipeline * shape.tensor
+    ranks = torch.arange(num_ranks, dtype=torch.int64).reshape(-1, shape.pipeline, shape.tensor)
+    groups = [dist.new_group(line, backend=backend) for line in ranks.transpose(1, 2).flatten(0, 1).tolist()]
+    return next(it for it in groups if it is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def loss_fn(found: Tensor, wanted: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def test_a_balanced_job_is_silent(num_instances: int, noise: float, seed: int) -
     assert (watch.slowdowns, watch.summary()) == ([], [])
 
 
-@pytest.mark.parametrize(("phase", "named"), [("checkpoint", "checkpoint"), ("forward", "validation")])
+@pytest.mark.parametrize(("phase", "named"), [("checkpoint", "checkpoint"), ("forward", "long forward pass")])
 def test_who_saves_or_validates_alone_is_no_culprit(phase: str, named: str) -> None:
     """It is said at the end."""
     job, watch = MadeUpJob(3), PerformanceWatch(1000.0)

@@ -63,6 +63,17 @@ def test_equal_tracebacks_are_shown_once() -> None:
     assert show((2, WHOLE), (0, WHOLE.replace("step", "other"))) == FOLDED + FOLDED.replace("step", "other")
 
 
+def test_a_long_message_is_whole_once() -> None:
+    """Another message, be it in a number alone, is shown whole again."""
+    long = ERROR.replace("no batch", "no batch of samples" * 9)
+    repeated = f"same traceback as instance 2: {long[:100]}…\n"
+
+    assert show((2, WHOLE.replace(ERROR, long)), (0, WHOLE.replace(ERROR, long))).endswith(f"\n{long}{repeated}")
+    assert show((2, WHOLE.replace(ERROR, long)), (0, WHOLE.replace(ERROR, long.replace("17", "4")))).endswith(
+        long.replace("17", "4")
+    )
+
+
 def test_the_lines_of_a_message_of_popdist_are_shown_once() -> None:
     """Where they end what an instance prints, or a link follows; never a line that it prints after them."""
     raised, advice = "popdist.errors.BatchError: write\n", "\n    write this\n\nand that\n"

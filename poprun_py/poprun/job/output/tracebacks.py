@@ -24,10 +24,15 @@ _FOLDED: Final = "  … ".encode()
 _PACKAGE: Final = re.compile(r"/(?:site|dist)-packages/(\w+)")
 
 
+_MOST_REPEATED: Final = 100
+"""So many characters of a message are shown again if another instance has printed all of the message."""
+
+
 class _Printed(NamedTuple):
     """A traceback as it was printed first."""
 
     instance: int
+    error: bytes  # the line that names the exception
     is_ours: bool  # whether popdist has raised the exception, which ends most programs
     message: list[bytes]  # the lines of popdist behind the one that names the exception
 
@@ -101,10 +106,8 @@ class TracebackFilter:
             return b"".join(held) + line
         folded = [_RANK.sub(b"", one) for one in (*_fold(held), line)]
         own_calls = b"".join(one for one in folded if not one.startswith(_FOLDED))
-        key = without_numbers(own_calls.decode(errors="replace"))
-        printed = self._printed.setdefault(
-            key, _Printed(instance, WHOLE.match(folded[-1].decode(errors="replace")) is not None, [])
-        )
+        key, error = without_numbers(own_calls.decode(errors="replace")), folded[-1].decode(errors="replace")
+        printed = self._printed.setdefault(key, _Printed(instance, folded[-1], WHOLE.match(error) is not None, []))
         if len(self._printed) > _NUM_REMEMBERED:
             del self._printed[next(iter(self._printed))]
         is_repeat = printed.instance != instance
@@ -112,7 +115,9 @@ class TracebackFilter:
             printed.message.clear()
         self._after[instance] = _After(printed, is_repeat, [])
         if is_repeat:
-            return f"same traceback as instance {printed.instance}: ".encode() + folded[-1]
+            if printed.error == folded[-1] and len(error) > _MOST_REPEATED:
+                error = f"{error[:_MOST_REPEATED]}…\n"
+            return f"same traceback as instance {printed.instance}: {error}".encode()
         return b"".join(folded)
 
     def _after_traceback(self, instance: int, line: bytes, text: bytes) -> bytes:

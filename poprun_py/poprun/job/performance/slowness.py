@@ -231,7 +231,7 @@ def find_pause(window: Window) -> tuple[int, str, float] | None:
         validating = _more([window], index, "long_forward")
         seconds = max(saving, validating)
         if seconds >= _LEAST_PAUSE_SECONDS and window.usual[index] * window.num_steps < seconds / 2:
-            phase = "checkpoint" if saving >= validating else "validation"
+            phase = "checkpoint" if saving >= validating else "long forward pass"
             return index, phase, seconds
     return None
 
