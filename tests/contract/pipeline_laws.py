@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -140,8 +140,10 @@ def group_of_stages(backend: str = "popdist") -> dist.ProcessGroup:
     shape = context.environment().contract.parallelism
     num_ranks = popdist.num_replicas() * shape.pipeline * shape.tensor
     ranks = torch.arange(num_ranks, dtype=torch.int64).reshape(-1, shape.pipeline, shape.tensor)
-    groups = [dist.new_group(line, backend=backend) for line in ranks.transpose(1, 2).flatten(0, 1).tolist()]
-    return next(it for it in groups if it is not dist.GroupMember.NON_GROUP_MEMBER)
+    lines = ranks.transpose(1, 2).flatten(0, 1).tolist()
+    groups: list[Any] = [dist.new_group(line, backend=backend) for line in lines]
+    (own,) = (group for line, group in zip(lines, groups, strict=True) if popdist.instance_index() in line)
+    return cast("dist.ProcessGroup", own)
 
 
 def loss_fn(found: Tensor, wanted: Tensor) -> Tensor:
