@@ -186,12 +186,12 @@ def _explained(folder: Path, step: int) -> Iterator[None]:
         yield
     except OSError as error:
         is_absent = isinstance(error, FileNotFoundError)
-        advice = ": the hosts of all instances that write need this folder" if is_absent else ""
+        advice = ": it cannot be made here, or other hosts do not have it" if is_absent else ""
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {folder}: {error}{advice}"
-        ) from error
+        ) from None
     except StoreError as error:
-        raise CheckpointError(f"the checkpoint of step {step} could not be written: {error}") from error
+        raise CheckpointError(f"the checkpoint of step {step} could not be written: {error}") from None
 
 
 def _remove_older(folder: Path, keep: int, step: int) -> None:
