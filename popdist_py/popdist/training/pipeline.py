@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -20,7 +21,7 @@ from popdist.contract import Contract
 from popdist.data.randomness import remember_states
 from popdist.errors import BatchError, OptimizerError, WeightsError, name_instances
 from popdist.gradients.optimizer_steps import training_loop
-from popdist.torch_private import PipelineParts, parts_of_schedule
+from popdist.torch_private import PipelineParts, is_older_than, needs, parts_of_schedule
 from popdist.training.micro_batches import Nest, Split, batches_of_loaders, split_batch
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Pipeline:
     """A schedule whose stages belong to a model, as far as this instance has them."""
 
     def __init__(self, parts: PipelineParts, module: nn.Module) -> None:
+        if is_older_than(2, 8):
+            raise BatchError(needs(2, 8, "a pipeline of torch's stages"))
         stages = parts.stages
         _check_places(parts, context.environment().contract)
         _check_weights(parts, module)
@@ -105,7 +108,8 @@ class Pipeline:
     def _check_forms(self, run: PipelineRun) -> None:
         """Refuse tensors of other shapes than in the first run: the stages keep memory for these only."""
         forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
-        expected = self._forms.setdefault(torch.is_grad_enabled(), forms)
+        has_own_forms = torch.is_grad_enabled() or not is_older_than(2, 13)  # without gradients
+        expected = self._forms.setdefault(torch.is_grad_enabled() if has_own_forms else True, forms)
         if forms != expected:
             raise BatchError(
                 f"the inputs of this run of the schedule are {', '.join(forms)}, and those of the first were "
@@ -118,13 +122,14 @@ class Pipeline:
         losses: list[Tensor] | None = [] if self._is_last else None
         # torch learns shapes by a pass on memory that nothing has written, when it begins to train or to evaluate
         learns, self._trained = self._trained is not torch.is_grad_enabled(), None
+        options = {"return_outputs": False} if "return_outputs" in signature(step).parameters else {}
         try:
             with _learning_aside(self._stages) if learns else nullcontext():
                 step(
                     *(run.inputs if self._is_first else ()),
                     target=run.target if self._is_last else None,
                     losses=losses,
-                    return_outputs=False,
+                    **options,  # before torch 2.11 a schedule takes it for an argument of the stages
                     **run.keywords,
                 )
         except RuntimeError as error:  # where the last stage is, torch misses the losses
@@ -136,6 +141,8 @@ class Pipeline:
 
     def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:
         """As :meth:`run` without a backward pass, at whose end torch would divide the ``.grad`` of before all."""
+        if not hasattr(schedule, "eval"):
+            raise BatchError(needs(2, 9, "to evaluate a pipeline"))
         divides, schedule.scale_grads = schedule.scale_grads, False
         try:
             return self.run(schedule.eval, run)

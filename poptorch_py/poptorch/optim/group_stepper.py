@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 import popdist
 from poptorch._logging import logger
+from poptorch.errors import Error
 from poptorch.options import Options
 
 _UNCORRECTED_STEPS: Final = 2.0**40  # in float32 a step more is the same number
@@ -326,6 +327,8 @@ class WidenedLAMB(torch.optim.Optimizer):
         if rounding == "stochastic":
             held = [tensor for it in parameters for tensor in (it, *self.state[it].values())]
             self._twins = {tensor: Parameter(tensor.detach()) for tensor in held if tensor.dtype in _HALVES}
+        if self._twins and not hasattr(Tensor, "grad_dtype"):
+            raise Error(f"weights or state rounded by chance need torch 2.11; this is {torch.__version__}")
         if self._twins:
             self._rounder = popdist.optim.LowPrecision(self._twins.values(), torch.optim.SGD, lr=1.0, seed=seed)
 
