@@ -9,6 +9,7 @@ two processes of an empty script, in turn; the other figures are of four process
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -104,7 +105,8 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         for process in self.left():
             process.kill()
-        self.process.wait()
+        self.process.communicate()
+        shutil.rmtree(self.folder)
 
     def left(self) -> list[psutil.Process]:
         """Return the processes of this launch that run."""

@@ -45,7 +45,7 @@ CASES = st.builds(
 
 
 @given(CASES)
-@settings(max_examples=8)
+@settings(max_examples=20)
 def test_what_fits_is_legal_sorted_and_within_memory(one: Workload) -> None:
     """On all devices; and what is said to be faster is faster, and does not fit."""
     answer = search(one, {})
@@ -78,7 +78,7 @@ def test_what_fits_is_legal_sorted_and_within_memory(one: Workload) -> None:
         },
     )
 )
-@settings(max_examples=8)
+@settings(max_examples=20)
 def test_what_is_fixed_stays(fixed: dict[str, Any]) -> None:
     """Every mapping has these values, or an error says why none is legal."""
     try:

@@ -56,7 +56,7 @@ class BeginHeader(NamedTuple):
     checksum: int = 0  # of the weights; this and the rest is 0 where nothing is checked
     digest: int = 0  # of the samples
     num_loader_passes: int = 0
-    writes: int = 0  # how often the weights were written since the step before
+    writes: int = 0  # a digest of how the weights were written since the step before
 
     @property
     def heaviest_weight(self) -> float:
@@ -110,7 +110,7 @@ class StepChecks:
         """Compare the weights of all instances, each of which has sent a checksum, or 0."""
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Compare the weights if an instance has written its weights more often than another instance."""
+        """Compare the weights if the instances have sent different digests of writes."""
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
         """Compare what the instances say of their batches and loaders."""
