@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore
 
 import popdist
+from popdist import torch_private
 from popdist.gradients.memory import GradientPool
 
 
@@ -390,3 +391,4 @@ def test_compile_compiles_the_module() -> None:
         model.zero_grad()
 
     assert len(compiled) == 1
+    assert [torch_private.is_compiled(it) for it in (model, model.module)] == [False, True]
