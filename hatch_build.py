@@ -17,7 +17,7 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGES: Final = "popdist_py"
-PLACE: Final = "popdist/extension"
+PLACE: Final = "popdist/ground/extension"
 NAME: Final = "_extension.abi3.so"
 """What the C files there become."""
 

@@ -26,7 +26,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.training.norm_sync import GroupSync, GroupValues, ReplicaValues
+from popdist.step.training.norm_sync import GroupSync, GroupValues, ReplicaValues
 
 ONE, TWO, SYNC = "ReplicatedModel, k = 1", "ReplicatedModel, k = 2", "SyncBatchNorm's arithmetic, gloo"
 WITHOUT = {TWO: "ReplicatedModel, k = 2, no exchange", SYNC: "SyncBatchNorm's arithmetic, no exchange"}

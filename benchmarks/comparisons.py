@@ -20,8 +20,8 @@ from subprocess import run
 
 from measuring.documents import put, table
 
-from poprun.reports.compare import Change, Comparison, compare
-from poprun.reports.job_report import JobReport, read_report
+from poprun.observe.reports.compare import Change, Comparison, compare
+from poprun.observe.reports.job_report import JobReport, read_report
 
 PROGRAM = Path(__file__).parent / "measuring" / "delayed_training.py"
 PHASES = ("data", "forward", "optimizer")

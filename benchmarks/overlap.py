@@ -25,9 +25,9 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist import context
 from popdist.gradients import reduction
 from popdist.gradients.overlap import Overlap
+from popdist.job import context
 
 GLOO, LATE, EARLY = "DDP, gloo", "ReplicatedModel, at the end", "ReplicatedModel"
 HALF, WIRE = "ReplicatedModel, bfloat16", "the wire"

@@ -43,9 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import popdist
-from popdist.checks.step_checks import CheckedSteps
-from popdist.host_memory.addition import Reduction
-from popdist.host_memory.messages import Messages, Sent
+from popdist.exchange.host_memory.addition import Reduction
+from popdist.exchange.host_memory.messages import Messages, Sent
+from popdist.step.checks.step_checks import CheckedSteps
 
 Step = Callable[[], object]
 

@@ -24,7 +24,7 @@ def _register() -> None:
         raise ImportError("Python does not find popdist, of which it finds the metadata; install poprun again")
     if found.submodule_search_locations is None:  # a program of that name must not run again
         raise ImportError(f"{found.origin} stands in the way of the package popdist; give that file another name")
-    from popdist.process_group import registration
+    from popdist.exchange.process_group import registration
 
     registration.register()
 

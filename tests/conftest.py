@@ -113,8 +113,8 @@ def _leaves_nothing(_leaves_environment: None, monkeypatch: pytest.MonkeyPatch) 
 def _leaves_job(_leaves_nothing: None) -> Iterator[None]:
     """The job that a test, or a model of it, has joined ends with it: the next one is to read its environment."""
     yield
-    if "popdist.context" in sys.modules:
-        sys.modules["popdist.context"].finalize()
+    if "popdist.job.context" in sys.modules:
+        sys.modules["popdist.job.context"].finalize()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from popdist.contract import Contract
+from popdist.ground.contract import Contract
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from popdist.progress import Progress
+from popdist.ground.progress import Progress
 from poprun.job.job_end import JobEnd
 from poprun.job.performance.curves import JobCurves
 from poprun.job.performance.slowness import Slowness

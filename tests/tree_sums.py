@@ -1,9 +1,9 @@
-"""Sums in the order of `popdist.tree`, to compare with."""
+"""Sums in the order of `popdist.ground.tree`, to compare with."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from popdist.tree import TreeSum
+from popdist.ground.tree import TreeSum
 
 T = TypeVar("T")
 

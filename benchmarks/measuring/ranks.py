@@ -47,7 +47,7 @@ class TorchWorld:
 
     def __init__(self) -> None:
         import popdist
-        from popdist.host_memory.host_group import HostGroup
+        from popdist.exchange.host_memory.host_group import HostGroup
 
         popdist.init()
         distributed.init_process_group("gloo")

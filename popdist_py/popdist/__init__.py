@@ -16,13 +16,6 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist import parallel as parallel
     from popdist import popdist_core as popdist_core
     from popdist import poptorch as poptorch
-    from popdist.collectives import all_gather as all_gather
-    from popdist.collectives import all_reduce as all_reduce
-    from popdist.collectives import barrier as barrier
-    from popdist.collectives import broadcast as broadcast
-    from popdist.collectives import broadcast_object as broadcast_object
-    from popdist.collectives import gather as gather
-    from popdist.collectives import shared_empty as shared_empty
     from popdist.compat import checkNumIpusPerReplica as checkNumIpusPerReplica
     from popdist.compat import finalizeBackend as finalizeBackend
     from popdist.compat import getDeviceId as getDeviceId
@@ -37,20 +30,6 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.compat import isBackendInitialized as isBackendInitialized
     from popdist.compat import isPopdistEnvSet as isPopdistEnvSet
     from popdist.compat import synchronize as synchronize
-    from popdist.context import device as device
-    from popdist.context import devices as devices
-    from popdist.context import finalize as finalize
-    from popdist.context import init as init
-    from popdist.context import instance_index as instance_index
-    from popdist.context import ipus_per_replica as ipus_per_replica
-    from popdist.context import is_initialized as is_initialized
-    from popdist.context import job_id as job_id
-    from popdist.context import local_instance_index as local_instance_index
-    from popdist.context import local_replicas as local_replicas
-    from popdist.context import num_instances as num_instances
-    from popdist.context import num_local_replicas as num_local_replicas
-    from popdist.context import num_replicas as num_replicas
-    from popdist.context import replica_index as replica_index
     from popdist.data.data_loader import data_loader as data_loader
     from popdist.data.dealt_streams import shard_iterable as shard_iterable
     from popdist.data.sampler import ReplicaSampler as ReplicaSampler
@@ -73,35 +52,56 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.errors import StoreError as StoreError
     from popdist.errors import WeightsError as WeightsError
     from popdist.gradients.clipping import clip_grad_norm_ as clip_grad_norm_
-    from popdist.instances import before_execute_on_instances as before_execute_on_instances
-    from popdist.instances import execute_on_instances as execute_on_instances
-    from popdist.instances import first_on_host as first_on_host
-    from popdist.instances import is_main as is_main
+    from popdist.job.collectives import all_gather as all_gather
+    from popdist.job.collectives import all_reduce as all_reduce
+    from popdist.job.collectives import barrier as barrier
+    from popdist.job.collectives import broadcast as broadcast
+    from popdist.job.collectives import broadcast_object as broadcast_object
+    from popdist.job.collectives import gather as gather
+    from popdist.job.collectives import shared_empty as shared_empty
+    from popdist.job.context import device as device
+    from popdist.job.context import devices as devices
+    from popdist.job.context import finalize as finalize
+    from popdist.job.context import init as init
+    from popdist.job.context import instance_index as instance_index
+    from popdist.job.context import ipus_per_replica as ipus_per_replica
+    from popdist.job.context import is_initialized as is_initialized
+    from popdist.job.context import job_id as job_id
+    from popdist.job.context import local_instance_index as local_instance_index
+    from popdist.job.context import local_replicas as local_replicas
+    from popdist.job.context import num_instances as num_instances
+    from popdist.job.context import num_local_replicas as num_local_replicas
+    from popdist.job.context import num_replicas as num_replicas
+    from popdist.job.context import replica_index as replica_index
+    from popdist.job.instances import before_execute_on_instances as before_execute_on_instances
+    from popdist.job.instances import execute_on_instances as execute_on_instances
+    from popdist.job.instances import first_on_host as first_on_host
+    from popdist.job.instances import is_main as is_main
+    from popdist.job.weights import broadcast_weights as broadcast_weights
+    from popdist.job.weights import checksum as checksum
     from popdist.launching.launch_function import launch as launch
     from popdist.metrics.mean import Mean as Mean
     from popdist.metrics.mean import weighted_mean as weighted_mean
     from popdist.metrics.reported_numbers import on_report as on_report
     from popdist.metrics.reported_numbers import report as report
+    from popdist.optim.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from popdist.parallel.mesh import device_mesh as device_mesh
-    from popdist.preemption import check_preemption as check_preemption
-    from popdist.preemption import on_preemption as on_preemption
-    from popdist.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from popdist.training.batch_norm import update_bn as update_bn
-    from popdist.training.outside_step import all_reduce_gradients as all_reduce_gradients
-    from popdist.training.replicated_model import ReplicatedModel as ReplicatedModel
-    from popdist.weights import broadcast_weights as broadcast_weights
-    from popdist.weights import checksum as checksum
+    from popdist.step.preemption import check_preemption as check_preemption
+    from popdist.step.preemption import on_preemption as on_preemption
+    from popdist.step.training.batch_norm import update_bn as update_bn
+    from popdist.step.training.outside_step import all_reduce_gradients as all_reduce_gradients
+    from popdist.step.training.replicated_model import ReplicatedModel as ReplicatedModel
 
     __version__: str
 
 _NAMES_OF_MODULES = {
-    "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather shared_empty",
+    "job.collectives": "all_gather all_reduce barrier broadcast broadcast_object gather shared_empty",
     "compat": (
         "checkNumIpusPerReplica finalizeBackend getDeviceId getInstanceIndex getLocalInstanceIndex "
         "getNumInstances getNumIpusPerReplica getNumLocalReplicas getNumTotalReplicas getReplicaIndexOffset "
         "initializeBackend isBackendInitialized isPopdistEnvSet synchronize"
     ),
-    "context": (
+    "job.context": (
         "device devices finalize init instance_index ipus_per_replica is_initialized job_id local_instance_index "
         "local_replicas num_instances num_local_replicas num_replicas replica_index"
     ),
@@ -114,17 +114,17 @@ _NAMES_OF_MODULES = {
         "OnnxError OptimizerError PopdistError PopdistWarning StoreError WeightsError"
     ),
     "gradients.clipping": "clip_grad_norm_",
-    "instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
+    "job.instances": "before_execute_on_instances execute_on_instances first_on_host is_main",
     "launching.launch_function": "launch",
     "metrics.mean": "Mean weighted_mean",
     "parallel.mesh": "device_mesh",
-    "preemption": "check_preemption on_preemption",
+    "step.preemption": "check_preemption on_preemption",
     "metrics.reported_numbers": "on_report report",
-    "training.batch_norm": "update_bn",
-    "training.outside_step": "all_reduce_gradients",
-    "training.replicated_model": "ReplicatedModel",
-    "sharded.sharded_optimizer": "ShardedOptimizer",
-    "weights": "broadcast_weights checksum",
+    "step.training.batch_norm": "update_bn",
+    "step.training.outside_step": "all_reduce_gradients",
+    "step.training.replicated_model": "ReplicatedModel",
+    "optim.sharded.sharded_optimizer": "ShardedOptimizer",
+    "job.weights": "broadcast_weights checksum",
 }
 """The public names of each module."""
 
@@ -141,10 +141,10 @@ _MEANT = {
 }
 """What was meant by names that other libraries have."""
 
-_WITHOUT_TORCH = ("compat", "context", "errors", "instances", "launching", "metrics.reported_numbers")
+_WITHOUT_TORCH = ("compat", "job.context", "errors", "job.instances", "launching", "metrics.reported_numbers")
 """How the names of the modules begin that need no torch."""
 
-_OF_TRAINING = tuple(f"popdist.{it}" for it in ("collectives", "data.", "parallel.", "training."))
+_OF_TRAINING = tuple(f"popdist.{it}" for it in ("job.collectives", "data.", "parallel.", "step.training."))
 """How the names of modules begin that programs use which train with torch."""
 
 _PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "parallel", "popdist_core", "poptorch")
@@ -155,26 +155,26 @@ if not TYPE_CHECKING:  # type checkers take the imports above
     __all__ = list(_PUBLIC)
 
 _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
-"""As `popdist.contract` has it: every program that imports torch comes by here, and loads no more than it must."""
+"""The name in `popdist.ground.contract`, written again: a program that imports torch loads only what it must."""
 
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
-    import_module("popdist.progress").begin()
+    import_module("popdist.ground.progress").begin()
 
 
 def __getattr__(name: str) -> object:
     if name in _PUBLIC_FOLDERS:
         return import_module(f"popdist.{name}")
     if name == "__version__":
-        return import_module("popdist.contract").VERSION
+        return import_module("popdist.ground.contract").VERSION
     if name not in _MODULE_OF:
         meant = f": write popdist.{_MEANT[name]}" if name in _MEANT else ""
         raise AttributeError(f"module 'popdist' has no attribute {name!r}{meant}")
     if not _MODULE_OF[name].removeprefix("popdist.").startswith(_WITHOUT_TORCH):
-        import_module("popdist.installation.needs_torch")
+        import_module("popdist.ground.installation.needs_torch")
     module = import_module(_MODULE_OF[name])
     is_training = module.__name__.startswith(_OF_TRAINING)
     if is_training or (name == "init" and "torch" in sys.modules):  # init() alone does without torch
-        import_module("popdist.checks")  # which training does not know
+        import_module("popdist.step.checks")  # which training does not know
     value = globals()[name] = getattr(module, name)
     return value
 

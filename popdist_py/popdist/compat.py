@@ -4,7 +4,9 @@ New programs use the snake_case names, which say what they count.
 """
 # ruff: noqa: N802, N803, N816 - the names are PopDist's
 
-from popdist.context import (
+from popdist.errors import InstallationError
+from popdist.ground.environments import Launcher
+from popdist.job.context import (
     device,
     environment,
     finalize,
@@ -18,8 +20,6 @@ from popdist.context import (
     num_local_replicas,
     num_replicas,
 )
-from popdist.environments import Launcher
-from popdist.errors import InstallationError
 
 getInstanceIndex = instance_index
 getNumInstances = num_instances

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name == "__version__":
-        return import_module("popdist.contract").VERSION
+        return import_module("popdist.ground.contract").VERSION
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'poprun' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)

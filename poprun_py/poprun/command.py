@@ -9,10 +9,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from popdist.contract import NUM_THREADS
+from popdist.ground.contract import NUM_THREADS
 from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.hosts.probe.machine import find_allocation, machine_facts, own_names, starter_of_many
+from poprun.hosts.probe.program import program_on_another_machine, resolve_program, script_of
+from poprun.launch.process.limits import check_system
 from poprun.plan.advice import check_fitness, check_gpus, idle_options
 from poprun.plan.frameworks import contradictions
 from poprun.plan.plan import LaunchPlan
@@ -20,15 +23,12 @@ from poprun.plan.planner import make_advised_plan
 from poprun.plan.program_environment import hash_seed
 from poprun.plan.request import LauncherChoice, VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.probe.limits import check_system
-from poprun.probe.machine import find_allocation, machine_facts, own_names, starter_of_many
-from poprun.probe.program import program_on_another_machine, resolve_program, script_of
 from poprun.text import screen
 from poprun.text.screen import VersionFormat
 
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
-    from poprun.render.table import Details
+    from poprun.plan.render.table import Details
     from poprun.start import JobOutcome
 
 _OF_POPRUN: Final = re.compile("(-n|--num-instances|--num-replicas)(=.*)?")
@@ -49,7 +49,7 @@ def run(words: Sequence[str]) -> int:
         screen.print_out(help_page(is_whole=line.shows_whole_help))
         return 0
     if line.prints_version or line.version_format is not None:
-        from poprun.doctor.facts import version_text
+        from poprun.hosts.doctor.facts import version_text
 
         screen.print_out(version_text(line.version_format or VersionFormat.TEXT, os.environ))
         return 0
@@ -83,8 +83,8 @@ def _no_program(line: CommandLine) -> UsageError:
 
 def _examine_machine(line: CommandLine) -> int:
     """Print what jobs find here and on the named hosts, and what is missing; returns 1 if none can run, else 0."""
-    from poprun.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
-    from poprun.doctor.facts import examine
+    from poprun.hosts.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
+    from poprun.hosts.doctor.facts import examine
 
     check_system()
     findings = diagnose(examine(os.environ))
@@ -212,7 +212,7 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
     for found in facts.unknown_mpi:
         screen.log(f"{found} is neither MPICH's nor Open MPI's: not used")
     if plan.parallelism.is_shared:
-        from poprun.render.words import size_of
+        from poprun.plan.render.words import size_of
 
         screen.log(f"{size_of(plan)}: neighbours are shards, then stages, then replicas")
     if choice is LauncherChoice.AUTO:
@@ -300,12 +300,12 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
 def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
     """``plan`` as text, in the form that the command line asks for."""
     if line.emitted is not None:
-        from poprun.emit import emit_job
+        from poprun.plan.emit import emit_job
 
         command = (sys.executable, "-P", "-m", "poprun", *_options_again(line))
         user_num_threads = os.environ.get(NUM_THREADS, "")
         return emit_job(plan, line.emitted, image=line.image, command=command, user_num_threads=user_num_threads)
-    from poprun.render import render_plan
+    from poprun.plan.render import render_plan
 
     return render_plan(
         plan,
@@ -321,7 +321,7 @@ def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
     from poprun.launch.launchers import launch_commands
     from poprun.plan.frameworks import by_framework, example_start
     from poprun.plan.program_environment import program_environment
-    from poprun.render.table import Details
+    from poprun.plan.render.table import Details
 
     commands = launch_commands(plan)
     return Details(

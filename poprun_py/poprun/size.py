@@ -11,10 +11,10 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from popdist.contract import VERSION
+from popdist.ground.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
+from poprun.hosts.probe.gpus import find_gpus
 from poprun.plan.topology import Gpu
-from poprun.probe.gpus import find_gpus
 from poprun.text.atomic_file import check_target, write_whole
 from poprun.text.input_files import parse_json, parse_yaml, read_text
 from poprun.text.screen import log, print_out, run_click, width

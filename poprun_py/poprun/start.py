@@ -9,27 +9,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from popdist.trusted_paths import own_folder_problem
+from popdist.ground.trusted_paths import own_folder_problem
 from poprun.errors import HostsError, PlanError, UsageError, error_of_system
+from poprun.hosts.probe.machine import names_of_this_machine
+from poprun.hosts.probe.program import fabric_variables
 from poprun.job.job_end import JobEnd, exit_code, first_failure, has_left, num_lone
 from poprun.job.loop import Attempt
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import JobIdentity
+from poprun.launch.process.limits import (
+    find_loopback_problem,
+    find_tmpdir_problem,
+    raise_open_files,
+    users_open_files,
+)
+from poprun.launch.process.spawn import become_subreaper
 from poprun.plan.advice import named
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
-from poprun.probe.limits import find_loopback_problem, find_tmpdir_problem, raise_open_files, users_open_files
-from poprun.probe.machine import names_of_this_machine
-from poprun.probe.program import fabric_variables
-from poprun.process.spawn import become_subreaper
 from poprun.text import screen
 from poprun.text.ranges import fold_hosts
 
 if TYPE_CHECKING:
     from poprun.devices.lease.claims import LeasedPlan
-    from poprun.hosts.routes import JobNetwork
     from poprun.job.performance.metrics_server import MetricsServer
     from poprun.job.report.report_writer import ReportWriter
+    from poprun.launch.routes import JobNetwork
 
 _MAX_SHOWN_ROUTES: Final = 4
 _LONGEST_PAUSE_SECONDS: Final = 30.0
@@ -99,8 +104,8 @@ class JobOutcome:
             self.metrics = _serve_metrics(plan.ending.metrics_port)
 
     def _begin_report(self, plan: LaunchPlan) -> None:
+        from poprun.hosts.probe.provenance import provenance
         from poprun.job.report.report_writer import ReportWriter
-        from poprun.probe.provenance import provenance
 
         writer = ReportWriter(plan.ending.report_files, plan.working_directory)
         writer.check()
@@ -220,7 +225,7 @@ def _run_attempt(
     has_started = False
     try:
         if plan.trace.folder is not None:
-            from poprun.trace.collection import prepare_folder
+            from poprun.observe.trace.collection import prepare_folder
 
             prepare_folder(plan, identity.job_id, identity.restart_count)
         end = Attempt(plan, environ, identity, signals, verbosity, on_look).run()
@@ -235,7 +240,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
     """Merge what the programs of an attempt have recorded, and say where it is; a further signal ends this."""
     if plan.trace.folder is None:
         return
-    from poprun.trace.collection import collect_trace
+    from poprun.observe.trace.collection import collect_trace
 
     rounds = end.clock_rounds if end.has_started else None
     before = signals.num_interrupts, signals.is_terminated
@@ -303,7 +308,7 @@ def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
     """Whether a device of a job of this machine has gone since it started; what is left is logged."""
     if not plan.devices or identity.network is not None:
         return False
-    from poprun.probe.gpus import find_devices
+    from poprun.hosts.probe.gpus import find_devices
 
     found = find_devices(os.environ)
     there = [gpu.name for gpu in found.gpus]

@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from popdist.contract import VERSION
+from popdist.ground.contract import VERSION
 from poprun.devices.pool.clusters import choose_cluster, pod_of
 from poprun.devices.pool.folder import BUSY_SECONDS
 from poprun.devices.pool.holders import sole_server
@@ -41,10 +41,10 @@ from poprun.devices.server.server_client import (
     token_file,
 )
 from poprun.errors import PartitionError, PlanError, ServerError
+from poprun.hosts.probe.gpus import find_gpus
+from poprun.hosts.probe.machine import usable_cores
 from poprun.plan.inventory import Cluster
 from poprun.plan.request import DEFAULT_PORT, VipuSettings
-from poprun.probe.gpus import find_gpus
-from poprun.probe.machine import usable_cores
 from poprun.text.screen import print_out, run_click, visible
 
 AnyPool = Pool | RemotePool

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import popdist
 from popdist.checkpoint import load_latest, save
-from popdist.layout import parts
+from popdist.ground.layout import parts
 from popdist.optim import LowPrecision
 from popdist.parallel import PhasedOptimizer, phased, recompute
 from tests.contract.laws import TIMEOUT_SECONDS

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from popdist import torch_private
-from popdist.accelerators import accelerator
+from popdist.ground import torch_private
+from popdist.ground.accelerators import accelerator
 from tests.accelerator import simulated
 
 

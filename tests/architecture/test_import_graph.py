@@ -8,7 +8,7 @@ import pytest
 
 import popdist
 from tests.architecture.drawing import DRAWINGS, redrawn
-from tests.architecture.floors import BRIDGE, FLOORS, floor_of
+from tests.architecture.floors import BRIDGE, FLOORS, floor_of, part_of
 from tests.architecture.source_tree import (
     ROOT,
     SOURCES,
@@ -21,8 +21,8 @@ from tests.architecture.source_tree import (
 )
 
 AGENT = words(
-    "poprun poprun.messages poprun.messages.control"
-    " poprun.process poprun.process.spawn poprun.process.process_tree"
+    "poprun poprun.launch.messages poprun.launch.messages.control"
+    " poprun.launch.process poprun.launch.process.spawn poprun.launch.process.process_tree"
 )
 """All that the agents may use of ours, beside their own folder."""
 
@@ -39,9 +39,7 @@ HEAVY = words("torch mpi4py rich numpy")
 """What neither package may load when it is imported."""
 
 TORCH_FACING = words(
-    "local_tensors torch_private accelerators transport host_memory process_group groups collectives gradients "
-    "training checks optim sharded data packing phases parallel weights instances launching checkpoint "
-    "preemption onnx"
+    "ground exchange job gradients step optim data packing phases parallel launching checkpoint onnx"
 )
 
 
@@ -51,24 +49,26 @@ def top(name: str) -> str:
 
 
 def test_a_module_imports_only_lower_floors() -> None:
-    """Within a package every import goes down, or to a sibling in the same folder."""
+    """In a package, and in a room that has floors, every import goes down, or to a sibling in its folder."""
     wrong = [
         f"{source} imports {target}"
+        for folder in FLOORS
         for source, targets in graph().items()
         for target in targets
-        if "." in source and "." in target and top(source) == top(target)
-        if source.split(".")[1] != target.split(".")[1] and floor_of(source) <= floor_of(target)
+        if source.startswith(f"{folder}.") and target.startswith(f"{folder}.")
+        if part_of(folder, source) != part_of(folder, target)
+        if floor_of(folder, source) <= floor_of(folder, target)
     ]
 
     assert wrong == []
 
 
-@pytest.mark.parametrize("package", SOURCES)
-def test_every_floor_is_inhabited(package: str) -> None:
+@pytest.mark.parametrize("folder", FLOORS)
+def test_every_floor_is_inhabited(folder: str) -> None:
     """The order names nothing that is not there, and everything that is."""
-    assert {module.part for module in modules(package)} - {""} == {
-        part for floor in FLOORS[package] for part in floor
-    }
+    inside = (module.name for module in modules() if module.name.startswith(f"{folder}."))
+
+    assert {part_of(folder, name) for name in inside} == {part for floor in FLOORS[folder] for part in floor}
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -97,7 +97,10 @@ def test_the_columns_meet_in_the_contract_only() -> None:
     assert {(source, target) for source, target in foreign if top(target) != "popsize"} == {
         *(("poprun", target) for target in BRIDGE),
         ("poptorch", "popdist"),
-        *(("poptorch", f"popdist.{name}") for name in words("collectives context errors startup.stub_finder")),
+        *(
+            ("poptorch", f"popdist.{name}")
+            for name in words("job.collectives job.context errors startup.stub_finder")
+        ),
     }
     assert {source for source, target in foreign if top(target) == "popsize"} <= {"poprun", "popdist"}
 
@@ -149,7 +152,7 @@ def test_what_starts_fast_loads_little(started: str, ours: frozenset[str], other
     assert {name for name in reached if top(name) in SOURCES and not name.startswith("poprun.launch")} <= ours
 
 
-@pytest.mark.parametrize("package", ["popdist", "poprun", "poprun.__main__", "popdist.context"])
+@pytest.mark.parametrize("package", ["popdist", "poprun", "poprun.__main__", "popdist.job.context"])
 def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
     """A laptop without torch and MPI can plan a job; what is heavy comes with the first use that needs it."""
     assert {top(name) for name in reached_on_import(package)} & HEAVY == set()

@@ -20,13 +20,13 @@ MAKERS_OF_TENSORS = frozenset(
 
 READERS = {
     "popdist": words(
-        "__init__.py context.py process_group/registration.py progress.py metrics/reported_numbers.py startup"
-        " launching"
+        "__init__.py job/context.py exchange/process_group/registration.py ground/progress.py"
+        " metrics/reported_numbers.py startup launching"
     ),
     "poptorch": words("environment.py"),
     "popsize": words(""),
     "poprun": words(
-        "cli vipu.py probe launch devices/lease devices/server hosts/remote_side.py process/spawn.py"
+        "cli vipu.py hosts/probe launch devices/lease devices/server hosts/remote_side.py"
         " text/screen.py command.py start.py size.py"
     ),
 }
@@ -160,10 +160,12 @@ def test_no_tensor_takes_the_default_dtype_or_device() -> None:
 
 
 def test_private_names_of_others_stand_in_one_module() -> None:
-    """In `popdist.torch_private`, at most 27, whose unit tests say what a torch without them does."""
+    """In `popdist.ground.torch_private`, at most 27, whose unit tests say what a torch without them does."""
     library = {module.name: module for module in modules("popdist", "poptorch")}
     ours = {name for module in library.values() for name in _given_names(module)} | {"_extension"}
-    inside = _private_names(library.pop("popdist.torch_private")) - words("_C _dynamo _distributed_c10d _utils")
+    inside = _private_names(library.pop("popdist.ground.torch_private")) - words(
+        "_C _dynamo _distributed_c10d _utils"
+    )
     inside -= set(OF_TORCHS_BACKENDS)
     foreign = {
         f"{module.name}: {name}"

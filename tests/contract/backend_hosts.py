@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
-from popdist.transport.hosts import HostMessages
+from popdist.exchange.transport.hosts import HostMessages
 from tests.contract.forked_ranks import Rank
 from tests.torch_names import all_gather_single, reduce_scatter_single
 

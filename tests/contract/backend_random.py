@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 
 import popdist
-from popdist.contract import SHARE_TENSORS
+from popdist.ground.contract import SHARE_TENSORS
 from tests.contract.forked_ranks import Rank, run_ranks
 from tests.torch_names import VERSION, all_gather_single, named, reduce_scatter_single
 

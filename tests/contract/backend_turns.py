@@ -10,10 +10,10 @@ from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _get_default_store
 
-from popdist.host_memory import messages
-from popdist.host_memory.barriers import wait_until
-from popdist.process_group import work_queue
-from popdist.process_group.work_queue import PendingWork, WorkQueue
+from popdist.exchange.host_memory import messages
+from popdist.exchange.host_memory.barriers import wait_until
+from popdist.exchange.process_group import work_queue
+from popdist.exchange.process_group.work_queue import PendingWork, WorkQueue
 from tests.contract.backend_laws import all_brought, brought, expected, same
 from tests.contract.forked_ranks import Rank
 from tests.torch_names import named

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist import context
-from popdist.collectives import DTYPES, FLOATS
 from popdist.errors import BackendError
-from popdist.host_memory.barriers import wait_until
-from popdist.host_memory.host_group import HostGroup
-from popdist.transport.torch_backend import MemoryOfSubsets
+from popdist.exchange.host_memory.barriers import wait_until
+from popdist.exchange.host_memory.host_group import HostGroup
+from popdist.exchange.transport.torch_backend import MemoryOfSubsets
+from popdist.job import context
+from popdist.job.collectives import DTYPES, FLOATS
 from tests.contract.laws import TIMEOUT_SECONDS
 from tests.tree_sums import tree_sum
 

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import popdist
-from popdist import context
+from popdist.job import context
 from tests.contract.collective_laws import refused
 from tests.contract.laws import TIMEOUT_SECONDS, laws_of
 from tests.contract.training_laws import is_last

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 
 import popdist
-from popdist import context
-from popdist.layout import Parallelism
+from popdist.ground.layout import Parallelism
+from popdist.job import context
 from popdist.optim import LAMB, LARS, LowPrecision
 from tests.running import DEADLINE_SECONDS
 
@@ -315,7 +315,7 @@ def clip_stages() -> list[tuple[Tensor, Tensor]]:
     start()
     numbers = torch.Generator().manual_seed(1)
     gradients = [torch.randn(4, 6, generator=numbers, dtype=torch.float64) for _ in range(4)]
-    shared = popdist.context.environment().contract.replica_part
+    shared = popdist.job.context.environment().contract.replica_part
     over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))["tensor"]
     cut, copied = (
         nn.Parameter(distribute_tensor(gradients[0], over, [Shard(0)])),

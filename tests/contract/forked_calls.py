@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from popdist.layout import Parallelism
+from popdist.ground.layout import Parallelism
 from tests.contract.laws import laws_of, run_laws
 from tests.running import DEADLINE_SECONDS
 

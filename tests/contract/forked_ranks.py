@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from popdist.process_group import torch_process_group
+from popdist.exchange.process_group import torch_process_group
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from popdist import groups
-from popdist.contract import Contract, Endpoint
-from poprun.process.spawn import become_subreaper
+from popdist.exchange import groups
+from popdist.ground.contract import Contract, Endpoint
+from poprun.launch.process.spawn import become_subreaper
 from tests import leftovers
 from tests.contract.forked_calls import Answer, Call
 

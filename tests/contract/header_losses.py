@@ -6,7 +6,7 @@ import pytest
 from torch import distributed as dist
 
 import popdist
-from popdist import context
+from popdist.job import context
 
 TIMEOUT_SECONDS = 300.0
 

@@ -18,9 +18,9 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from popdist.errors import BackendError, CollectiveError
-from popdist.host_memory import barriers, host_group, segments
-from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.host_group import HostGroup, ShortMessages
+from popdist.exchange.host_memory import barriers, host_group, segments
+from popdist.exchange.host_memory.host_collectives import HostCollectives
+from popdist.exchange.host_memory.host_group import HostGroup, ShortMessages
 from tests.tree_sums import tree_sum
 
 TIMEOUT_SECONDS: Final = 300.0
@@ -50,7 +50,7 @@ def values(rank: int, length: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def in_tree_order(dtype: torch.dtype, length: int) -> torch.Tensor:
-    """The sum of all ranks' numbers as `popdist.tree` has it."""
+    """The sum of all ranks' numbers as `popdist.ground.tree` has it."""
     rows = [values(rank, length, dtype).float() for rank in range(dist.get_world_size())]
     return tree_sum(rows, torch.add).to(dtype)
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 import popdist
 import popdist.checkpoint.tensor_files
 from popdist.checkpoint import load_latest, save
-from popdist.contract import Contract, Endpoint
+from popdist.ground.contract import Contract, Endpoint
 
 NUM_REPLICAS = 4
 SPLITS = (1, 2, 4)

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import popdist
 import popdist.checkpoint.tensor_files
-from popdist import context
 from popdist.checkpoint import load_latest, save
+from popdist.job import context
 from tests.contract.checkpoint_laws import files_in, small_files
 from tests.contract.collective_laws import refused
 

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
 import popdist
-from popdist import context, packing
-from popdist.layout import ReplicaPart
+from popdist import packing
+from popdist.ground.layout import ReplicaPart
+from popdist.job import context
 from poptorch.stubs import horovod_torch
 from tests.contract import training_recipes
 from tests.contract.collective_laws import refused

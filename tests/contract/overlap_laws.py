@@ -21,13 +21,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import popdist
-from popdist import context
+from popdist.exchange.host_memory.barriers import wait_until
+from popdist.exchange.transport import two_level
+from popdist.exchange.transport.channel import Channel
 from popdist.gradients import overlap, reduction
 from popdist.gradients.flat_buffers import FlatGradient
 from popdist.gradients.overlap import Overlap, OverlappedSum
-from popdist.host_memory.barriers import wait_until
-from popdist.transport import two_level
-from popdist.transport.channel import Channel
+from popdist.job import context
 from tests.contract import training_laws, training_recipes
 from tests.contract.collective_laws import refused
 from tests.contract.laws import TIMEOUT_SECONDS, laws_of

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import popdist
-from popdist import context
-from popdist.contract import Contract, Endpoint
+from popdist.exchange.transport.channel import Channel
 from popdist.gradients.overlap import Overlap, OverlappedSum
-from popdist.transport.channel import Channel
+from popdist.ground.contract import Contract, Endpoint
+from popdist.job import context
 from tests.contract import overlap_laws, training_laws
 from tests.contract.laws import TIMEOUT_SECONDS
 

@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 
 import popdist
-from popdist import context
-from popdist.local_tensors import local_part
+from popdist.ground.local_tensors import local_part
+from popdist.job import context
 from popdist.parallel import Roles, describe, parallelize
 from popdist.parallel.mesh import device_mesh
 from popsize.footprint import memory_of

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy, relu
 
 import popdist
-from popdist import context
+from popdist.job import context
 from popdist.parallel import PhasedOptimizer, phased, recompute
 from popdist.parallel.mesh import device_mesh
 from tests.contract.collective_laws import refused

@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import TensorDataset
 
 import popdist
-from popdist import context
 from popdist.errors import BatchError, GradientError, MicroBatchError, OptimizerError, PopdistError
+from popdist.job import context
 from tests.contract.laws import laws_of
 from tests.tree_sums import tree_sum
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from popdist.progress import progress_page
+from popdist.ground.progress import progress_page
 from tests.contract import host_memory_laws, shared_tensor_laws, sum_laws
 from tests.torch_names import HAS_FSDP_ON_CPU, IS_ASYNC_KNOWN, where
 

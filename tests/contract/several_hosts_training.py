@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist.context import current_group
+from popdist.job.context import current_group
 from tests.contract.laws import TIMEOUT_SECONDS
 
 

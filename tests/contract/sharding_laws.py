@@ -19,12 +19,12 @@ from torch.optim.optimizer import ParamsT
 
 import popdist
 import poptorch
-from popdist import context
 from popdist.checkpoint import load_latest, save
 from popdist.errors import BackendError
+from popdist.exchange.host_memory.host_group import HostGroup
+from popdist.exchange.host_memory.segments import whole_pages
 from popdist.gradients.partial_gradients import PartialGradient
-from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.segments import whole_pages
+from popdist.job import context
 from popdist.optim import LAMB, LARS, LowPrecision
 from tests.contract.collective_laws import assert_leaves, refused
 from tests.contract.laws import TIMEOUT_SECONDS, laws_of

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist import torch_private
-from popdist.contract import SHARE_TENSORS
-from popdist.host_memory import host_group, shared_storages
-from popdist.host_memory.addition import Reduction
-from popdist.host_memory.in_place import InPlace
+from popdist.exchange.host_memory import host_group, shared_storages
+from popdist.exchange.host_memory.addition import Reduction
+from popdist.exchange.host_memory.in_place import InPlace
+from popdist.ground import torch_private
+from popdist.ground.contract import SHARE_TENSORS
 from tests.torch_names import HAS_FSDP_MEMORY, HAS_SWAPPED_MEMORY, all_gather_single, reduce_scatter_single, where
 
 SUM: Final = dist.ReduceOp.SUM

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import popdist
-from popdist import context
-from popdist.local_tensors import TensorForm
+from popdist.ground.local_tensors import TensorForm
+from popdist.job import context
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.store_file import BLOCK_BYTES, make_buffer
 from tests.running import DEADLINE_SECONDS

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist import extension
 from popdist.errors import CollectiveError
+from popdist.ground import extension
 from tests.contract.host_memory_laws import connected
 from tests.running import DEADLINE_SECONDS
 from tests.tree_sums import tree_sum

@@ -1,7 +1,8 @@
 """The torch backend `popdist` obeys its laws at every number of ranks, survives losses, and carries FSDP.
 
-Holds popdist.host_memory.messages, popdist.process_group.group_calls, popdist.process_group.message_calls,
-popdist.process_group.torch_process_group and popdist.transport.hosts.
+Holds popdist.exchange.host_memory.messages, popdist.exchange.process_group.group_calls,
+popdist.exchange.process_group.message_calls, popdist.exchange.process_group.torch_process_group and
+popdist.exchange.transport.hosts.
 """
 
 import secrets

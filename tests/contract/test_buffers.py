@@ -1,7 +1,7 @@
 """Buffers of all wrapped models belong to the replicas, inside of steps and outside.
 
 Holds popdist.gradients.step_headers, popdist.gradients.buffers,
-popdist.checks.tensor_changes and popdist.training.batch_norm.
+popdist.step.checks.tensor_changes and popdist.step.training.batch_norm.
 """
 
 import pytest

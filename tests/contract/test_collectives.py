@@ -1,7 +1,7 @@
 """Collectives obey the same laws in jobs of every size, the job of one included.
 
-Holds popdist.transport.serial_backend, popdist.transport.connections, popdist.transport.torch_backend and
-popdist.groups.
+Holds popdist.exchange.transport.serial_backend, popdist.exchange.transport.connections,
+popdist.exchange.transport.torch_backend and popdist.exchange.groups.
 """
 
 import time
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import popdist
-from popdist.context import current_group
+from popdist.job.context import current_group
 from tests.contract import collective_laws, horovod_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.laws import laws_of

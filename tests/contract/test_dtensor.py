@@ -1,6 +1,6 @@
 """Weights that are cut over instances learn what whole ones do, and their bits depend on the mapping alone.
 
-Holds popdist.local_tensors, popdist.gradients.clipping and popdist.data.shard_randomness.
+Holds popdist.ground.local_tensors, popdist.gradients.clipping and popdist.data.shard_randomness.
 """
 
 from typing import Any

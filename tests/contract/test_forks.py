@@ -1,6 +1,6 @@
 """A program that forks in the middle of a job: the child leaves by `sys.exit`, and its parent goes on.
 
-Holds popdist.host_memory.forks.
+Holds popdist.exchange.host_memory.forks.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Popdist joins the job it finds itself in: poprun's, torchrun's, Open MPI's or Hydra's, or one of its own.
 
-Holds popdist.transport.rendezvous and popdist.process_group.default_group.
+Holds popdist.exchange.transport.rendezvous and popdist.exchange.process_group.default_group.
 """
 
 import socket
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from poprun.emit import emit_job
+from poprun.plan.emit import emit_job
 from poprun.text.screen import EmitKind
 from tests.contract import default_group_laws, joining_program
 from tests.contract.forked_calls import ForkedWorlds

@@ -5,8 +5,8 @@ import re
 import pytest
 
 import popdist
-from popdist.contract import Contract
-from popdist.layout import Parallelism
+from popdist.ground.contract import Contract
+from popdist.ground.layout import Parallelism
 from tests.contract import mesh_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS

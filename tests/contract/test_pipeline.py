@@ -1,6 +1,6 @@
 """Torch's schedules run over a replica of several instances, each of which has some of the stages.
 
-Holds popdist.training.pipeline.
+Holds popdist.step.training.pipeline.
 """
 
 import pytest

@@ -1,9 +1,9 @@
 """The backend ``popdist`` of torch.distributed obeys torch's contract, alone and among two and three ranks.
 
-Holds popdist.process_group.group_calls, popdist.process_group.watched_calls,
-popdist.process_group.work_queue, popdist.host_memory.in_place,
-popdist.host_memory.host_collectives, popdist.host_memory.host_group, popdist.host_memory.addition
-and popdist.host_memory.shared_storages.
+Holds popdist.exchange.process_group.group_calls, popdist.exchange.process_group.watched_calls,
+popdist.exchange.process_group.work_queue, popdist.exchange.host_memory.in_place,
+popdist.exchange.host_memory.host_collectives, popdist.exchange.host_memory.host_group,
+popdist.exchange.host_memory.addition and popdist.exchange.host_memory.shared_storages.
 """
 
 import pytest

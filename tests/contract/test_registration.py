@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 import popdist
 import popdist_backend
-from popdist import contract
-from popdist.process_group.registration import register
+from popdist.exchange.process_group.registration import register
+from popdist.ground import contract
 from tests.running import DEADLINE_SECONDS
 
 PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
@@ -22,7 +22,8 @@ PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 AFTER_IMPORT = """
 import os, sys
 import torch.distributed as dist
-heavy = {"popdist.process_group.torch_process_group", "popdist.contract", "popdist.host_memory"}
+exchange = "popdist.exchange"
+heavy = {f"{exchange}.process_group.torch_process_group", "popdist.ground.contract", f"{exchange}.host_memory"}
 print("POPDIST" in dist.Backend._plugins, sorted(heavy & set(sys.modules)))
 print(len(os.listdir("/proc/self/fd")))
 import popdist
@@ -33,7 +34,7 @@ print("POPDIST" in dist.Backend._plugins)
 FOREIGN = """
 import sys
 import torch.distributed as dist
-print("popdist.process_group" in sys.modules)
+print("popdist.exchange.process_group" in sys.modules)
 try:
     dist.init_process_group("popdist", store=dist.HashStore(), rank=0, world_size=1)
 except ImportError as error:

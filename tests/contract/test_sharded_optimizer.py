@@ -1,7 +1,7 @@
 """The sharded optimizer obeys the same laws in jobs of every size, the job of one included.
 
-Holds popdist.sharded.sharded_optimizer, popdist.sharded.parameters,
-popdist.sharded.weight_copies, popdist.gradients.partial_gradients and popdist.optim.trust_ratio.
+Holds popdist.optim.sharded.sharded_optimizer, popdist.optim.sharded.parameters,
+popdist.optim.sharded.weight_copies, popdist.gradients.partial_gradients and popdist.optim.trust_ratio.
 """
 
 from pathlib import Path

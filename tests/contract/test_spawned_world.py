@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import popdist
-from popdist import groups
+from popdist.exchange import groups
 from tests.contract import (
     checkpoint_laws,
     collective_laws,

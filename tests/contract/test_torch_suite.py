@@ -1,6 +1,6 @@
 """torch's own tests of process groups pass on the backend ``popdist``, as they do on gloo.
 
-Holds popdist.process_group.torch_process_group.
+Holds popdist.exchange.process_group.torch_process_group.
 """
 
 import sys

@@ -1,10 +1,10 @@
 """Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
 
-Holds popdist.checks.step_checks, popdist.gradients.buffers,
+Holds popdist.step.checks.step_checks, popdist.gradients.buffers,
 popdist.gradients.memory, popdist.gradients.reduction,
-popdist.gradients.step_headers, popdist.training.batch_norm, popdist.training.model_steps,
-popdist.training.norm_sync, popdist.training.outside_step, popdist.training.replica_turns and
-popdist.training.step.
+popdist.gradients.step_headers, popdist.step.training.batch_norm, popdist.step.training.model_steps,
+popdist.step.training.norm_sync, popdist.step.training.outside_step, popdist.step.training.replica_turns and
+popdist.step.training.step.
 """
 
 import os
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import popdist
-from popdist import context
+from popdist.job import context
 from tests.contract import check_laws, joined_replica_laws, loop_laws, training_laws, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT

@@ -1,6 +1,6 @@
 """A program in which nothing adds up the gradients of the replicas is refused, and every other one is left alone.
 
-Holds popdist.checks.optimizer_checks.
+Holds popdist.step.checks.optimizer_checks.
 """
 
 from collections.abc import Callable

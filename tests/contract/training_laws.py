@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
 
 import popdist
-from popdist import context
 from popdist.gradients import reduction
-from popdist.layout import parts
+from popdist.ground.layout import parts
+from popdist.job import context
 from tests.contract.collective_laws import refused
 from tests.tree_sums import tree_sum
 

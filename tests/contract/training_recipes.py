@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import popdist
-from popdist.layout import parts
+from popdist.ground.layout import parts
 from popdist.parallel import recompute
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import samples, share

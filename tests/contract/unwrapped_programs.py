@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.checks.optimizer_checks import lone_steps
+from popdist.step.checks.optimizer_checks import lone_steps
 from poptorch.stubs import horovod_torch
 from tests.contract.collective_laws import refused
 from tests.contract.laws import TIMEOUT_SECONDS

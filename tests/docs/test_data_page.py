@@ -1,6 +1,6 @@
 """The page on data tells the truth: its blocks are one program, and it runs everywhere.
 
-Holds popdist.weights.
+Holds popdist.job.weights.
 """
 
 from pathlib import Path

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from popdist.contract import JOB_ID
+from popdist.ground.contract import JOB_ID
 from tests import leftovers
 from tests.faults.catalogue import PATIENCE_SECONDS, Fault, Moment, Step, Target
 from tests.faults.contestants import Contestant

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from poprun.emit.kubernetes import HOST_FILE
-from poprun.messages.proofs import KEY_BYTES
+from poprun.launch.messages.proofs import KEY_BYTES
+from poprun.plan.emit.kubernetes import HOST_FILE
 from tests.contract import several_hosts_training
 from tests.contract.forked_calls import ForkedWorlds
 from tests.hosts.conftest import LOGIN

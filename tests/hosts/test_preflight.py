@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-import popdist.contract
+import popdist.ground.contract
 from popsize.catalogue import named_model
 from popsize.hardware import named_machine
 from popsize.mapping import Mapping, Training, Workload, saved
@@ -25,7 +25,7 @@ from tests.hosts.network import TMPDIR, Network
 from tests.running import Finished, MpiEnvironment, run
 
 HOSTS = ("n1", "n2", "n3", "n4", "n5", "n6")
-CONTRACT = Path(popdist.contract.__file__)
+CONTRACT = Path(popdist.ground.contract.__file__)
 SUM = (
     "import os, popdist, torch\n"
     "popdist.init()\n"
@@ -82,7 +82,7 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
     mapping = program.parent / "mapping.json"
     mapping.write_text(MAPPING)
     old = tmp_path / "contract.py"
-    old.write_text(CONTRACT.read_text().replace(popdist.contract.VERSION, "0.0.9"))
+    old.write_text(CONTRACT.read_text().replace(popdist.ground.contract.VERSION, "0.0.9"))
     copy_key(spoilt, "n1", "n2")
     spoilt.hosts["n3"].run("mount", "--bind", str(old), str(CONTRACT))
     spoilt.hosts["n4"].run("mount", "-t", "tmpfs", "none", str(program.parent))
@@ -94,7 +94,7 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
 
     rows = table(poprun(spoilt, "--host", "n[1-6]", "--parallelism", str(mapping), str(program), cwd=folder))
 
-    version = popdist.contract.VERSION
+    version = popdist.ground.contract.VERSION
     assert [row[:2] for row in rows] == [
         ["n2", "its host key is not the one that ssh knows"],
         ["n3", f"poprun and popdist are 0.0.9 there, {version} here"],

@@ -1,11 +1,11 @@
 """Questions to programs of the machine, asked for a bounded time.
 
-Holds poprun.process.spawn.
+Holds poprun.launch.process.spawn.
 """
 
 import pytest
 
-from poprun.process.spawn import answer_of
+from poprun.launch.process.spawn import answer_of
 
 
 def test_both_streams_are_read() -> None:

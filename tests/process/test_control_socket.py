@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from poprun.job.agents import AgentLinks
-from poprun.messages.control import MAX_MESSAGE_BYTES, abstract_address
-from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES
+from poprun.launch.messages.control import MAX_MESSAGE_BYTES, abstract_address
+from poprun.launch.messages.proofs import NONCE_BYTES, PROOF_BYTES
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
@@ -128,10 +128,10 @@ def test_connections_of_another_user_are_one_line(poprun: Poprun) -> None:
 
 OVER_TCP = """
 import os, sys
-from poprun.messages.proofs import new_key
+from poprun.launch.messages.proofs import new_key
 from poprun.plan.plan_file import read_plan
 from poprun.hosts.remote_side import hold
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
+from poprun.launch.routes import HostRoute, JobKey, JobNetwork
 from poprun.start import run_job
 plan, host = read_plan(open(sys.argv[1]).read(), "plan"), sys.argv[2]
 key = JobKey(text=new_key(), file=sys.argv[1] + "-key")
@@ -185,7 +185,7 @@ def test_programs_of_torch_are_watched_from_elsewhere(poprun: Poprun, tmp_path: 
 def test_input_that_nobody_reads_for_long_is_kept(poprun: Poprun, tmp_path: Path) -> None:
     """The time after which a silent host counts as lost is no limit for a program that reads later."""
     text = "import sys, time; time.sleep(1.5); print(len(sys.stdin.read()))"
-    also = "from poprun.messages import control; control._DEAD_MILLISECONDS = 300"
+    also = "from poprun.launch.messages import control; control._DEAD_MILLISECONDS = 300"
     words = ("--launcher", "local", "-n", "1", sys.executable, "-c", text)
     finished = over_tcp(poprun, tmp_path, "127.0.0.1", *words, also=also, stdin="x" * 10_000_000)
 

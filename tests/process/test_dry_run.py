@@ -1,6 +1,6 @@
 """The command from its words to its exit code, as a real process that starts no other.
 
-Holds poprun.render.mermaid and poprun.__main__.
+Holds poprun.plan.render.mermaid and poprun.__main__.
 """
 
 import json

@@ -32,7 +32,7 @@ PAUSE = """
 import os
 import time
 import popdist
-from popdist.progress import progress_page
+from popdist.ground.progress import progress_page
 
 rank = popdist.instance_index()
 if os.environ["POPDIST_RESTART_COUNT"] == "0":

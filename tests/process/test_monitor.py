@@ -1,6 +1,6 @@
 """Looking at running jobs, from outside and with ``--monitor``.
 
-Holds poprun.monitor.top.
+Holds poprun.observe.monitor.top.
 """
 
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from poprun.messages.control import abstract_address, encode
+from poprun.launch.messages.control import abstract_address, encode
 from tests.process.endings import has_met, write_program
 from tests.process.test_control_socket import control_socket
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
-TOP = [sys.executable, "-c", "from poprun.monitor.top import main; main()"]
+TOP = [sys.executable, "-c", "from poprun.observe.monitor.top import main; main()"]
 
 
 def look(*words: str) -> Finished:

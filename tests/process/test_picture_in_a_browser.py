@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from playwright.sync_api import Browser, Page
 
+from poprun.plan.render import render_plan
 from poprun.plan.request import VipuSettings
-from poprun.render import render_plan
 from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned

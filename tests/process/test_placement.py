@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.probe.machine import read_cpus, usable_cores
+from poprun.hosts.probe.machine import read_cpus, usable_cores
 from poprun.text.ranges import fold_numbers
 from tests.running import DEADLINE_SECONDS, Poprun, run
 

@@ -22,8 +22,8 @@ from poprun.devices.pool.holders import is_served, sole_server, this_process
 from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import PartitionError, PoolError
+from poprun.launch.process.process_tree import key_of
 from poprun.plan.inventory import cpu_cluster
-from poprun.process.process_tree import key_of
 from tests.running import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from poprun.process import process_tree
-from poprun.process.process_tree import ProcessKey, descendants, key_of, reap, send, terminate
+from poprun.launch.process import process_tree
+from poprun.launch.process.process_tree import ProcessKey, descendants, key_of, reap, send, terminate
 
 FAMILY = """
 import subprocess, sys

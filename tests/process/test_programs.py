@@ -1,6 +1,6 @@
 """Programs that do not know us, started without MPI.
 
-Holds poprun.probe.program and popdist.
+Holds poprun.hosts.probe.program and popdist.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The report of a job as a file, from real jobs.
 
-Holds poprun.command, poprun.job.report.report_writer and poprun.probe.provenance.
+Holds poprun.command, poprun.job.report.report_writer and poprun.hosts.probe.provenance.
 """
 
 import json
@@ -142,7 +142,7 @@ def test_a_killed_poprun_leaves_the_report_of_a_job_that_runs(poprun: Poprun, tm
 STAGE_KILLED = """
 import json, os, signal, sys, time
 from pathlib import Path
-from popdist.contract import Contract
+from popdist.ground.contract import Contract
 
 contract = Contract.from_env(os.environ)
 part, sizes = contract.replica_part, contract.parallelism

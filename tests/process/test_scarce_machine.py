@@ -1,6 +1,6 @@
 """Machines that lack something: files, processes, /proc, /dev/null, the loopback interface. One clear line each.
 
-Holds poprun.probe.limits.
+Holds poprun.launch.process.limits.
 Holds poprun.errors.
 """
 

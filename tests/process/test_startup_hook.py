@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from popdist import stack_signal, startup
-from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.progress import PAGE_BYTES, Progress
-from popdist.startup import sitecustomize
+from popdist import startup
+from popdist.ground.contract import PROGRESS_DESCRIPTOR
+from popdist.ground.progress import PAGE_BYTES, Progress
+from popdist.startup import sitecustomize, stack_signal
 from poprun.job.evidence import read_evidence
 from tests.running import DEADLINE_SECONDS, Poprun, run
 
@@ -353,7 +353,7 @@ RECORDS = """
 import os, sys, time
 before = set(os.listdir(os.environ["TMPDIR"]))
 import torch, torch.distributed as dist
-from popdist.progress import Progress
+from popdist.ground.progress import Progress
 from poprun.launch.recorder import RecorderQuestion
 
 if os.fork() == 0:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from popdist.contract import VERSION
-from poprun.doctor.facts import DEPENDENCIES, version_text
+from popdist.ground.contract import VERSION
+from poprun.hosts.doctor.facts import DEPENDENCIES, version_text
 from poprun.text.screen import VersionFormat
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -37,7 +37,7 @@ def test_the_full_formats_say_the_same() -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dependency that is not installed has no version, and the others have theirs."""
-    monkeypatch.setattr("poprun.doctor.facts.DEPENDENCIES", ("click", "no-such-distribution"))
+    monkeypatch.setattr("poprun.hosts.doctor.facts.DEPENDENCIES", ("click", "no-such-distribution"))
     versions = json.loads(version_text(VersionFormat.FULL_JSON, {}))
 
     assert versions["no-such-distribution"] is None

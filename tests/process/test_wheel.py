@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from popdist.contract import VERSION
+from popdist.ground.contract import VERSION
 from tests.running import MpiEnvironment, run
 from tests.wheels import faults
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 NEEDED_BY_THE_LAUNCHER = ("click", "pyyaml", "psutil", "rich", "markdown-it-py", "mdurl", "pygments")
 """What `poprun` needs, and what that needs in turn; no torch, no numpy, no MPI."""
 
-EXTENSION = "popdist/extension/_extension.abi3.so"
+EXTENSION = "popdist/ground/extension/_extension.abi3.so"
 
 LOAD = """
 import sys

@@ -1,6 +1,6 @@
 """popdist joins the tasks of ``srun`` without poprun: one task, one replica.
 
-Holds popdist.context.
+Holds popdist.job.context.
 """
 
 import sys

@@ -23,7 +23,7 @@ PRELOADED = (
     "torch.testing._internal.common_distributed",
     "torch.distributed.fsdp",
     "torch._dynamo",
-    "popdist.process_group.torch_process_group",
+    "popdist.exchange.process_group.torch_process_group",
 )
 
 

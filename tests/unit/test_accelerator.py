@@ -1,6 +1,6 @@
 """What is known of accelerators, on a machine without one: torch's answers are stand-ins.
 
-Holds popdist.accelerators, popdist.accelerators.sharing and popdist.accelerators.arithmetic.
+Holds popdist.ground.accelerators, popdist.ground.accelerators.sharing and popdist.ground.accelerators.arithmetic.
 """
 
 import ast
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist import context
-from popdist.accelerators import TYPES, accelerator, arithmetic
-from popdist.accelerators.sharing import are_distinct
 from popdist.checkpoint.manifest import current_conditions
-from popdist.contract import Contract
 from popdist.errors import BackendError
+from popdist.exchange.transport.channel import as_backend_error
+from popdist.exchange.transport.connections import check_available
 from popdist.gradients.buffers import ModelBuffer, _changed_on_accelerators, find_changed
-from popdist.training.micro_batches import to_device
-from popdist.transport.channel import as_backend_error
-from popdist.transport.connections import check_available
+from popdist.ground.accelerators import TYPES, accelerator, arithmetic
+from popdist.ground.accelerators.sharing import are_distinct
+from popdist.ground.contract import Contract
+from popdist.job import context
+from popdist.step.training.micro_batches import to_device
 from tests.architecture.source_tree import modules, words
 
 
@@ -105,7 +105,7 @@ class Others:
         self.brought = torch.zeros(0)
 
     def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> None:
-        """As `popdist.host_memory.host_collectives`."""
+        """As `popdist.exchange.host_memory.host_collectives`."""
         self.brought = mine.clone()
         for row, brought in zip(rows, (mine, *self.others), strict=True):
             row.copy_(brought)

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.host_memory.addition import LINE_BYTES, additions, blocks, share
+from popdist.exchange.host_memory.addition import LINE_BYTES, additions, blocks, share
 from tests.tree_sums import tree_sum
 
 
 @given(st.integers(1, 70))
 def test_the_order_is_that_of_the_tree(n: int) -> None:
-    """Adding row by row in place gives the very expression that `popdist.tree` gives."""
+    """Adding row by row in place gives the very expression that `popdist.ground.tree` gives."""
     rows = [str(row) for row in range(n)]
     for left, right in additions(n):
         rows[left] = f"({rows[left]}+{rows[right]})"

@@ -15,9 +15,9 @@ import pytest
 
 from poprun.launch import agent, tree_ending
 from poprun.launch.agent import Agent, HeldKey, Parentage
+from poprun.launch.messages.control import Link
+from poprun.launch.process.process_tree import ProcessKey
 from poprun.launch.tree_ending import TreeEnding
-from poprun.messages.control import Link
-from poprun.process.process_tree import ProcessKey
 
 PROGRAM = 4_000_001
 """Above every process id that the kernel gives: nothing here reaches a process."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from poprun.errors import PlanError
+from poprun.hosts.probe.machine import find_allocation
 from poprun.plan.planner import make_plan
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import Allocation
-from poprun.probe.machine import find_allocation
 from tests.planning import CLUSTER_NODE
 
 SALLOC = {

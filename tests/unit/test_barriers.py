@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import pytest
 
-from popdist.host_memory.barriers import LONGEST_YIELD_SECONDS, MOST_SLEEPS, CrowdedYields, is_crowded
+from popdist.exchange.host_memory.barriers import LONGEST_YIELD_SECONDS, MOST_SLEEPS, CrowdedYields, is_crowded
 
 
 @pytest.mark.parametrize(

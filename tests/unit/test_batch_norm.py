@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from popdist.training.batch_norm import BatchNorm
+from popdist.step.training.batch_norm import BatchNorm
 
 LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

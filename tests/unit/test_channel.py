@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from popdist.errors import BackendError
-from popdist.transport import channel
-from popdist.transport.channel import Channel
+from popdist.exchange.transport import channel
+from popdist.exchange.transport.channel import Channel
 from tests.running import DEADLINE_SECONDS
 
 

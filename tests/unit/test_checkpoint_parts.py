@@ -12,7 +12,7 @@ from popdist.checkpoint.encoding import decode, encode
 from popdist.checkpoint.parts import cut_optimizer, cut_randomness, join_optimizers, place
 from popdist.checkpoint.tensor_pieces import Held, TensorPiece, plan_writes
 from popdist.errors import CheckpointError
-from popdist.local_tensors import TensorForm
+from popdist.ground.local_tensors import TensorForm
 
 
 def held(offsets: list[int], sizes: list[int], shape: list[int], total: int | None = None) -> Held:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from poprun.messages.clock import ROUND_SECONDS, Exchange, HostClocks, fit_clock
+from poprun.launch.messages.clock import ROUND_SECONDS, Exchange, HostClocks, fit_clock
 
 SECOND = 1_000_000_000
 ROUNDING_SECONDS = 5e-9

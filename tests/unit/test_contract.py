@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist import contract as names
-from popdist.contract import Contract, Endpoint
 from popdist.errors import ContractError
+from popdist.ground import contract as names
+from popdist.ground.contract import Contract, Endpoint
 
 ENDPOINTS = st.builds(Endpoint, host=st.sampled_from(["127.0.0.1", "::1", "node-7"]), port=st.integers(1, 65535))
 

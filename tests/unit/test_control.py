@@ -1,6 +1,6 @@
 """The messages between poprun and its agents.
 
-Holds poprun, poprun.messages and poprun.messages.proofs.
+Holds poprun, poprun.launch.messages and poprun.launch.messages.proofs.
 """
 
 import os
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from poprun.messages import ProtocolError, control
-from poprun.messages.control import EVENT_FIELDS, LineReader, Link, check_event, decode, encode
-from poprun.messages.proofs import Handshake, Seal, new_key
+from poprun.launch.messages import ProtocolError, control
+from poprun.launch.messages.control import EVENT_FIELDS, LineReader, Link, check_event, decode, encode
+from poprun.launch.messages.proofs import Handshake, Seal, new_key
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.progress import Progress
+from popdist.ground.progress import Progress
 from poprun.job.performance.curves import (
     MAX_NUMBERS,
     MAX_WINDOWS,

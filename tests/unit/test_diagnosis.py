@@ -1,6 +1,6 @@
 """What the doctor's facts mean, as a table and as JSON.
 
-Holds poprun.doctor.facts.
+Holds poprun.hosts.doctor.facts.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from popdist.installation.torch_found import OLDEST_TORCH, trouble_of_torch
-from poprun.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
-from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
+from popdist.ground.installation.torch_found import OLDEST_TORCH, trouble_of_torch
+from poprun.hosts.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
+from poprun.hosts.doctor.facts import InstallationFacts, Libraries, read_libraries
+from poprun.launch.process.limits import MemoryLimits, find_tmpdir_problem
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.probe.limits import MemoryLimits, find_tmpdir_problem
 from poprun.text.screen import ReportFormat
 from tests.docs.markdown import ROOT
 from tests.planning import LAPTOP, MPICH, with_gpus

@@ -14,8 +14,8 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.program_environment import program_environment
+from poprun.plan.render import render_plan
 from poprun.plan.request import LaunchRequest, VipuSettings
-from poprun.render import render_plan
 from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 

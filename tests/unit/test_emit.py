@@ -1,6 +1,6 @@
 """A plan as a job of Kubernetes: golden manifests, the API servers' schemas, and what popdist makes of them.
 
-Holds poprun.emit and poprun.emit.kubernetes.
+Holds poprun.plan.emit and poprun.plan.emit.kubernetes.
 """
 
 import re
@@ -14,9 +14,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from popdist.environments import Launcher, detect
-from poprun.emit import emit_job, job_name
+from popdist.ground.environments import Launcher, detect
 from poprun.errors import UsageError
+from poprun.plan.emit import emit_job, job_name
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import AskedMapping, EndingSettings
 from poprun.text.screen import EmitKind

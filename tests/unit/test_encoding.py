@@ -13,7 +13,7 @@ from torch import nn
 
 import popdist
 from popdist.checkpoint.encoding import decode, encode, tensors_of
-from popdist.local_tensors import TensorForm
+from popdist.ground.local_tensors import TensorForm
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 KEYS = st.none() | st.integers() | st.text()

@@ -16,7 +16,7 @@ from poprun.job.report.findings import Findings, hint
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.state import HOST_LOST, InstanceState, InstanceStatus
 from poprun.job.verdict import Cause, Verdict
-from poprun.probe.limits import Evidence
+from poprun.launch.process.limits import Evidence
 
 CLOSED = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "

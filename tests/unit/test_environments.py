@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from popdist.contract import Contract, Endpoint
-from popdist.environments import Launcher, detect
 from popdist.errors import ContractError
+from popdist.ground.contract import Contract, Endpoint
+from popdist.ground.environments import Launcher, detect
 
 TORCHRUN = {
     "RANK": "5",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.data.epoch import MAX_LENGTH, EpochPlan, Permutation
-from popdist.layout import part, parts
+from popdist.ground.layout import part, parts
 
 
 def _whole(length: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

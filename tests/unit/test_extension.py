@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from popdist import extension
 from popdist.errors import PopdistWarning
+from popdist.ground import extension
 
 FOLDER = Path(extension.__file__).parent
 EXTENSION = FOLDER / "_extension.abi3.so"
@@ -14,7 +14,7 @@ EXTENSION = FOLDER / "_extension.abi3.so"
 
 def test_one_that_was_not_built_is_none() -> None:
     """Without a warning: there was no compiler."""
-    assert extension.find("popdist.extension._nobody_built_this") is None
+    assert extension.find("popdist.ground.extension._nobody_built_this") is None
 
 
 @pytest.mark.skipif(not EXTENSION.exists(), reason="there was no C compiler that could make the extension")

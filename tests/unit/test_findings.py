@@ -8,7 +8,7 @@ import pytest
 from poprun.job.report.findings import Findings, find_shortage, hint
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, InstanceStatus, MemoryCurve
-from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
+from poprun.launch.process.limits import Evidence, KillCounts, MemoryLimits
 
 GIBIBYTE = 2**30
 NOTHING_SAID = LastWords()

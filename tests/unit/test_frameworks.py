@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from popdist import contract
-from popdist.contract import Endpoint
+from popdist.ground import contract
+from popdist.ground.contract import Endpoint
 from popdist.startup import jax_cluster, sitecustomize
 from poprun.errors import PlanError
 from poprun.plan.frameworks import (

@@ -1,6 +1,6 @@
 """Devices of every maker: what their tools print, what masks leave, and what is said where something is wrong.
 
-Holds poprun.makers.listings, poprun.makers.maker, poprun.makers.masks and poprun.probe.gpus.
+Holds poprun.makers.listings, poprun.makers.maker, poprun.makers.masks and poprun.hosts.probe.gpus.
 """
 
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from poprun.hosts.probe.gpus import PCI, FoundDevices, find_devices, gpus_of
 from poprun.makers.listings import Listed, read_amd, read_intel, read_nvidia
 from poprun.makers.maker import AMD, INTEL, MAKERS, NVIDIA
 from poprun.makers.masks import visible_devices
 from poprun.plan.topology import Gpu
-from poprun.probe.gpus import PCI, FoundDevices, find_devices, gpus_of
 
 INVENTORY = "0, GPU-aaaa-1\n1, GPU-aabb-2\n2, GPU-cccc-3\n"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.errors import Names, name_instances, remedy_of_lone_call
-from popdist.groups import (
+from popdist.exchange.groups import (
     HEADER_BYTES,
     MAX_NUMBERS,
     TEXT_BYTES,

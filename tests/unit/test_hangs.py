@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.layout import Parallelism
-from popdist.progress import Progress
+from popdist.ground.layout import Parallelism
+from popdist.ground.progress import Progress
 from poprun.job.hangs import Hang, HangWatch, describe_hang, find_hang, find_idle
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 from tests.planning import CLUSTER_NODE, planned

@@ -9,8 +9,8 @@ from selectors import DefaultSelector
 
 import pytest
 
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
 from poprun.launch.launchers import LaunchCommand, LauncherProcesses, StartWatch, launch_commands
+from poprun.launch.routes import HostRoute, JobKey, JobNetwork
 from poprun.launch.shim import read_instances
 from poprun.plan.request import LauncherChoice, RemoteSettings
 from poprun.plan.topology import MpiKind, MpiRuntime

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.layout import Parallelism, ReplicaLayout
+from popdist.ground.layout import Parallelism, ReplicaLayout
 
 
 @st.composite

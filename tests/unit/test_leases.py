@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from popdist.contract import Endpoint
+from popdist.ground.contract import Endpoint
 from poprun.devices.lease.claims import LeasedPlan
 from poprun.devices.lease.host_leases import check_machines
 from poprun.devices.lease.local_lease import ipu_claims
 from poprun.devices.pool.records import HeldLease, fold_names
 from poprun.errors import HostsError
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.agents import start_order
 from poprun.job.state import JobIdentity
+from poprun.launch.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod

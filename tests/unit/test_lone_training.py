@@ -112,7 +112,7 @@ def test_where_popdist_watched_the_steps_it_knows(modules: dict[str, Any], numbe
     """It has counted those on gradients of this instance alone."""
     watched = SimpleNamespace(lone_steps=SimpleNamespace(number=number))
 
-    assert is_alone({**modules, "popdist.checks.optimizer_checks": watched}) == (number > 0)
+    assert is_alone({**modules, "popdist.step.checks.optimizer_checks": watched}) == (number > 0)
 
 
 def test_torchrun_in_each_instance(modules: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def tensorflow(server: object) -> dict[str, Any]:
         ({"tensorflow": None, "torch": None}, {}, False),
         (jax(1), {}, True),
         (jax(2), {}, False),
-        ({"tensorflow": None, "popdist.context": None}, {}, False),
+        ({"tensorflow": None, "popdist.job.context": None}, {}, False),
         ({"paddle": None}, {}, True),
         ({"numpy": None}, {}, False),
     ],

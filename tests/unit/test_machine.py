@@ -1,6 +1,6 @@
 """What the probes make of what a machine shows: control groups, MPI runtimes, programs.
 
-Holds poprun.probe.mpi_runtimes.
+Holds poprun.hosts.probe.mpi_runtimes.
 """
 
 import os
@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
-from poprun.launch.pressure import count_kills
-from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
-from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
-from poprun.probe.machine import (
+from poprun.hosts.probe.machine import (
     machine_facts,
     names_of_this_machine,
     read_cpus,
@@ -22,8 +19,11 @@ from poprun.probe.machine import (
     starter_of_many,
     usable_cores,
 )
-from poprun.probe.mpi_runtimes import find_mpi, read_version
-from poprun.probe.program import resolve_program
+from poprun.hosts.probe.mpi_runtimes import find_mpi, read_version
+from poprun.hosts.probe.program import resolve_program
+from poprun.launch.pressure import count_kills
+from poprun.launch.process.limits import KillCounts, cpu_quota, kill_counts, memory_limits
+from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
 
 HYDRA = """\

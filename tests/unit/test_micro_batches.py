@@ -12,8 +12,8 @@ from torch import Tensor
 
 import popdist
 from popdist.errors import BatchError
-from popdist.layout import micro_batch_rows
-from popdist.training.micro_batches import count_samples, slice_batch, split_batch, to_device
+from popdist.ground.layout import micro_batch_rows
+from popdist.step.training.micro_batches import count_samples, slice_batch, split_batch, to_device
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the untyped kind is what programs have
 

@@ -13,9 +13,9 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict
 from poprun.plan.planner import make_advised_plan, make_plan
 from poprun.plan.pods import named_pod
+from poprun.plan.render import render_plan
 from poprun.plan.request import AskedMapping, LaunchRequest, VipuSettings
 from poprun.plan.topology import Allocation
-from poprun.render import render_plan
 from poprun.text.screen import TopologyFormat
 from popsize.catalogue import named_model
 from popsize.hardware import machines_of, named_machine

@@ -2,7 +2,7 @@
 
 import torch
 
-from popdist.local_tensors import TensorForm
+from popdist.ground.local_tensors import TensorForm
 from popdist.phases.phased_run import deal
 from popdist.phases.store_file import BLOCK_BYTES, lay_out
 

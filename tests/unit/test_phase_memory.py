@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import popdist
-from popdist import context
-from popdist.local_tensors import TensorForm
+from popdist.ground.local_tensors import TensorForm
+from popdist.job import context
 from popdist.parallel import phased
 from popdist.phases import phased_model, store_file
 from popdist.phases.phase_memory import Address, PhaseMemory

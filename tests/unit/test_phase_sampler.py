@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from popdist import progress
-from popdist.progress import (
+from popdist.ground import progress
+from popdist.ground.progress import (
     COUNTED_BYTES,
     PAGE_BYTES,
     PhaseCounters,
@@ -24,10 +24,10 @@ from popdist.progress import (
     read_stamps,
     read_step_ends,
 )
-from popdist.stack_signal import PAGE_NAME
 from popdist.startup import phase_sampler
 from popdist.startup.phase_sampler import CollectorPause, PhaseSampler, StackReader
 from popdist.startup.recording import Recording
+from popdist.startup.stack_signal import PAGE_NAME
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 LOADER = (f"{TORCH}/utils/data/dataloader.py", "__next__")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.layout import ReplicaLayout
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.tree import Node, TreeSum, aligned_nodes, finish
 from popdist.phases.phased_sums import PieceGradient, PieceSum, held_weights, merges_of
-from popdist.tree import Node, TreeSum, aligned_nodes, finish
 
 SIZE = 5
 

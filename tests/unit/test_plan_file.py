@@ -13,8 +13,8 @@ from hypothesis import given
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict, read_plan
+from poprun.plan.render import render_plan
 from poprun.plan.request import VipuSettings
-from poprun.render import render_plan
 from poprun.text.fields import write_record
 from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned, plans

@@ -2,10 +2,11 @@
 
 import pytest
 
-from popdist import context, popart
-from popdist.contract import Contract
-from popdist.environments import Environment, Launcher
+from popdist import popart
 from popdist.errors import ContractError
+from popdist.ground.contract import Contract
+from popdist.ground.environments import Environment, Launcher
+from popdist.job import context
 from poptorch.stubs import popart_enums
 
 

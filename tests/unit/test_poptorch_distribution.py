@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import popdist
 import poptorch
-from popdist.contract import Contract
+from popdist.ground.contract import Contract
 from poptorch.executor.compiled_model import reduction_of
 
 OTHER_LAUNCHERS: list[dict[str, str]] = [

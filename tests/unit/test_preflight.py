@@ -1,6 +1,6 @@
 """What is made of the hosts' answers.
 
-Holds poprun.hosts.problems and poprun.hosts.routes.
+Holds poprun.hosts.problems and poprun.launch.routes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from poprun.hosts import remote_side
 from poprun.hosts.preflight import _Examiner, choose_addresses
 from poprun.hosts.problems import Problem, judge_places, no_answer, render_problems
 from poprun.hosts.questions import HostConnections, Replies
-from poprun.hosts.routes import HostRoute
+from poprun.launch.routes import HostRoute
 from poprun.plan.request import RemoteSettings
 from tests.planning import CLUSTER_NODE, planned
 from tests.running import DEADLINE_SECONDS

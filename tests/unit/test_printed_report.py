@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.progress import Progress
+from popdist.ground.progress import Progress
 from poprun.job.job_end import JobEnd, exit_code, first_failure, num_lone
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from poprun.process import NamedTuple
+from poprun.launch.process import NamedTuple
 
 
 class Point(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
-from poprun.probe.program import fabric_variables, resolve_program, script_of
+from poprun.hosts.probe.program import fabric_variables, resolve_program, script_of
 
 NOBODY = 23456
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.contract import Contract, Endpoint
-from popdist.environments import detect
+from popdist.ground.contract import Contract, Endpoint
+from popdist.ground.environments import detect
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict
 from poprun.plan.program_environment import CACHES, passed_environment, program_environment, wished_job_id
+from poprun.plan.render.words import stands_for
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu
-from poprun.render.words import stands_for
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, plans, with_gpus
 
 START = StartFacts(

@@ -1,6 +1,6 @@
 """The page on which a program says how far it has come.
 
-Holds popdist.stack_signal and poprun.launch.program_watch.
+Holds popdist.startup.stack_signal and poprun.launch.program_watch.
 """
 
 import math
@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
-from popdist import stack_signal
-from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.progress import (
+from popdist.ground.contract import PROGRESS_DESCRIPTOR
+from popdist.ground.progress import (
     FINALIZE,
     MAX_MEMBER_RUNS,
     MAX_NAME_BYTES,
@@ -23,8 +22,8 @@ from popdist.progress import (
     Progress,
     ProgressPage,
 )
-from popdist.stack_signal import PAGE_NAME
-from popdist.startup import sitecustomize
+from popdist.startup import sitecustomize, stack_signal
+from popdist.startup.stack_signal import PAGE_NAME
 from poprun.launch.program_watch import _PAGE_NAME
 
 counts = st.integers(0, 2**63 - 1)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from popdist.checks.python_state import ENOUGH, MOST_PASSES, PythonState, next_fault
 from popdist.errors import PopdistWarning
+from popdist.step.checks.python_state import ENOUGH, MOST_PASSES, PythonState, next_fault
 
 
 class _Base(nn.Module):

@@ -1,6 +1,6 @@
 """Queries and PopDist's names tell the place of this instance, with or without a job, before init().
 
-Holds popdist.compat, popdist.instances and popdist.popdist_core.
+Holds popdist.compat, popdist.job.instances and popdist.popdist_core.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 import popdist
 from popdist import popdist_core
-from popdist.contract import Contract
+from popdist.ground.contract import Contract
 
 PLACED = Contract(
     num_instances=4,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.transport.hosts import ranks_of_each
-from popdist.tree import aligned_nodes
+from popdist.exchange.transport.hosts import ranks_of_each
+from popdist.ground.tree import aligned_nodes
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.contract import Endpoint
-from popdist.progress import USED_BYTES, Progress, ProgressPage
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
+from popdist.ground.contract import Endpoint
+from popdist.ground.progress import USED_BYTES, Progress, ProgressPage
 from poprun.job.job_end import JobEnd, exit_code
 from poprun.job.record import Record, after_event
 from poprun.job.report.printed_report import render_end
@@ -39,7 +38,8 @@ from poprun.job.state import (
     Usage,
 )
 from poprun.launch.launchers import StartWatch
-from poprun.messages.control import LOST
+from poprun.launch.messages.control import LOST
+from poprun.launch.routes import HostRoute, JobKey, JobNetwork
 from tests.planning import CLUSTER_NODE, planned
 
 IDENTITY = JobIdentity(job_id="j", restart_count=1, began_at_seconds=80.0)

@@ -1,7 +1,7 @@
 """The plan as a picture: golden files, and what holds for any plan.
 
-Holds poprun.render.picture.documents, poprun.render.picture.blocks, poprun.render.picture.drawing,
-poprun.render.picture.scene and popsize.svg.
+Holds poprun.plan.render.picture.documents, poprun.plan.render.picture.blocks, poprun.plan.render.picture.drawing,
+poprun.plan.render.picture.scene and popsize.svg.
 """
 
 import re
@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.render import render_plan
+from poprun.plan.render.picture.blocks import Block, grid
+from poprun.plan.render.picture.drawing import MAX_WIDTH
+from poprun.plan.render.picture.scene import make_scene
 from poprun.plan.request import AskedMapping, VipuSettings
-from poprun.render import render_plan
-from poprun.render.picture.blocks import Block, grid
-from poprun.render.picture.drawing import MAX_WIDTH
-from poprun.render.picture.scene import make_scene
 from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.machines import TWO_SOCKETS, facts_of

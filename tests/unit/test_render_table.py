@@ -1,6 +1,6 @@
 """The table for a person: golden text, and a bound on its size.
 
-Holds poprun.render.words.
+Holds poprun.plan.render.words.
 """
 
 import re
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from poprun.plan.render import render_plan
+from poprun.plan.render.table import Details
 from poprun.plan.topology import MachineFacts, ProcessPlacement
-from poprun.render import render_plan
-from poprun.render.table import Details
 from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of

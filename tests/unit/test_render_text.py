@@ -1,14 +1,14 @@
 """PopRun's own table, character by character.
 
-Holds poprun.render and poprun.render.text.
+Holds poprun.plan.render and poprun.plan.render.text.
 """
 
 from typing import Any
 
 import pytest
 
-from poprun.render import render_plan
-from poprun.render.text import MAX_WIDTH
+from poprun.plan.render import render_plan
+from poprun.plan.render.text import MAX_WIDTH
 from poprun.text.screen import TopologyFormat
 from tests.machines import TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, facts_of
 from tests.planning import LAPTOP, planned

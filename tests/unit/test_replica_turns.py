@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from popdist.training.replica_turns import Turns
+from popdist.step.training.replica_turns import Turns
 
 
 @pytest.mark.parametrize("wrong", ["enter", "exit"])

@@ -1,6 +1,6 @@
 """The wrapper is the module it wraps, in every way a program looks at it; here in a job of one.
 
-Holds popdist.training.ddp_answers and popdist.training.wrapping_model.
+Holds popdist.step.training.ddp_answers and popdist.step.training.wrapping_model.
 """
 
 import copy
@@ -14,8 +14,8 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore
 
 import popdist
-from popdist import torch_private
 from popdist.gradients.memory import GradientPool
+from popdist.ground import torch_private
 
 
 @pytest.fixture(autouse=True)

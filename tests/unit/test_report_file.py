@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from popdist.progress import PhaseCounters, Progress
+from popdist.ground.progress import PhaseCounters, Progress
 from popdist.startup.phase_sampler import PHASES
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
@@ -18,7 +18,7 @@ from poprun.job.report.printed_report import render_end
 from poprun.job.report.report_file import job_to_dict, render_job
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.job.verdict import Cause, Verdict
-from poprun.messages.clock import Exchange
+from poprun.launch.messages.clock import Exchange
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.request import AskedMapping
 from tests.planning import planned

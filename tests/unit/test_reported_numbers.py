@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
+from popdist.ground.progress import progress_page
 from popdist.metrics import reported_numbers
 from popdist.metrics.reported_numbers import MAX_NAMES, NumberPipe, _Reporting
-from popdist.progress import progress_page
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_callbacks_are_told_on_instance_0_only(monkeypatch: pytest.MonkeyPatch) 
         popdist.report(step=99)  # tells nobody
 
     remove = popdist.on_report(listen)
-    monkeypatch.setattr("popdist.context.instance_index", lambda: 1)
+    monkeypatch.setattr("popdist.job.context.instance_index", lambda: 1)
     popdist.on_report(lambda *_: pytest.fail("instance 1 was told"))
     popdist.report(loss=0.5)
     popdist.report(step=7)

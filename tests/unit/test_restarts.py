@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from popdist.progress import Progress
+from popdist.ground.progress import Progress
 from poprun.job.job_end import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from popdist.data.sampler import ReplicaSampler
 from popdist.errors import DatasetError
-from popdist.layout import part
+from popdist.ground.layout import part
 from tests.instances import instance, on_instances
 
 SPLITS = st.sampled_from([(1, 1), (1, 6), (2, 6), (3, 6), (6, 6), (4, 8), (1, 8), (5, 5)])

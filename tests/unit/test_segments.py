@@ -5,7 +5,13 @@ import signal
 
 import pytest
 
-from popdist.host_memory.segments import PAGE_BYTES, TOKEN_BYTES, TOKEN_OFFSET, _checked, open_through_proc
+from popdist.exchange.host_memory.segments import (
+    PAGE_BYTES,
+    TOKEN_BYTES,
+    TOKEN_OFFSET,
+    _checked,
+    open_through_proc,
+)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")

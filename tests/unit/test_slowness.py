@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from popdist.progress import PhaseCounters
+from popdist.ground.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
 from poprun.job.performance.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
 from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link

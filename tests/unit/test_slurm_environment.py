@@ -1,16 +1,16 @@
 """What a task of ``srun`` is told, and what its shell is not.
 
-Holds popdist.environments.slurm.
+Holds popdist.ground.environments.slurm.
 """
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.contract import Endpoint, read_node_counts
-from popdist.environments import Launcher, detect
-from popdist.environments.slurm import first_node, read_slurm, store_ports
 from popdist.errors import ContractError
+from popdist.ground.contract import Endpoint, read_node_counts
+from popdist.ground.environments import Launcher, detect
+from popdist.ground.environments.slurm import first_node, read_slurm, store_ports
 
 TASK = {
     "SLURM_JOB_ID": "7",

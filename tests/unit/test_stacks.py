@@ -55,16 +55,16 @@ def test_a_thread_of_a_process_group_that_has_no_work_is_not_shown() -> None:
     main = (StackFrame("train.py", 14, "<module>"),)
     idle = (
         StackFrame("/usr/lib/threading.py", 9, "run"),
-        StackFrame(f"{LIBRARY}/process_group/work_queue.py", 4, "_work"),
+        StackFrame(f"{LIBRARY}/exchange/process_group/work_queue.py", 4, "_work"),
     )
     sampler = (StackFrame(f"{LIBRARY}/startup/phase_sampler.py", 9, "run"),)
-    busy = (*idle, StackFrame(f"{LIBRARY}/host_memory/barriers.py", 7, "wait"))
+    busy = (*idle, StackFrame(f"{LIBRARY}/exchange/host_memory/barriers.py", 7, "wait"))
 
     assert len(render_stacks({0: Stacks(threads=(main, idle, sampler))}, read_line)) == 2
     assert render_stacks({0: Stacks(threads=(main, busy))}, read_line)[2:] == [
         "  | thread 1:",
         '  | File "/usr/lib/threading.py", line 9, in run',
-        f'  | File "{LIBRARY}/process_group/work_queue.py", line 4, in _work',
+        f'  | File "{LIBRARY}/exchange/process_group/work_queue.py", line 4, in _work',
         "  | … 1 calls inside popdist …",
     ]
 
@@ -88,13 +88,16 @@ def test_instances_that_stand_alike_are_shown_once() -> None:
 
 def test_the_way_inside_popdist_is_left_out() -> None:
     """It is the same wherever popdist waits; the program's own calls within it are shown."""
-    inside = [StackFrame(f"{LIBRARY}/groups.py", line, "wait") for line in range(5)]
+    inside = [StackFrame(f"{LIBRARY}/exchange/groups.py", line, "wait") for line in range(5)]
     own = StackFrame("train.py", 8, "load")
 
     waiting = render_stacks({0: Stacks(threads=((own, *inside),))}, read_line)
     called = render_stacks({0: Stacks(threads=((*inside, own),))}, read_line)
 
-    assert waiting[-2:] == [f'  | File "{LIBRARY}/groups.py", line 0, in wait', "  | … 4 calls inside popdist …"]
+    assert waiting[-2:] == [
+        f'  | File "{LIBRARY}/exchange/groups.py", line 0, in wait',
+        "  | … 4 calls inside popdist …",
+    ]
     assert len(called) == 1 + 5 + 2
 
 
@@ -181,20 +184,23 @@ POPDIST = "/env/python3.11/site-packages/popdist"
             [
                 ("train.py", "main"),
                 (f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"),
-                (f"{POPDIST}/process_group/torch_process_group.py", "allreduce"),
-                (f"{POPDIST}/host_memory/waiting.py", "wait"),
+                (f"{POPDIST}/exchange/process_group/torch_process_group.py", "allreduce"),
+                (f"{POPDIST}/exchange/host_memory/waiting.py", "wait"),
                 ("/usr/lib/python3.11/threading.py", "wait"),
             ],
             "all_reduce() of torch.distributed",
         ),
         (
-            [(f"{TORCH}/autograd/graph.py", "_engine"), (f"{POPDIST}/process_group/work_queue.py", "wait")],
+            [
+                (f"{TORCH}/autograd/graph.py", "_engine"),
+                (f"{POPDIST}/exchange/process_group/work_queue.py", "wait"),
+            ],
             "backward() of torch",
         ),
         (
             [
                 ("train.py", "main"),
-                (f"{POPDIST}/process_group/work_queue.py", "wait"),
+                (f"{POPDIST}/exchange/process_group/work_queue.py", "wait"),
                 (f"{TORCH}/futures/__init__.py", "wait"),
             ],
             "wait() of the backend popdist",
@@ -202,10 +208,10 @@ POPDIST = "/env/python3.11/site-packages/popdist"
         (
             [
                 ("train.py", "main"),
-                (f"{POPDIST}/training/pipeline.py", "run"),
+                (f"{POPDIST}/step/training/pipeline.py", "run"),
                 (f"{TORCH}/distributed/pipelining/schedules.py", "step"),
                 (f"{TORCH}/distributed/pipelining/schedules.py", "_wait_batch_p2p"),
-                (f"{POPDIST}/process_group/message_calls.py", "wait"),
+                (f"{POPDIST}/exchange/process_group/message_calls.py", "wait"),
                 ("/usr/lib/python3.11/threading.py", "wait"),
             ],
             "step() of torch.distributed.pipelining",
@@ -220,7 +226,7 @@ POPDIST = "/env/python3.11/site-packages/popdist"
             "sync_global_devices() of jax",
         ),
         ([("/v/site-packages/jax/experimental/multihost_utils.py", "assert_equal"), ("train.py", "main")], ""),
-        ([(f"{POPDIST}/process_group/work_queue.py", "wait"), ("train.py", "main")], ""),
+        ([(f"{POPDIST}/exchange/process_group/work_queue.py", "wait"), ("train.py", "main")], ""),
         ([("train.py", "main"), ("/usr/lib/python3.11/threading.py", "wait")], ""),
     ],
 )

@@ -10,8 +10,8 @@ from poprun.errors import HostsError
 from poprun.job.job_end import JobEnd
 from poprun.job.report.printed_report import render_attempts
 from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
+from poprun.launch.process.limits import users_open_files
 from poprun.plan.plan import LaunchPlan
-from poprun.probe.limits import users_open_files
 from poprun.start import find_network, restart_pause_seconds
 from poprun.text.ranges import parse_hosts
 from tests.planning import CLUSTER_NODE, planned

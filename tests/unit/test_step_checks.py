@@ -1,6 +1,6 @@
 """The schedule of the checks that cost time, and the checksums of parameters.
 
-Holds popdist.checks.tensor_changes.
+Holds popdist.step.checks.tensor_changes.
 """
 
 import pytest
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist.checks.step_checks import is_checked
-from popdist.checks.tensor_changes import sum_parameters
-from popdist.context import Checks
+from popdist.job.context import Checks
 from popdist.phases.phased_layers import make_absent
+from popdist.step.checks.step_checks import is_checked
+from popdist.step.checks.tensor_changes import sum_parameters
 
 DTYPES = (
     torch.float32,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from popdist.contract import Contract
-from popdist.environments import Environment, Launcher
 from popdist.errors import ContractError
+from popdist.ground.contract import Contract
+from popdist.ground.environments import Environment, Launcher
 
 VISIBLE: list[Any] = []
 

@@ -1,6 +1,6 @@
 """What is wrong with an installation of torch and numpy is said in one sentence, with what to do.
 
-Holds popdist.installation.torch_found and popdist.installation.needs_torch.
+Holds popdist.ground.installation.torch_found and popdist.ground.installation.needs_torch.
 """
 
 import sys
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import popdist
-from popdist.installation import torch_found
-from popdist.installation.torch_found import OLDEST_TORCH, find_trouble, trouble_of_numpy, trouble_of_torch
+from popdist.ground.installation import torch_found
+from popdist.ground.installation.torch_found import OLDEST_TORCH, find_trouble, trouble_of_numpy, trouble_of_torch
 from tests.docs.markdown import ROOT
 
 
@@ -77,8 +77,8 @@ def test_the_installed_torch_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_trains_is_not_given_out_with_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name or by folder; what torch itself lacks is its own exception."""
-    monkeypatch.delitem(sys.modules, "popdist.installation.needs_torch", raising=False)
-    monkeypatch.delattr("popdist.installation.needs_torch", raising=False)  # of an import that went well
+    monkeypatch.delitem(sys.modules, "popdist.ground.installation.needs_torch", raising=False)
+    monkeypatch.delattr("popdist.ground.installation.needs_torch", raising=False)  # of an import that went well
     monkeypatch.setattr(torch_found, "import_module", lambda _name: SimpleNamespace(__version__="1.0.2"))
     monkeypatch.delitem(vars(popdist), "ReplicatedModel", raising=False)
     with pytest.raises(popdist.InstallationError, match=r"torch 1\.0\.2 is too old"):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined] # torch exports it all the same
 from torch.futures import Future
 
-from popdist import torch_private
 from popdist.errors import BackendError, DescriptionError, PopdistWarning
 from popdist.gradients import partial_gradients
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.shards import remember
+from popdist.ground import torch_private
 
 
 def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The merged trace of made-up recordings: aligned, well-formed, and with a table that says what was injected.
 
-Holds poprun.trace.recorded, poprun.trace.joint_calls, poprun.trace.document, poprun.trace.collection and
-poprun.trace.time_table.
+Holds poprun.observe.trace.recorded, poprun.observe.trace.joint_calls, poprun.observe.trace.document,
+poprun.observe.trace.collection and poprun.observe.trace.time_table.
 """
 
 import gzip
@@ -17,13 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poprun.errors import PlanError, UsageError
-from poprun.messages.clock import Exchange
+from poprun.launch.messages.clock import Exchange
+from poprun.observe.trace.collection import TRACE_FILE, clock_of, collect_trace, prepare_folder
+from poprun.observe.trace.document import lanes_of
+from poprun.observe.trace.joint_calls import find_joint_calls
+from poprun.observe.trace.recorded import About, CollectiveCall, read_about
+from poprun.observe.trace.time_table import (
+    TABLE_FILE,
+    TraceTable,
+    gains,
+    read_table,
+    render_table,
+    seconds_within,
+    union,
+)
 from poprun.plan.request import TraceSettings
-from poprun.trace.collection import TRACE_FILE, clock_of, collect_trace, prepare_folder
-from poprun.trace.document import lanes_of
-from poprun.trace.joint_calls import find_joint_calls
-from poprun.trace.recorded import About, CollectiveCall, read_about
-from poprun.trace.time_table import TABLE_FILE, TraceTable, gains, read_table, render_table, seconds_within, union
 from tests.planning import planned
 from tests.trace_checks import faults
 

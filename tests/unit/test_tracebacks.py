@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist import contract
+from popdist.ground import contract
 from poprun.job.output.tracebacks import TracebackFilter
 
 HEADER = "Traceback (most recent call last):\n"

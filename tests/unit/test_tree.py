@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.training.norm_sync import tree_sum_of_values
-from popdist.tree import Node, TreeSum, aligned_nodes, finish, height, span
+from popdist.ground.tree import Node, TreeSum, aligned_nodes, finish, height, span
+from popdist.step.training.norm_sync import tree_sum_of_values
 from tests.tree_sums import tree_sum
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=70)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import popdist
+from popdist.ground.tree import Node, aligned_nodes, finish
 from popdist.optim import LAMB, LARS, pieces
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.pieces import Piece
-from popdist.tree import Node, aligned_nodes, finish
 from tests.tree_sums import tree_sum
 
 NUM_STEPS = 100

@@ -1,6 +1,6 @@
 """A folder of another user is never taken for one's own, whatever is kept there.
 
-Holds popdist.trusted_paths.
+Holds popdist.ground.trusted_paths.
 """
 
 import os
@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import popdist
-from popdist import context
+from popdist.ground.local_tensors import TensorForm
+from popdist.ground.trusted_paths import opened_own_folder, own_folder_problem
+from popdist.job import context
 from popdist.launching.__main__ import call_function
-from popdist.local_tensors import TensorForm
 from popdist.phases.phase_store import PhaseStore
 from popdist.startup import recording
-from popdist.trusted_paths import opened_own_folder, own_folder_problem
 from poprun.errors import PlanError, UsageError
 from poprun.hosts.problems import judge_slots
+from poprun.observe.trace.collection import prepare_folder
 from poprun.plan.request import TraceSettings
 from poprun.start import find_network
-from poprun.trace.collection import prepare_folder
 from tests.planning import planned
 
 MALLORY = 54321

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from popdist.host_memory.addition import Combiner, Op
-from popdist.transport import two_level
-from popdist.transport.two_level import PostedSum, TwoLevelReduction, WaitingPeers, in_turns
-from popdist.tree import Node, TreeSum, aligned_nodes
+from popdist.exchange.host_memory.addition import Combiner, Op
+from popdist.exchange.transport import two_level
+from popdist.exchange.transport.two_level import PostedSum, TwoLevelReduction, WaitingPeers, in_turns
+from popdist.ground.tree import Node, TreeSum, aligned_nodes
 from tests.running import DEADLINE_SECONDS
 from tests.tree_sums import tree_sum
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from popdist.layout import Parallelism
-from popdist.progress import FINALIZE
+from popdist.ground.layout import Parallelism
+from popdist.ground.progress import FINALIZE
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
 from poprun.job.hangs import Hang
 from poprun.job.state import InstanceState, InstanceStatus

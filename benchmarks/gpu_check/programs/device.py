@@ -9,8 +9,8 @@ import torch
 from gpu_check.jobs import DEVICE, RANKS_SHARE, RESULT
 
 import popdist
-from popdist import context
-from popdist.accelerators import accelerator
+from popdist.ground.accelerators import accelerator
+from popdist.job import context
 
 
 def chosen_device() -> torch.device:

@@ -3,7 +3,7 @@
 >>> from popdist.checkpoint import save, load_latest
 """
 
-from popdist.installation import needs_torch
+from popdist.ground.installation import needs_torch
 
 # isort: split
 from popdist.checkpoint.loading import Loaded, load_latest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import CheckpointError
-from popdist.local_tensors import is_distributed
+from popdist.ground.local_tensors import is_distributed
 
 Json = Any
 

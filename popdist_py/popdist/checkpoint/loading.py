@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from popdist import context
 from popdist.checkpoint import checkpoint_folder, manifest
 from popdist.checkpoint.encoding import Json, decode, tensors_of
 from popdist.checkpoint.manifest import PARTS, DamagedError, Manifest, current_conditions, differences
@@ -30,9 +29,10 @@ from popdist.checkpoint.states import (
 from popdist.checkpoint.stored_tensors import batches, stores_of, write_into_stores
 from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted
 from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
-from popdist.collectives import broadcast_object, gather_bytes, gather_json
 from popdist.errors import CheckpointError, PopdistWarning
-from popdist.groups import Group
+from popdist.exchange.groups import Group
+from popdist.job import context
+from popdist.job.collectives import broadcast_object, gather_bytes, gather_json
 from popdist.phases.phase_store import PhaseStore
 
 

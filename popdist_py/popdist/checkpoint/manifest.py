@@ -14,13 +14,14 @@ from typing import Final, Self
 
 import torch
 
-from popdist import context, contract
-from popdist.accelerators import accelerator
 from popdist.checkpoint.encoding import Json
 from popdist.checkpoint.stored_tensors import StoredPiece
 from popdist.errors import CheckpointError
-from popdist.layout import Parallelism
-from popdist.local_tensors import TensorForm
+from popdist.ground import contract
+from popdist.ground.accelerators import accelerator
+from popdist.ground.layout import Parallelism
+from popdist.ground.local_tensors import TensorForm
+from popdist.job import context
 from popdist.phases.store_file import digest_of_pieces, is_in_pieces
 
 FORMAT: Final = 2

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from popdist.checkpoint.encoding import Json, entries_of, union, with_entries
 from popdist.errors import CheckpointError
-from popdist.training.replicated_model import ReplicatedModel
+from popdist.step.training.replicated_model import ReplicatedModel
 
 Names: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters, group by group."""

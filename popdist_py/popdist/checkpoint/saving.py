@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from popdist import context
 from popdist.checkpoint import checkpoint_folder, manifest
 from popdist.checkpoint.encoding import Json, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
@@ -22,11 +21,12 @@ from popdist.checkpoint.states import Stateful, gather_sharded, join_states, rep
 from popdist.checkpoint.stored_tensors import StoreCopies, check_whole, join_copies
 from popdist.checkpoint.tensor_pieces import Held, WritePlan, held_of, plan_writes
 from popdist.checkpoint.together import WRITER, is_writer, together, whole_job
-from popdist.collectives import gather_bytes, gather_json
 from popdist.errors import CheckpointError, PopdistWarning, StoreError, whole_number
-from popdist.groups import Group
-from popdist.local_tensors import is_distributed
-from popdist.weights import sums_of
+from popdist.exchange.groups import Group
+from popdist.ground.local_tensors import is_distributed
+from popdist.job import context
+from popdist.job.collectives import gather_bytes, gather_json
+from popdist.job.weights import sums_of
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:

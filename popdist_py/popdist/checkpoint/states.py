@@ -26,8 +26,8 @@ from popdist.checkpoint.tensor_pieces import Wanted
 from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import CheckpointError, name_first
 from popdist.gradients.buffers import check_buffers
-from popdist.local_tensors import TensorForm, is_distributed, local_part
-from popdist.sharded.sharded_optimizer import ShardedOptimizer
+from popdist.ground.local_tensors import TensorForm, is_distributed, local_part
+from popdist.optim.sharded.sharded_optimizer import ShardedOptimizer
 
 
 @runtime_checkable

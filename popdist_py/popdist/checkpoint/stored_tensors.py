@@ -13,7 +13,7 @@ from torch import Tensor
 from popdist.checkpoint.encoding import Json
 from popdist.checkpoint.tensor_pieces import TensorPiece, Wanted, piece_of
 from popdist.errors import CheckpointError
-from popdist.local_tensors import TensorForm, local_part
+from popdist.ground.local_tensors import TensorForm, local_part
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.store_file import Region, whole_blocks
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from popdist.checkpoint.manifest import digest_of_file
 from popdist.checkpoint.tensor_pieces import TensorPiece, piece_of
-from popdist.local_tensors import TensorForm, local_part
+from popdist.ground.local_tensors import TensorForm, local_part
 
 INDEX: Final = ".metadata"
 """The name of DCP's index."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from popdist.checkpoint.encoding import Json
 from popdist.errors import CheckpointError
-from popdist.local_tensors import TensorForm, is_distributed, local_part, placed_as
+from popdist.ground.local_tensors import TensorForm, is_distributed, local_part, placed_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

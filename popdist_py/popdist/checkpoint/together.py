@@ -3,10 +3,10 @@
 from contextlib import AbstractContextManager
 from typing import Final
 
-from popdist import context
-from popdist.collectives import fail_together
 from popdist.errors import CheckpointError, CollectiveError, name_instances
-from popdist.groups import Group
+from popdist.exchange.groups import Group
+from popdist.job import context
+from popdist.job.collectives import fail_together
 
 WRITER: Final = 0
 """The instance that writes manifests, and reads them."""

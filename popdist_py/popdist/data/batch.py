@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from popdist.errors import BatchError
-from popdist.layout import micro_batch_rows
+from popdist.ground.layout import micro_batch_rows
 
 _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 """The instruction of Python that assigns the items of what can be iterated over to names."""

@@ -5,12 +5,12 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch.utils.data import default_collate
 
-from popdist import context
 from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.data.epoch import EpochPlan, EpochPosition, check_sizes, length_of, plan_epochs
 from popdist.data.replica_loader import Collate, Collation, MapFetcher, ReplicaLoader
 from popdist.data.sampler import EpochShares, SampledLoader, SampledPosition, SampledShares, check_sampler
 from popdist.errors import DatasetError, check_callable, check_flags
+from popdist.job import context
 
 _DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from popdist import context
 from popdist.data.batch import Batch, Share
 from popdist.data.randomness import Reseed, isolated
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.errors import DatasetError
 from popdist.gradients.optimizer_steps import training_loop
-from popdist.torch_private import hide_worker_info
+from popdist.ground.torch_private import hide_worker_info
+from popdist.job import context
 
 
 class ShardedIterable(IterableDataset[Any]):

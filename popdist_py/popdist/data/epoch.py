@@ -1,8 +1,8 @@
 """Epochs: their order, their steps dealt to replicas, and the position of a sampler or loader in them.
 
-A step takes the next positions of the epoch's order, and `popdist.layout` deals them to the replicas: so what a
-replica sees does not depend on the instances. The index at a position is computed from the position alone, by a
-Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and epoch.
+A step takes the next positions of the epoch's order, and `popdist.ground.layout` deals them to the replicas: so
+what a replica sees does not depend on the instances. The index at a position is computed from the position alone,
+by a Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and epoch.
 """
 
 import math
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from popdist import context
 from popdist.data.same_datasets import checksum_of_contents, checksum_of_subsets
 from popdist.errors import (
     MOST_PARTS,
@@ -26,8 +25,9 @@ from popdist.errors import (
     seed_number,
     whole_number,
 )
-from popdist.groups import Group
-from popdist.layout import parts
+from popdist.exchange.groups import Group
+from popdist.ground.layout import parts
+from popdist.job import context
 
 ReaderState: TypeAlias = dict[str, int | bool]
 

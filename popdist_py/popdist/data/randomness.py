@@ -19,9 +19,9 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from popdist.accelerators import accelerator
 from popdist.data.epoch import GOLDEN, round_keys, scramble
 from popdist.errors import BatchError, WeightsError, seed_number
+from popdist.ground.accelerators import accelerator
 
 T = TypeVar("T")
 

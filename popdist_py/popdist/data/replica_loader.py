@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from popdist import context
 from popdist.data.batch import Batch, Share
 from popdist.data.epoch import EpochPosition, EpochReader
 from popdist.data.outliving import LoaderStart
 from popdist.data.randomness import Reseed, SampleRandomness, draws_nothing, sample_seeds
 from popdist.errors import BatchError, PopdistWarning
 from popdist.gradients.optimizer_steps import training_loop
+from popdist.job import context
 
 SMALL_BYTES: Final = 2**18
 """Tensors of up to so many bytes are sent as copies; for larger ones torch's shared memory is faster."""

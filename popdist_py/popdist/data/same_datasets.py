@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from popdist.weights import bytes_of
+from popdist.job.weights import bytes_of
 
 _NUM_SAMPLES: Final = 16
 _MOST_BYTES: Final = 2**15

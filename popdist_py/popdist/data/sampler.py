@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from popdist import context
 from popdist.data.batch import Share
 from popdist.data.epoch import (
     EpochPlan,
@@ -30,8 +29,9 @@ from popdist.data.epoch import (
 from popdist.data.randomness import Reseed, isolated, sample_seeds
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.errors import CollectiveError, DatasetError, check_flags
+from popdist.exchange.groups import wait_for_first_error
 from popdist.gradients.optimizer_steps import training_loop
-from popdist.groups import wait_for_first_error
+from popdist.job import context
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
 """Names under which samplers that divide by rank keep the number of ranks."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from popdist import context, torch_private
-from popdist.accelerators import accelerator
+from popdist.ground import torch_private
+from popdist.ground.accelerators import accelerator
+from popdist.job import context
 
 
 @contextmanager

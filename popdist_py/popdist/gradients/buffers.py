@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError, name_first
+from popdist.exchange.groups import Group
 from popdist.gradients.flat_buffers import FlatTensors, RepeatedSum, add_flat, flatten, unflatten, wide_dtype
-from popdist.groups import Group
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import local_part
-from popdist.torch_private import num_writes
-from popdist.tree import TreeSum
-from popdist.weights import sums_of
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import local_part
+from popdist.ground.torch_private import num_writes
+from popdist.ground.tree import TreeSum
+from popdist.job.weights import sums_of
 
 R = TypeVar("R")
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from popdist import context
 from popdist.errors import GradientError, as_float
+from popdist.exchange.groups import Group, as_floats, as_words
 from popdist.gradients.partial_gradients import PartialGradient, gather_parts
 from popdist.gradients.shards import deal_elements
-from popdist.groups import Group, as_floats, as_words
-from popdist.local_tensors import is_distributed, local_gradient, local_part
+from popdist.ground.local_tensors import is_distributed, local_gradient, local_part
+from popdist.job import context
 
 
 def clip_grad_norm_(

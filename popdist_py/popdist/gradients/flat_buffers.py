@@ -1,8 +1,8 @@
 """The gradients of a model's parameters, laid end to end in flat buffers, and their sum over all replicas.
 
 Gradients are added in float32, or wider, and rounded once; with ``gradient_dtype`` replicas are added in narrow
-buffers, of that dtype. An instance adds what it can of the tree over all replicas (`popdist.tree`), the instances
-exchange these partial sums, in shared memory within a host, and each finishes the same tree.
+buffers, of that dtype. An instance adds what it can of the tree over all replicas (`popdist.ground.tree`), the
+instances exchange these partial sums, in shared memory within a host, and each finishes the same tree.
 """
 
 import hashlib
@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import BackendError, CollectiveError, GradientError
+from popdist.exchange.groups import Group
+from popdist.exchange.host_memory.addition import HALVES, node_additions, sum_of
+from popdist.exchange.host_memory.host_group import HostGroup
+from popdist.exchange.transport.two_level import CHUNK_SIZE, TwoLevelReduction, WaitingPeers
 from popdist.gradients.optimizer_steps import mark_reduced
 from popdist.gradients.shards import in_rounds
-from popdist.groups import Group
-from popdist.host_memory.addition import HALVES, node_additions, sum_of
-from popdist.host_memory.host_group import HostGroup
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import is_distributed, local_gradient, local_part, placed_as
-from popdist.transport.two_level import CHUNK_SIZE, TwoLevelReduction, WaitingPeers
-from popdist.tree import Node, aligned_nodes, finish
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import is_distributed, local_gradient, local_part, placed_as
+from popdist.ground.tree import Node, aligned_nodes, finish
 
 if TYPE_CHECKING:
-    from popdist.host_memory.addition import Reduction
-    from popdist.host_memory.segments import Reservation
+    from popdist.exchange.host_memory.addition import Reduction
+    from popdist.exchange.host_memory.segments import Reservation
 
 FlatTensors: TypeAlias = list[Tensor]
 """The memory of one gradient of all parameters: a tensor for each flat buffer."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.errors import GradientError, name_instances
+from popdist.exchange.groups import Group, as_floats
 from popdist.gradients.flat_buffers import (
     FlatGradient,
     GradientLayout,
@@ -35,10 +36,9 @@ from popdist.gradients.optimizer_steps import (
     stepped_parameters,
 )
 from popdist.gradients.partial_gradients import PartialGradient
-from popdist.groups import Group, as_floats
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import local_part
-from popdist.tree import finish, span
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import local_part
+from popdist.ground.tree import finish, span
 
 if TYPE_CHECKING:
     from popdist.gradients.overlap import Overlap

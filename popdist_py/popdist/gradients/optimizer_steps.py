@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from popdist.torch_private import num_writes
+from popdist.ground.torch_private import num_writes
 
 _optimizers: Final[WeakSet[Optimizer]] = WeakSet()
 """The optimizers that have ever made a step."""

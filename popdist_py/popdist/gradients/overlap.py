@@ -15,7 +15,10 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.accelerators import accelerator
+from popdist.exchange.groups import Exchange
+from popdist.exchange.host_memory.host_collectives import HostCollectives
+from popdist.exchange.transport.channel import Channel
+from popdist.exchange.transport.two_level import BucketAllReduce, HostSum, PostedSum, QueuedSum
 from popdist.gradients.flat_buffers import (
     ALIGNMENT,
     FlatBuffer,
@@ -27,13 +30,10 @@ from popdist.gradients.flat_buffers import (
     scale_flat,
 )
 from popdist.gradients.step_headers import BeginHeader
-from popdist.groups import Exchange
-from popdist.host_memory.host_collectives import HostCollectives
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import local_gradient
-from popdist.transport.channel import Channel
-from popdist.transport.two_level import BucketAllReduce, HostSum, PostedSum, QueuedSum
-from popdist.tree import Node, TreeSum
+from popdist.ground.accelerators import accelerator
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import local_gradient
+from popdist.ground.tree import Node, TreeSum
 
 KEPT_BYTES: Final = 31 << 20
 """The largest block that counts, of at most 32 MiB, with room for what the C library adds."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist import torch_private
+from popdist.exchange.groups import Group
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, joined, num_real_elements, scatter_sum
 from popdist.gradients.optimizer_steps import mark_reduced
 from popdist.gradients.shards import Ranges, ShardExchange, group_by_kind, ranges_of
-from popdist.groups import Group
-from popdist.layout import ReplicaLayout
+from popdist.ground import torch_private
+from popdist.ground.layout import ReplicaLayout
 
 _aten: Final = torch.ops.aten
 _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar})

@@ -21,6 +21,7 @@ from popdist.errors import (
     PopdistError,
     WeightsError,
 )
+from popdist.exchange.groups import Exchange, Group, as_words, wait_for_first_error
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, add_instances, scale_flat
 from popdist.gradients.memory import GradientMemory, OldGradients
@@ -42,10 +43,9 @@ from popdist.gradients.step_headers import (
     raise_fault,
     refuse_other_positions,
 )
-from popdist.groups import Exchange, Group, as_words, wait_for_first_error
-from popdist.layout import ReplicaLayout
-from popdist.progress import progress_page
-from popdist.tree import TreeSum, finish
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.progress import progress_page
+from popdist.ground.tree import TreeSum, finish
 
 ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
-from popdist.groups import Backend
+from popdist.exchange.groups import Backend
 
 Ranges: TypeAlias = tuple[range, ...]
 """For each instance the elements of a parameter that it has, in the order of memory; empty for none."""

@@ -13,11 +13,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from popdist.collectives import gather_bytes, gather_json
 from popdist.errors import CollectiveError, WeightsError
+from popdist.exchange.groups import Group, as_floats
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.groups import Group, as_floats
-from popdist.weights import bytes_of
+from popdist.job.collectives import gather_bytes, gather_json
+from popdist.job.weights import bytes_of
 
 R = TypeVar("R")
 

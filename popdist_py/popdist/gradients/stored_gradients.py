@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist import torch_private
 from popdist.errors import OptimizerError
 from popdist.gradients.partial_gradients import GradientElsewhere
-from popdist.local_tensors import local_part
+from popdist.ground import torch_private
+from popdist.ground.local_tensors import local_part
 
 _CHANGES: Final = (
     *("add_", "sub_", "mul_", "div_", "neg_", "zero_"),

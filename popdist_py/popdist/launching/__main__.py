@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from popdist.context import instance_index
+from popdist.ground.trusted_paths import opened_own_folder
+from popdist.job.context import instance_index
 from popdist.launching.sent_values import Outcome, load_call, name_of, outcome_path, pickle_values
-from popdist.trusted_paths import opened_own_folder
 
 _HERE: Final = Path(__file__).parent
 

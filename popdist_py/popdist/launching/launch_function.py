@@ -9,8 +9,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, TypeVar
 
-from popdist.environments import Launcher, detect
 from popdist.errors import LaunchError
+from popdist.ground.environments import Launcher, detect
 from popdist.launching.poprun_process import run_poprun
 from popdist.launching.sent_values import Call, Outcome, load_outcome, name_of
 

@@ -18,7 +18,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any, Final, Self
 
 from popdist.errors import LaunchError
-from popdist.trusted_paths import open_below, opened_own_folder
+from popdist.ground.trusted_paths import open_below, opened_own_folder
 
 _CALL_FILE: Final = "call.pickle"
 

@@ -10,9 +10,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from popdist.collectives import gather_bytes, of_each_replica
-from popdist.context import current_group
 from popdist.errors import CollectiveError, name_instances
+from popdist.job.collectives import gather_bytes, of_each_replica
+from popdist.job.context import current_group
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from popdist.contract import NUMBERS_DESCRIPTOR
 from popdist.errors import PopdistError, PopdistWarning, whole_number
-from popdist.progress import LARGEST_STEP, progress_page
+from popdist.ground.contract import NUMBERS_DESCRIPTOR
+from popdist.ground.progress import LARGEST_STEP, progress_page
 
 MAX_NAMES: Final = 64
 """How many different numbers a program may report."""
@@ -153,7 +153,7 @@ def on_report(callback: OnReport) -> Callable[[], None]:
         PopdistError: If ``callback`` cannot be called.
         ContractError: If the environment promises a job and does not describe one.
     """
-    from popdist.context import instance_index
+    from popdist.job.context import instance_index
 
     if not callable(callback):
         raise PopdistError(f"on_report({callback!r}): expected a function that takes numbers and a step")

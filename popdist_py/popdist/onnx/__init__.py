@@ -3,7 +3,7 @@
 >>> from popdist.onnx import load
 """
 
-from popdist.installation import needs_torch as needs_torch  # torch is named first, and then onnx
+from popdist.ground.installation import needs_torch as needs_torch  # torch is named first, and then onnx
 
 # isort: split
 

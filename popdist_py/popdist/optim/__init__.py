@@ -3,7 +3,7 @@
 >>> from popdist.optim import LAMB, LARS, LowPrecision
 """
 
-from popdist.installation import needs_torch
+from popdist.ground.installation import needs_torch
 from popdist.optim.low_precision import LowPrecision
 from popdist.optim.trust_ratio import LAMB, LARS
 

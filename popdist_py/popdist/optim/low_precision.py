@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from popdist import context
-from popdist.checks.step_checks import is_checked
 from popdist.errors import OptimizerError, seed_number
 from popdist.gradients.shards import flat_view
+from popdist.job import context
 from popdist.optim.elementwise import (
     check_elementwise,
     check_in_training,
@@ -36,6 +35,7 @@ from popdist.optim.pieces import (
     load_uncast,
 )
 from popdist.optim.rounding import HALVES, Place, round_by_chance
+from popdist.step.checks.step_checks import is_checked
 
 _OWN_SETTINGS: Final = ("moments", "weights", "rounding", "seed", "num_steps")
 _NOT_INSIDE: Final = ("params", "param_names", "optimizer_class", *_OWN_SETTINGS)

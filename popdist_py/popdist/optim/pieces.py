@@ -1,8 +1,8 @@
 """Optimizers of popdist on pieces of parameters, and the norms of whole parameters in one fixed order.
 
 The squares of a parameter, in float64 and in the order of memory, are added in blocks of 128, the upper half to
-the lower one until one number is left, and the blocks in the tree of `popdist.tree`. So the bits depend on no
-thread, and a piece that begins at a multiple of 128 elements is a few nodes of the tree.
+the lower one until one number is left, and the blocks in the tree of `popdist.ground.tree`. So the bits depend on
+no thread, and a piece that begins at a multiple of 128 elements is a few nodes of the tree.
 """
 
 import math
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from popdist import extension as compiled
 from popdist.errors import OptimizerError, as_float
-from popdist.local_tensors import is_distributed
-from popdist.tree import aligned_nodes, span
+from popdist.ground import extension as compiled
+from popdist.ground.local_tensors import is_distributed
+from popdist.ground.tree import aligned_nodes, span
 
 BLOCK: Final = 128
 """Elements of a block: shards of parameters are cut at multiples of it."""

@@ -3,7 +3,7 @@
 >>> from popdist.packing import Packing, lpfhp
 """
 
-from popdist.installation import needs_torch
+from popdist.ground.installation import needs_torch
 from popdist.packing.collation import (
     Collator,
     Packed,

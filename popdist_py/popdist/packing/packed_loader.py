@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from popdist import context
 from popdist.data.batch import Batch, MicroBatch, Share
 from popdist.data.data_loader import LoaderPlan
 from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
@@ -26,7 +25,8 @@ from popdist.data.randomness import Reseed
 from popdist.data.replica_loader import Collate, Collation, MapFetcher, ReplicaLoader
 from popdist.data.sampler import EpochShares
 from popdist.errors import MOST_PARTS, MOST_TOKENS, BackendError, DatasetError, whole_number
-from popdist.groups import host_group_of
+from popdist.exchange.groups import host_group_of
+from popdist.job import context
 from popdist.packing.collation import TOKENS, Collator
 from popdist.packing.linear_programme import nnlshp, optimal
 from popdist.packing.sample_lengths import TOO_LONG, LengthSource, Pieces, TooLong, cut_to_fit, find_lengths

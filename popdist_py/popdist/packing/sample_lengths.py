@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from popdist import context
-from popdist.collectives import gather
 from popdist.errors import CollectiveError, DatasetError
-from popdist.instances import first_on_host, is_main
-from popdist.layout import part
+from popdist.ground.layout import part
+from popdist.job import context
+from popdist.job.collectives import gather
+from popdist.job.instances import first_on_host, is_main
 
 TooLong = Literal["error", "truncate", "drop", "split"]
 

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from popdist.installation import needs_torch
+from popdist.ground.installation import needs_torch
 
 # isort: split
 from popdist.data.shard_randomness import sharded_randomness

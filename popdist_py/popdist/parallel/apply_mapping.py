@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from popdist import context
 from popdist.data.shard_randomness import sharded_randomness
 from popdist.errors import BatchError, ContractError, WeightsError, name_first
-from popdist.local_tensors import is_distributed, local_part
+from popdist.ground.local_tensors import is_distributed, local_part
+from popdist.job import context
 from popdist.parallel.mesh import DIMENSIONS, device_mesh
 from popdist.phases.recompute import recompute
 from popsize.errors import MappingError

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from popdist.accelerators import accelerator
 from popdist.errors import DescriptionError
+from popdist.ground.accelerators import accelerator
+from popdist.ground.torch_private import fake_tensors, seen_operations
 from popdist.parallel.measures.operation_meter import OperationMeter, Stretch, Weight, tensors_in
 from popdist.phases.repeated_layers import repeated_layers
-from popdist.torch_private import fake_tensors, seen_operations
 from popsize.catalogue import model_text
 from popsize.model import Layer, Model, Split
 

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from popdist import context
-from popdist.contract import Contract
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import CollectiveError, ContractError, WeightsError, name_instances
-from popdist.process_group.registration import remember_wrappers
+from popdist.exchange.process_group.registration import remember_wrappers
+from popdist.ground.contract import Contract
+from popdist.job import context
 
 DIMENSIONS: Final = ("replica", "pipeline", "tensor")
 """From the outermost to the innermost."""

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from popdist.errors import WeightsError
-from popdist.local_tensors import part_itself
+from popdist.ground.local_tensors import part_itself
 from popdist.phases.phase_memory import PhaseMemory
 from popdist.phases.phased_layers import Unit
 from popdist.phases.used_memory import give_back_memory, peak_bytes, reset_peak, resident_bytes

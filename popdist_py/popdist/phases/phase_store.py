@@ -18,15 +18,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from popdist.collectives import fail_together, gather_json
 from popdist.errors import StoreError, name_first
-from popdist.groups import Group
-from popdist.host_memory import forks
-from popdist.host_memory.segments import open_through_proc
-from popdist.local_tensors import TensorForm, local_part
+from popdist.exchange.groups import Group
+from popdist.exchange.host_memory import forks
+from popdist.exchange.host_memory.segments import open_through_proc
+from popdist.exchange.transport.hosts import machine
+from popdist.ground.local_tensors import TensorForm, local_part
+from popdist.ground.trusted_paths import opened_own_folder
+from popdist.job.collectives import fail_together, gather_json
 from popdist.phases.store_file import BLOCK_BYTES, Region, StoreFile, StoreThreads, allocate, lay_out
-from popdist.transport.hosts import machine
-from popdist.trusted_paths import opened_own_folder
 
 HOST_MEMORY: Final = "host"
 """In place of a folder: the store is in the memory of the host."""

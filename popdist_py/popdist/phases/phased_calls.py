@@ -19,12 +19,12 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from popdist.errors import WeightsError
-from popdist.local_tensors import part_itself
+from popdist.ground.local_tensors import part_itself
+from popdist.ground.torch_private import num_writes, skip_tracing
 from popdist.phases.phased_layers import Unit
 from popdist.phases.phased_run import PhasedRun
 from popdist.phases.recompute import LayerState, SameOutputs, digest_of_tensors, without_caches
-from popdist.torch_private import num_writes, skip_tracing
-from popdist.training.micro_batches import leaves_of, map_nest
+from popdist.step.training.micro_batches import leaves_of, map_nest
 
 _INSIDE: Final = (
     "{} computes gradients in its forward pass (torch.autograd.grad, torch.func.grad), which a layer of a phased "

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_first
-from popdist.local_tensors import TensorForm, part_itself
+from popdist.ground.local_tensors import TensorForm, part_itself
+from popdist.ground.torch_private import is_compiled_in_place, num_gradient_hooks, num_writes
 from popdist.phases.recompute import chosen_layers
 from popdist.phases.repeated_layers import runs_of_layers
-from popdist.torch_private import is_compiled_in_place, num_gradient_hooks, num_writes
 
 _LOOP: Final = """
     model = popdist.parallel.phased(module, memory="2 GB", store=folder)

@@ -9,15 +9,16 @@ from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 
-from popdist import context
 from popdist.data.randomness import checked_seed
 from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import WeightsError, name_first, whole_number
+from popdist.exchange.groups import Group
 from popdist.gradients.buffers import check_buffers
 from popdist.gradients.step_headers import MeanOrSum
-from popdist.groups import Group
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
+from popdist.job import context
+from popdist.job.weights import broadcast_tensors
 from popdist.phases.phase_budget import limit_of
 from popdist.phases.phase_store import HOST_MEMORY, PhaseStore
 from popdist.phases.phased_calls import install
@@ -26,11 +27,10 @@ from popdist.phases.phased_run import PhasedRun
 from popdist.phases.phased_step import PhasedSteps
 from popdist.phases.phased_weights import Initialize, move_buffers, unit_weights
 from popdist.phases.used_memory import give_back_memory
-from popdist.training.ddp_answers import refuse_module
-from popdist.training.micro_batches import Nest, Split
-from popdist.training.model_steps import WholeStep
-from popdist.training.wrapping_model import WrappingModel
-from popdist.weights import broadcast_tensors
+from popdist.step.training.ddp_answers import refuse_module
+from popdist.step.training.micro_batches import Nest, Split
+from popdist.step.training.model_steps import WholeStep
+from popdist.step.training.wrapping_model import WrappingModel
 
 _REFUSED: Final = {
     "micro_batch": "gradients are used while a loop over a whole batch runs",

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from popdist import torch_private
 from popdist.errors import OptimizerError, check_flags
 from popdist.gradients.stored_gradients import StoredGradient
-from popdist.local_tensors import TensorForm, is_distributed, local_part, placed_as
+from popdist.ground import torch_private
+from popdist.ground.local_tensors import TensorForm, is_distributed, local_part, placed_as
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.one_by_one import OF_SCALERS, OneByOne, State, settings_of
 from popdist.optim.pieces import PieceOptimizer, load_uncast, refuse_distributed

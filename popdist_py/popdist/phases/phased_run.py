@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
-from popdist.groups import Group
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import TensorForm
+from popdist.exchange.groups import Group
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import TensorForm
 from popdist.phases.phase_budget import PhaseBudget
 from popdist.phases.phase_memory import Address, PhaseMemory
 from popdist.phases.phase_store import PhaseStore

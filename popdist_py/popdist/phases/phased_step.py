@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from popdist.collectives import gather_json
 from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError
+from popdist.exchange.groups import as_words
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.memory import GradientMemory, OldGradients
@@ -21,17 +21,17 @@ from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.reduction import GradientSum
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
 from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
-from popdist.groups import as_words
-from popdist.layout import ReplicaLayout
-from popdist.local_tensors import TensorForm, local_part, part_itself, placed_as
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.local_tensors import TensorForm, local_part, part_itself, placed_as
+from popdist.job.collectives import gather_json
+from popdist.optim.sharded.sharded_optimizer import digest_of_groups
 from popdist.phases.phase_memory import Address
 from popdist.phases.phased_layers import PhasePiece, check_same, writing
 from popdist.phases.phased_run import PhasedRun, Update
 from popdist.phases.phased_sums import GradientBarrier, PieceGradient, PieceSum, held_weights, merges_of
-from popdist.sharded.sharded_optimizer import digest_of_groups
-from popdist.training.micro_batches import Nest
-from popdist.training.model_steps import CheckMaker, ModelSteps, WholeStep
-from popdist.training.step import LoneStep, Step
+from popdist.step.training.micro_batches import Nest
+from popdist.step.training.model_steps import CheckMaker, ModelSteps, WholeStep
+from popdist.step.training.step import LoneStep, Step
 
 
 class PhasedSteps(ModelSteps):

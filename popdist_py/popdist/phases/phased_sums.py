@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import CollectiveError, MicroBatchError, PopdistError
+from popdist.exchange.groups import Group, wait_for_first_error
 from popdist.gradients.flat_buffers import (
     FlatGradient,
     FlatTensors,
@@ -25,10 +26,9 @@ from popdist.gradients.flat_buffers import (
     scale_flat,
 )
 from popdist.gradients.reduction import ABANDON_SECONDS
-from popdist.groups import Group, wait_for_first_error
-from popdist.layout import ReplicaLayout
+from popdist.ground.layout import ReplicaLayout
+from popdist.ground.tree import TreeSum
 from popdist.phases.phase_memory import Address, PhaseMemory
-from popdist.tree import TreeSum
 
 _LINE_BYTES: Final = 64
 

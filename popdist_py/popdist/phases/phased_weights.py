@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from popdist.errors import WeightsError, name_first
-from popdist.torch_private import num_writes
+from popdist.ground.torch_private import num_writes
 
 Initialize: TypeAlias = Callable[[nn.Module], object]
 """Sets the weights of one module, of those that it knows."""

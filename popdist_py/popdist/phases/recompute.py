@@ -21,16 +21,16 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from popdist.accelerators import accelerator
 from popdist.errors import WeightsError, name_first
 from popdist.gradients.buffers import LARGE
 from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
+from popdist.ground.accelerators import accelerator
+from popdist.ground.torch_private import num_writes
+from popdist.job.weights import checksum
 from popdist.phases.repeated_layers import repeated_layers
-from popdist.torch_private import num_writes
-from popdist.training.batch_norm import GroupedNorm
-from popdist.training.micro_batches import leaves_of
-from popdist.training.norm_sync import NormTurn
-from popdist.weights import checksum
+from popdist.step.training.batch_norm import GroupedNorm
+from popdist.step.training.micro_batches import leaves_of
+from popdist.step.training.norm_sync import NormTurn
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = "scaled_dot_product"

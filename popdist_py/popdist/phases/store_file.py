@@ -24,10 +24,10 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.accelerators import accelerator
 from popdist.errors import StoreError
-from popdist.host_memory import forks
-from popdist.local_tensors import TensorForm
+from popdist.exchange.host_memory import forks
+from popdist.ground.accelerators import accelerator
+from popdist.ground.local_tensors import TensorForm
 
 BLOCK_BYTES: Final = 4096
 """Start, length and address of what is read and written directly are multiples of it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from popdist.accelerators import accelerator
+from popdist.ground.accelerators import accelerator
 
 
 def give_back_memory(device: torch.device) -> None:

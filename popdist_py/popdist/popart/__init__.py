@@ -7,9 +7,9 @@ PopART itself is not here: what is set in session options is for the program, an
 from dataclasses import dataclass
 from typing import Any
 
-from popdist import context
 from popdist.compat import getDeviceId
-from popdist.context import local_replicas, num_local_replicas, num_replicas
+from popdist.job import context
+from popdist.job.context import local_replicas, num_local_replicas, num_replicas
 
 __all__ = ["Device", "configureSessionOptions", "getDevice"]
 

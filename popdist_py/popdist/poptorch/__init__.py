@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from popdist.errors import InstallationError
-from popdist.installation import needs_torch
+from popdist.ground.installation import needs_torch
 from popdist.startup import stub_finder
 
 __all__ = ["Options"]

@@ -35,12 +35,12 @@ def has_trained_alone(
     """Whether a process trained, as far as one can see, and none of its ``modules`` connected it to others."""
     if _was_connected(modules, excepthook) or _CLUSTER in variables or '"ps"' in variables.get("TF_CONFIG", ""):
         return False
-    checks = modules.get("popdist.checks.optimizer_checks")
+    checks = modules.get("popdist.step.checks.optimizer_checks")
     if checks is not None:
         return bool(checks.lone_steps.number)
     if "torch" in modules:  # which tools for logs import beside TensorFlow
         return "keras" in modules or _has_trained(modules, words)
-    return "popdist.context" not in modules and any(name in modules for name in FRAMEWORKS)
+    return "popdist.job.context" not in modules and any(name in modules for name in FRAMEWORKS)
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
 """Looks about twenty times a second at what the main thread does, and adds up on the page of progress how long.
 
 The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
-for Python 3.8 and imports next to nothing. `popdist.progress` reads what it writes.
+for Python 3.8 and imports next to nothing. `popdist.ground.progress` reads what it writes.
 """
 
 from __future__ import annotations

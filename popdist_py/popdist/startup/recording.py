@@ -1,7 +1,8 @@
 """Records some steps of this program: torch's profiler, its collectives, its loaders' workers, and its clock.
 
 The start-up hook (``startup/sitecustomize.py``) calls it when poprun wants a trace, in whatever Python the program
-runs, so this is written for Python 3.8. `poprun.trace` reads what it writes. Nothing here stops the program.
+runs, so this is written for Python 3.8. `poprun.observe.trace` reads what it writes. Nothing here stops the
+program.
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ class Waits:
 
     def begin(self) -> None:
         """Record from now on, if the program uses popdist."""
-        progress = sys.modules.get("popdist.progress")
+        progress = sys.modules.get("popdist.ground.progress")
         if progress is None:
             return
         page = self._page = progress.progress_page

@@ -44,7 +44,7 @@ def begin() -> None:
     if not descriptor.isdecimal():
         return
     load_module("startup", "stub_finder").begin()
-    page, signals = int(descriptor), load_module("stack_signal")
+    page, signals = int(descriptor), load_module("startup", "stack_signal")
     finder = load_module("startup", "after_import").AfterImport()
     if JAX_COORDINATOR in os.environ:
         finder.call("jax._src.clusters.cluster", lambda base: tell_jax(base, page, signals))
@@ -282,7 +282,7 @@ def flush() -> None:
 
 
 def announce_finalize(page: int) -> None:
-    """Write on the page of progress that the program waits in MPI_Finalize, as `popdist.progress` would."""
+    """Write on the page of progress that the program waits in MPI_Finalize, as `popdist.ground.progress` would."""
     import struct
     import time
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import tensorflow as tf
 
-from popdist.context import environment
+from popdist.job.context import environment
 
 Config = TypeVar("Config")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from popdist import contract
+from popdist.ground import contract
 from poprun.errors import HostsError
 from poprun.hosts.problems import (
     Problem,
@@ -32,8 +32,8 @@ from poprun.hosts.problems import (
     render_problems,
 )
 from poprun.hosts.questions import Answer, HostConnections
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, Places, ssh_options
-from poprun.messages.proofs import new_key
+from poprun.launch.messages.proofs import new_key
+from poprun.launch.routes import HostRoute, JobKey, JobNetwork, Places, ssh_options
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_hosts
 
@@ -47,7 +47,7 @@ _KEY_FILE: Final = "/dev/shm/poprun-key-{}"
 _VERSION_FILE: Final = os.path.abspath(contract.__file__)
 _FOLDERS: Final = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-    os.path.dirname(_VERSION_FILE),
+    os.path.dirname(os.path.dirname(_VERSION_FILE)),
 )
 _HERE: Final = "this machine"
 _MOST_NAMES: Final = 256

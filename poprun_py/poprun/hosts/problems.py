@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from poprun.hosts.routes import HostRoute, Places
+from poprun.hosts.probe.mpi_runtimes import read_version
+from poprun.launch.routes import HostRoute, Places
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.probe.mpi_runtimes import read_version
 from poprun.text.ranges import fold_hosts, fold_numbers
 
 HOST: Final = "{host}"  # stands for the host's name in a remedy, so that hosts with the same problem share a row

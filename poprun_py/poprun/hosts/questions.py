@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from poprun.hosts import remote_side
-from poprun.hosts.routes import remote_words
+from poprun.launch.routes import remote_words
 from poprun.plan.request import RemoteSettings
 
 Answer = dict[str, Any]

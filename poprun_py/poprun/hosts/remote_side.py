@@ -193,8 +193,8 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 def slots(question: dict[str, Any]) -> dict[str, Any]:
     """The cores that a job may use here, as poprun finds them, and why its cache cannot be here, or nothing."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
-    from popdist.trusted_paths import own_folder_problem
-    from poprun.probe.machine import usable_cores
+    from popdist.ground.trusted_paths import own_folder_problem
+    from poprun.hosts.probe.machine import usable_cores
 
     return {"cores": list(usable_cores()), "cache": question["cache"] and own_folder_problem(question["cache"])}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from popdist.contract import (
+from popdist.ground.contract import (
     CLOCK_DESCRIPTOR,
     HYDRA_DESCRIPTOR,
     NUMBERS_DESCRIPTOR,
@@ -19,10 +19,10 @@ from popdist.contract import (
     STORE_DESCRIPTOR,
     Endpoint,
 )
-from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, COUNTED_BYTES, RECORDER_AT
+from popdist.ground.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, COUNTED_BYTES, RECORDER_AT
 from poprun.errors import LaunchError, describe_error
 from poprun.job.state import JobIdentity
-from poprun.messages.control import (
+from poprun.launch.messages.control import (
     LOST,
     VIEW_EVENT,
     Link,
@@ -43,9 +43,9 @@ from poprun.plan.program_environment import (
 from poprun.text.screen import log
 
 if TYPE_CHECKING:
-    from poprun.hosts.routes import HostRoute, JobNetwork
     from poprun.job.key_proofs import KeyProofs
     from poprun.job.monitors import Viewers
+    from poprun.launch.routes import HostRoute, JobNetwork
 
 _TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
 _VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import name_instances
-from popdist.layout import Parallelism
-from popdist.progress import FINALIZE, Progress
+from popdist.ground.layout import Parallelism
+from popdist.ground.progress import FINALIZE, Progress
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
 from poprun.text.ranges import counted
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from poprun.job.performance.slowness import Slowness
     from poprun.job.report.findings import Findings
     from poprun.job.verdict import Verdict
-    from poprun.messages.clock import Exchange
+    from poprun.launch.messages.clock import Exchange
 
 _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124

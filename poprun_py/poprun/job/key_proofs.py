@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from poprun.messages import ProtocolError
-from poprun.messages.control import Link
-from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES, Handshake
+from poprun.launch.messages import ProtocolError
+from poprun.launch.messages.control import Link
+from poprun.launch.messages.proofs import NONCE_BYTES, PROOF_BYTES, Handshake
 
 _PROOF_SECONDS: Final = 30.0
 _MAX_CONNECTIONS: Final = 256

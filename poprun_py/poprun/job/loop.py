@@ -20,14 +20,14 @@ from poprun.job.record import CAUSE_SECONDS, Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import InstanceState, JobIdentity, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
+from poprun.launch.messages.control import LOST
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
+from poprun.launch.process.limits import kill_counts
+from poprun.launch.process.process_tree import ProcessKey, StoppedChildren, end_descendants, own_tree, send
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
-from poprun.messages.control import LOST
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import launcher_environment
 from poprun.plan.topology import MpiKind
-from poprun.probe.limits import kill_counts
-from poprun.process.process_tree import ProcessKey, StoppedChildren, end_descendants, own_tree, send
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from poprun.job.monitors import MonitorProcess
     from poprun.job.performance.gpu_watch import GpuWatch
     from poprun.job.stacks import StackInquiry
-    from poprun.messages.clock import HostClocks
+    from poprun.launch.messages.clock import HostClocks
 
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
@@ -238,7 +238,7 @@ class Attempt:
         network = self._identity.network
         if network is None:
             return None
-        from poprun.messages.clock import ROUND_SECONDS, HostClocks
+        from poprun.launch.messages.clock import ROUND_SECONDS, HostClocks
 
         names = {
             index: route.name

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from popdist.contract import Endpoint
-from popdist.progress import PhaseCounters, Progress
+from popdist.ground.contract import Endpoint
+from popdist.ground.progress import PhaseCounters, Progress
 from poprun.errors import SHORTAGES, describe_error
 from poprun.job.hangs import HangWatch
 from poprun.job.job_end import first_failure
@@ -33,9 +33,9 @@ from poprun.job.state import (
     Phase,
     Usage,
 )
-from poprun.messages.control import LOST
+from poprun.launch.messages.control import LOST
+from poprun.launch.process.limits import read_evidence_of_machine
 from poprun.plan.plan import LaunchPlan
-from poprun.probe.limits import read_evidence_of_machine
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:

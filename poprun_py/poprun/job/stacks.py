@@ -12,14 +12,14 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Final
 
-from popdist import contract
-from popdist.layout import Parallelism
+from popdist.ground import contract
+from popdist.ground.layout import Parallelism
 from poprun.job.evidence import InstanceEvidence, StackFrame, Stacks
 from poprun.job.hangs import Hang, describe_hang
 from poprun.job.report.last_words import LIBRARY
 from poprun.job.state import InstanceState, InstanceStatus, name_with_place
-from poprun.messages.control import Message
-from poprun.process.spawn import start_thread
+from poprun.launch.messages.control import Message
+from poprun.launch.process.spawn import start_thread
 
 _MOST_READING_SECONDS = 1.0
 
@@ -28,15 +28,15 @@ MAX_FRAMES: Final = 24  # frames of a main thread that are shown; the middle of 
 MAX_HELPER_FRAMES: Final = 4  # frames of another thread: its latest calls
 MAX_HELPERS: Final = 4  # other threads that are shown
 _FIRST_FRAMES: Final = 8
-_POPDIST: Final = os.path.dirname(contract.__file__) + os.sep
+_POPDIST: Final = os.path.dirname(os.path.dirname(contract.__file__)) + os.sep
 _MAX_LETTERS: Final = 160
 _OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py)")
 _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _OF_JAX: Final = re.compile(r"/jax/(?:experimental/multihost_utils|_src/distributed)\.py")
 _BACKWARD: Final = "/torch/autograd/graph.py"
-_OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
+_OF_BACKEND: Final = re.compile(r"/popdist/exchange/(?:process_group|host_memory)/")
 _SAMPLER: Final = "/popdist/startup/phase_sampler.py"
-_WORK_QUEUE: Final = "/popdist/process_group/work_queue.py"
+_WORK_QUEUE: Final = "/popdist/exchange/process_group/work_queue.py"
 _PIPELINING: Final = "/torch/distributed/pipelining/"
 _OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)|/torch/futures/")
 ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty text: `linecache.getline`

@@ -7,14 +7,14 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from popdist.errors import name_instances
-from popdist.layout import Parallelism
-from popdist.progress import PhaseCounters, Progress
+from popdist.ground.layout import Parallelism
+from popdist.ground.progress import PhaseCounters, Progress
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 
 if TYPE_CHECKING:
     from poprun.devices.pool.records import HeldLease
-    from poprun.hosts.routes import HostRoute, JobNetwork
-    from poprun.probe.limits import Evidence
+    from poprun.launch.process.limits import Evidence
+    from poprun.launch.routes import HostRoute, JobNetwork
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"

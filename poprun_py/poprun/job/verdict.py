@@ -11,8 +11,8 @@ from enum import StrEnum
 from typing import Final
 
 from popdist.errors import name_instances, remedy_of_lone_call
-from popdist.layout import Parallelism
-from popdist.progress import AFTER_LEAVING, FINALIZE
+from popdist.ground.layout import Parallelism
+from popdist.ground.progress import AFTER_LEAVING, FINALIZE
 from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame
 from poprun.job.hangs import Hang
 from poprun.job.stacks import ReadLine, collective_of, own_frame

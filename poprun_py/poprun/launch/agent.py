@@ -12,12 +12,10 @@ import os
 import select
 import time
 
+from poprun.launch.messages import ProtocolError
+from poprun.launch.messages.control import RECEIVE_BYTES, Link, Message, connect, is_remote, notice_death
 from poprun.launch.mpi_leftovers import remove_abandoned
-from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
-from poprun.launch.tree_ending import TreeEnding
-from poprun.messages import ProtocolError
-from poprun.messages.control import RECEIVE_BYTES, Link, Message, connect, is_remote, notice_death
-from poprun.process.process_tree import (
+from poprun.launch.process.process_tree import (
     ancestors,
     catchers,
     descendants,
@@ -26,7 +24,15 @@ from poprun.process.process_tree import (
     reap,
     send,
 )
-from poprun.process.spawn import ProcessStart, become_subreaper, die_with_parent, start_process, take_memory_from
+from poprun.launch.process.spawn import (
+    ProcessStart,
+    become_subreaper,
+    die_with_parent,
+    start_process,
+    take_memory_from,
+)
+from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
+from poprun.launch.tree_ending import TreeEnding
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ else:
     import _signal as signal  # signal and socket themselves load enum and more
     import _socket as socket
 
-    from poprun.process import NamedTuple
+    from poprun.launch.process import NamedTuple
 
 _BACKLOG = 2048
 NUM_STREAMS = 3

@@ -11,7 +11,7 @@ import signal
 import socket
 from contextlib import suppress
 
-from poprun.messages.control import abstract_address, peer_process, peer_user, receive_descriptors
+from poprun.launch.messages.control import abstract_address, peer_process, peer_user, receive_descriptors
 
 FETCH = b"?"  # what an agent says to be given the lease
 GIVE_UP = b"!"

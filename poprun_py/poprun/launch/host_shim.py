@@ -12,10 +12,10 @@ import os
 import sys
 
 from poprun.launch.agent import Parentage
+from poprun.launch.messages.control import peer_process, peer_user, receive_descriptors
+from poprun.launch.process.process_tree import environment_of
+from poprun.launch.process.spawn import thread_shortage
 from poprun.launch.shim import LISTENER, Shim, load_agent
-from poprun.messages.control import peer_process, peer_user, receive_descriptors
-from poprun.process.process_tree import environment_of
-from poprun.process.spawn import thread_shortage
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:

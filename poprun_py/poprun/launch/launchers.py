@@ -14,8 +14,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from popdist.contract import HYDRA_RANK, OMPI_RANK
+from popdist.ground.contract import HYDRA_RANK, OMPI_RANK
 from poprun.errors import LaunchError, describe_error
+from poprun.launch.messages.control import abstract_address
+from poprun.launch.process.process_tree import ProcessKey, descendants, has_reaped, reap, words_of
+from poprun.launch.process.spawn import ProcessStart, start_process
 from poprun.launch.shim import (
     CONTROL_ADDRESS,
     CONTROL_KEY_FILE,
@@ -24,15 +27,12 @@ from poprun.launch.shim import (
     LISTENER,
     RANK_VARIABLE,
 )
-from poprun.messages.control import abstract_address
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.process.process_tree import ProcessKey, descendants, has_reaped, reap, words_of
-from poprun.process.spawn import ProcessStart, start_process
 
 if TYPE_CHECKING:
-    from poprun.hosts.routes import JobNetwork
+    from poprun.launch.routes import JobNetwork
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -83,7 +83,7 @@ def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
     """The variable with the options of Hydra's ssh; none in Slurm, which needs no ssh."""
     if plan.remote.slurm_job is not None:
         return {}
-    from poprun.hosts.routes import ssh_options
+    from poprun.launch.routes import ssh_options
 
     return {HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))}
 
@@ -93,7 +93,7 @@ def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, .
     fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
     if network is None:
         return fixed
-    from poprun.hosts.routes import ssh_options
+    from poprun.launch.routes import ssh_options
 
     subnet = plan.remote.subnet
     return (
@@ -166,7 +166,7 @@ def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
     """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
-    from poprun.hosts.routes import srun_words
+    from poprun.launch.routes import srun_words
 
     step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
     return LaunchCommand(

@@ -1,8 +1,9 @@
 """What an agent sees of its program: what its tree uses, its page of progress, and where it stands.
 
-The page is a file in memory that the program inherits (`popdist.progress`); the agent passes its bytes on. A
-Python program announces there the signal at which it writes its stacks (`popdist.stack_signal`); processes that
-write none are described from /proc. Standard library only: a bare interpreter loads this in each shim.
+The page is a file in memory that the program inherits (`popdist.ground.progress`); the agent passes its bytes on.
+A Python program announces there the signal at which it writes its stacks (`popdist.startup.stack_signal`);
+processes that write none are described from /proc. Standard library only: a bare interpreter loads this in each
+shim.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import time
 from _struct import calcsize, unpack
 
 from poprun.launch.pressure import count_kills, measure_pressure
-from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, unreaped_children, words_of
+from poprun.launch.process.process_tree import (
+    ProcessKey,
+    catches,
+    key_of,
+    own_tree,
+    send,
+    unreaped_children,
+    words_of,
+)
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -20,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import Any, Final
 
+    from poprun.launch.messages.control import Message
     from poprun.launch.recorder import RecorderQuestion
-    from poprun.messages.control import Message
 else:
     import _signal as signal  # signal itself loads enum and more
 
@@ -347,7 +356,7 @@ class ProgramWatch:
 
     def machine_event(self) -> Message:
         """The event after a failure with what the kernel has killed on this host since the begin, and limits."""
-        from poprun.probe.limits import KillCounts, evidence_since
+        from poprun.launch.process.limits import KillCounts, evidence_since
 
         evidence = evidence_since(KillCounts(*self._kills))
         limits = {name: getattr(evidence.limits, name) for name in evidence.limits.__slots__}

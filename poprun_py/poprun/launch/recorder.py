@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from poprun.messages import ProtocolError
-from poprun.messages.control import decode
+from poprun.launch.messages import ProtocolError
+from poprun.launch.messages.control import decode
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any, Final
 
-    from poprun.messages.control import Message
+    from poprun.launch.messages.control import Message
 else:
     import _socket as socket  # socket itself loads enum and more
 

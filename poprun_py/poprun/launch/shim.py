@@ -13,8 +13,8 @@ import select
 import stat
 import sys
 
-from poprun.process.process_tree import STOPPED_SECONDS, StoppedChildren
-from poprun.process.spawn import close_others
+from poprun.launch.process.process_tree import STOPPED_SECONDS, StoppedChildren
+from poprun.launch.process.spawn import close_others
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
@@ -197,8 +197,8 @@ class Shim:
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
         """Report to poprun that an agent is lost, with an error number or 0, and wait until it has heard."""
         # else poprun would take the end of this process for the first thing that went wrong
-        from poprun.messages import ProtocolError
-        from poprun.messages.control import connect
+        from poprun.launch.messages import ProtocolError
+        from poprun.launch.messages.control import connect
 
         try:
             link = connect(self._address, self._key, _CONNECT_SECONDS)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import time
 
-from poprun.process.process_tree import ProcessKey, own_tree, send, terminate, words_of
+from poprun.launch.process.process_tree import ProcessKey, own_tree, send, terminate, words_of
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
     from collections.abc import Sequence
 
-    from poprun.messages.control import Message
+    from poprun.launch.messages.control import Message
 else:
     import _signal as signal  # signal itself loads enum and more
 

@@ -30,7 +30,7 @@ _ASSERTION: Final = re.compile(r".*\bassertion .*failed", re.IGNORECASE)
 _NO_ROOM: Final = re.compile(r"shared memory segment /dev/shm/nccl\S+.*No space left on device")
 
 _LESS_MEMORY: Final = (
-    "smaller micro batches with accumulation, popdist.parallel.recompute, or popdist.sharded.ShardedOptimizer"
+    "smaller micro batches with accumulation, popdist.parallel.recompute, or popdist.ShardedOptimizer"
 )
 _BLOCKING: Final = (
     "the kernel was started by an earlier line than the traceback's: CUDA_LAUNCH_BLOCKING=1 (on AMD "

@@ -7,8 +7,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
-from popdist import contract
-from popdist.contract import Endpoint
+from popdist.ground import contract
+from popdist.ground.contract import Endpoint
 from poprun.errors import PlanError
 from poprun.makers.maker import MAKERS
 from poprun.plan.plan import LaunchPlan, StartFacts

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from popdist.layout import Parallelism
+from popdist.ground.layout import Parallelism
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import MAX_COUNT, AskedMapping, LaunchRequest, check_count

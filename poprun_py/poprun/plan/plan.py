@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from popdist.contract import Contract, Endpoint
-from popdist.layout import Parallelism, ReplicaLayout, ReplicaPart
+from popdist.ground.contract import Contract, Endpoint
+from popdist.ground.layout import Parallelism, ReplicaLayout, ReplicaPart
 from poprun.makers.maker import DEFAULT_MAKER, MAKERS
 from poprun.plan.mpi_options import Variables
 from poprun.plan.request import (

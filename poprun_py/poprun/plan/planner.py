@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from popdist.contract import NUM_THREADS
-from popdist.layout import Parallelism
+from popdist.ground.contract import NUM_THREADS
+from popdist.ground.layout import Parallelism
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.makers.maker import DEFAULT_MAKER, MAKERS
 from poprun.plan.advice import advise

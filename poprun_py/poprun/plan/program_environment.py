@@ -1,6 +1,6 @@
 """The variables of the programs: what poprun adds to them, and which of the user's go to other hosts.
 
-Pure: what the user has set is an argument. The contract's own names live in `popdist.contract`.
+Pure: what the user has set is an argument. The contract's own names live in `popdist.ground.contract`.
 """
 
 import os
@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from popdist import contract
-from popdist.contract import JOB_ID, NUM_REPLICAS
+from popdist.ground import contract
+from popdist.ground.contract import JOB_ID, NUM_REPLICAS
 from poprun.errors import PlanError
 from poprun.makers import maker as makers
 from poprun.plan.frameworks import ACCELERATE_ON_CPU, framework_variables
@@ -24,7 +24,7 @@ HASH_SEED = "PYTHONHASHSEED"
 RECORDER_LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_CALLS = 256  # calls that torch's recorder keeps: to read all takes it 3 ms, every few seconds
 
-STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startup")
+STARTUP_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(contract.__file__)), "startup")
 """Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
 
 PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")

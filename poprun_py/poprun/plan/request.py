@@ -139,7 +139,7 @@ class LaunchRequest:
     """What a job is asked to be, as values.
 
     Attributes:
-        program: The program's words, made executable by ``poprun.probe.program``; may be empty in a dry run.
+        program: The program's words, made executable by ``poprun.hosts.probe.program``; may be empty in a dry run.
         working_directory: Absolute path in which every instance starts.
         num_instances: Processes in the job; None asks for one per free GPU, else 1 (``auto``).
         num_replicas: Model replicas in the whole job; None means as many as the instances have room for.

@@ -1,4 +1,4 @@
-"""The facts about a machine, which `poprun.probe` finds, and the cores that instances are bound to. Pure."""
+"""The facts about a machine, which `poprun.hosts.probe` finds, and the cores that instances are bound to. Pure."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace

@@ -4,7 +4,7 @@ import os
 import stat
 from contextlib import suppress
 
-from popdist.trusted_paths import open_below, opened_parent
+from popdist.ground.trusted_paths import open_below, opened_parent
 
 
 def check_target(path: str) -> None:

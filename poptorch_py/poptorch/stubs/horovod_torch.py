@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from popdist import collectives, context
 from popdist.errors import CollectiveError, ContractError, OptimizerError
+from popdist.job import collectives, context
 
 __all__ = [
     "Average",

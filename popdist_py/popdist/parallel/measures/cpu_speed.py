@@ -25,8 +25,8 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it all the same
 
 from popdist.errors import BackendError, StoreError
+from popdist.ground.torch_private import connect_gloo
 from popdist.phases.store_file import StoreFile, StoreThreads, allocate, make_buffer
-from popdist.torch_private import connect_gloo
 
 _PHASE_SECONDS: Final = 0.3
 _LIMIT_SECONDS: Final = 50

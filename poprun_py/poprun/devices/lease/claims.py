@@ -13,7 +13,7 @@ from typing import Final
 from poprun.devices.pool.records import HeldLease, PoolState
 from poprun.devices.pool.requests import IpuRequest, PartitionRequest
 from poprun.errors import IpusTakenError, PartitionError
-from poprun.hosts.routes import JobNetwork
+from poprun.launch.routes import JobNetwork
 from poprun.plan.inventory import Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.request import VipuSettings

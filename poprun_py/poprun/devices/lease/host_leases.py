@@ -17,17 +17,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, Any, Final, Self, cast
 
-from popdist import contract
+from popdist.ground import contract
 from poprun import errors
 from poprun.devices.lease.claims import LeasedPlan
 from poprun.devices.pool.records import HeldLease
 from poprun.errors import HostsError, PoprunError
-from poprun.hosts.routes import JobNetwork, remote_words
-from poprun.messages.control import RECEIVE_BYTES, LineReader
+from poprun.hosts.probe.machine import names_of_this_machine
+from poprun.launch.messages.control import RECEIVE_BYTES, LineReader
+from poprun.launch.routes import JobNetwork, remote_words
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.request import RemoteSettings
-from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 
 HOLDER_MARK: Final = "poprun-lease:"
@@ -38,7 +38,7 @@ _SLACK_SECONDS: Final = 60.0
 _LEAVE_SECONDS: Final = 3.0
 _COMPLAINT_SECONDS: Final = 1.0
 _PING_SECONDS: Final = 10.0
-_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__)))
+_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__))))
 _FILE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lease_holder.py")
 _COMMAND: Final = (sys.executable, "-I", _FILE, _FOLDER)
 _MARK: Final = HOLDER_MARK.encode()

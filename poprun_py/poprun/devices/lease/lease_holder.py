@@ -22,7 +22,7 @@ from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.place import opened_place, pool_folder
 from poprun.errors import PoprunError
 from poprun.launch.fetched_lease import FETCH, GIVE_UP, TALK_SECONDS
-from poprun.messages.control import abstract_address, peer_user
+from poprun.launch.messages.control import abstract_address, peer_user
 from poprun.plan.plan_file import read_plan
 
 

@@ -30,14 +30,14 @@ from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.devices.pool.records import HeldLease, PoolState
 from poprun.devices.pool.requests import PoolRequest, refusal
 from poprun.errors import PlanError, PoolError
+from poprun.hosts.probe.gpus import find_devices, find_gpus
+from poprun.launch.process.process_tree import ancestors, user_name
 from poprun.plan.inventory import CORE, CPU, Cluster, VirtualIpu, gpu_cluster
 from poprun.plan.placement import flat_map
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.planner import place
 from poprun.plan.pods import allocation_of
 from poprun.plan.topology import Binding, Gpu, MachineFacts
-from poprun.probe.gpus import find_devices, find_gpus
-from poprun.process.process_tree import ancestors, user_name
 from poprun.text import screen
 
 _OCCUPANTS_SECONDS: Final = 5.0

@@ -12,7 +12,7 @@ from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.records import PoolState, fold_names
 from poprun.devices.pool.requests import refusal
 from poprun.errors import IpusTakenError, PoprunError
-from poprun.hosts.routes import JobNetwork
+from poprun.launch.routes import JobNetwork
 from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import allocation_of

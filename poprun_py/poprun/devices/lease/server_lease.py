@@ -38,15 +38,15 @@ from poprun.devices.server.server_client import RemotePool, pool_at
 from poprun.devices.server.server_connection import ServerAddress
 from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
+from poprun.hosts.probe.gpus import find_gpus
+from poprun.hosts.probe.machine import names_of_this_machine
+from poprun.launch.process.process_tree import ancestors, key_of, user_name
 from poprun.makers.maker import MAKERS
 from poprun.plan.inventory import CPU, GPU, POD, Cluster
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.pods import allocation_of, share_of
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.probe.gpus import find_gpus
-from poprun.probe.machine import names_of_this_machine
-from poprun.process.process_tree import ancestors, key_of, user_name
 from poprun.text import screen
 
 _LOSS_SECONDS: Final = 15.0  # how long after poprun's end the agents of other hosts may still be about to find out

@@ -15,7 +15,7 @@ from poprun.devices.pool.folder import PoolFolder
 from poprun.devices.pool.holders import lives
 from poprun.devices.pool.records import MAX_NUMBER, Lease, Partition, PoolState
 from poprun.errors import PlanError
-from poprun.process.process_tree import user_name
+from poprun.launch.process.process_tree import user_name
 from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import parse_json
 

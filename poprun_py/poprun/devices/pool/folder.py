@@ -18,7 +18,7 @@ from typing import Final
 
 from poprun.devices.pool.place import opened_place
 from poprun.errors import PoolError
-from poprun.process.process_tree import user_name
+from poprun.launch.process.process_tree import user_name
 
 BUSY_SECONDS: Final = 120.0  # how long to wait for others to finish what they do, of milliseconds each
 MAX_FILE_BYTES: Final = 4 * 2**20

@@ -15,7 +15,7 @@ from typing import Final
 from poprun.devices.pool.folder import BUSY_SECONDS, opened_folder
 from poprun.devices.pool.records import Holder, short_words
 from poprun.errors import PoolError
-from poprun.process.process_tree import key_of, user_name
+from poprun.launch.process.process_tree import key_of, user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 

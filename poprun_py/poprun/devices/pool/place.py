@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from popdist.trusted_paths import opened_parent
+from popdist.ground.trusted_paths import opened_parent
 from poprun.errors import PoolError
-from poprun.process.process_tree import user_name
+from poprun.launch.process.process_tree import user_name
 
 DEFAULT_POOL: Final = "/var/tmp/poprun-pool"
 POOL_VARIABLE: Final = "POPRUN_POOL"

@@ -23,9 +23,9 @@ from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
+from poprun.launch.process.process_tree import user_name
 from poprun.plan.inventory import CPU, Cluster, VirtualIpu, size_of_partition
 from poprun.plan.request import check_count
-from poprun.process.process_tree import user_name
 
 _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-from popdist.trusted_paths import opened_parent
+from popdist.ground.trusted_paths import opened_parent
 from poprun.devices.pool.records import Partition, PoolState
 from poprun.devices.server.server_connection import ServerAddress, call_server
 from poprun.devices.server.server_messages import (
@@ -21,8 +21,8 @@ from poprun.devices.server.server_messages import (
     ServedPool,
 )
 from poprun.errors import PlanError, ServerError
+from poprun.launch.process.process_tree import user_name
 from poprun.plan.inventory import Cluster
-from poprun.process.process_tree import user_name
 from poprun.text.fields import Record, read_record, write_record
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret

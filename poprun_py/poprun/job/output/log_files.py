@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from popdist.trusted_paths import FOLDER, open_below, opened_parent
+from popdist.ground.trusted_paths import FOLDER, open_below, opened_parent
 from poprun.errors import LaunchError, PlanError
 from poprun.plan.program_environment import check_folder_name
 

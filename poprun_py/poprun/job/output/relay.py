@@ -18,8 +18,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from poprun.job.output.lines import LineSplitter, StepLines, Tags, tagged
+from poprun.launch.process.spawn import start_thread
 from poprun.plan.plan import LaunchPlan
-from poprun.process.spawn import start_thread
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.errors import LaunchError, PlanError, describe_error
 from poprun.job.state import JobIdentity
+from poprun.launch.process.spawn import start_thread
 from poprun.plan.plan import LaunchPlan
-from poprun.process.spawn import start_thread
 from poprun.text.screen import log
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
 
-from popdist.progress import PhaseCounters, read_places, read_stamps, read_step_ends
+from popdist.ground.progress import PhaseCounters, read_places, read_stamps, read_step_ends
 from poprun.job.state import InstanceStatus, MachineTotals
 
 _MICROSECONDS: Final = 1e6

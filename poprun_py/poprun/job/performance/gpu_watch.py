@@ -9,10 +9,10 @@ from typing import Final, Self
 
 from poprun.job.performance.curves import JobCurves
 from poprun.job.state import JobIdentity
+from poprun.launch.process.process_tree import ProcessKey, key_of, send
+from poprun.launch.process.spawn import ProcessStart, start_process
 from poprun.makers.maker import MAKERS
 from poprun.plan.plan import LaunchPlan
-from poprun.process.process_tree import ProcessKey, key_of, send
-from poprun.process.spawn import ProcessStart, start_process
 
 _MIB: Final = 2**20
 _PERCENT: Final = 100.0

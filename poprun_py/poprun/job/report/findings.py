@@ -12,8 +12,8 @@ from poprun.errors import describe_error
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
 from poprun.job.verdict import Verdict
+from poprun.launch.process.limits import Evidence, KillCounts, MemoryLimits
 from poprun.makers.failures import find_device_failure
-from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
 from poprun.text.ranges import describe_bytes
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from popdist import contract
+from popdist.ground import contract
 from poprun.makers.failures import AT_FAULT, SAID_OF_ALL, find_assertion
 from poprun.text.screen import without_codes
 
@@ -38,7 +38,7 @@ _SYNTAX_ERROR: Final = re.compile(r'  File "[^"]*", line \d+$')
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+)')
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 LIBRARY: Final = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|<frozen ")
-_OURS: Final = os.path.dirname(contract.__file__) + os.sep
+_OURS: Final = os.path.dirname(os.path.dirname(contract.__file__)) + os.sep
 _RANK: Final = re.compile(r"\[rank(\d+)\]: ?")
 
 NOISE: Final = re.compile(

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from popdist.errors import name_instances
-from popdist.layout import Parallelism
+from popdist.ground.layout import Parallelism
+from poprun.hosts.probe.program import words_for_own_python
 from poprun.job.end_verdict import combine, find_verdict_of_end, kind_of_failure
 from poprun.job.job_end import JobEnd, failed_while_leaving, first_failure, has_left, num_lone
 from poprun.job.report.findings import Findings, find_shortage
@@ -24,9 +25,8 @@ from poprun.job.state import (
     shell_code,
 )
 from poprun.job.verdict import Cause, Verdict, describe_verdict
+from poprun.launch.process.limits import Evidence, KillCounts, evidence_since
 from poprun.plan.plan import LaunchPlan
-from poprun.probe.limits import Evidence, KillCounts, evidence_since
-from poprun.probe.program import words_for_own_python
 from poprun.text.ranges import describe_seconds, numbered
 from poprun.text.screen import Level, log
 

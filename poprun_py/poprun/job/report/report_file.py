@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
-from popdist import contract
-from popdist.progress import PhaseCounters
+from popdist.ground import contract
+from popdist.ground.progress import PhaseCounters
 from poprun.devices.pool.records import HeldLease
 from poprun.job.evidence import InstanceEvidence, Stacks
 from poprun.job.job_end import JobEnd, exit_code, first_failure
@@ -18,12 +18,12 @@ from poprun.job.report.findings import Findings
 from poprun.job.report.printed_report import render_end
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.job.verdict import Verdict
-from poprun.messages.clock import ClockFit, recent_fits
+from poprun.launch.messages.clock import ClockFit, recent_fits
+from poprun.observe.reports.job_report import VERSION
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
 
-VERSION: Final = 1
 _NUMBER: Final = r"(?:[-+.e\d]+|null)"
 _NUMBERS: Final = re.compile(rf"\[\n\s+({_NUMBER}(?:,\n\s+{_NUMBER})*)\n\s+\]")
 _DIGITS: Final = 3

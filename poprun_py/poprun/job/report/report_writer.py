@@ -56,6 +56,6 @@ class ReportWriter:
 def _render(file: str, job: Mapping[str, Any]) -> str:
     if file.endswith(DATA):
         return render_job(job)
-    from poprun.page import render_page
+    from poprun.observe.page import render_page
 
     return render_page(job)

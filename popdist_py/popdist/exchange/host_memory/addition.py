@@ -1,0 +1,254 @@
+"""Add rows of numbers, one row from each rank, in the order of the binary tree of `popdist.ground.tree`.
+
+An element's sum depends on nothing but that tree, so its bits are the same for every length, share and block, for
+every number of threads, and whether C adds or torch. A :class:`Reduction` combines rows of shared memory in place:
+each rank a share of the elements, in blocks that fit its cache.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from popdist.exchange.host_memory.barriers import Barriers, kind, operation, purpose
+from popdist.ground import extension
+from popdist.ground.tree import Node, finish
+
+Op = Literal["sum", "mean", "min", "max", "product", "rounded sum"]
+"""``rounded sum`` rounds each partial sum to the dtype of the rows; the others combine half dtypes in float32."""
+
+OPS: Final[tuple[Op, ...]] = get_args(Op)
+
+HALVES: Final = (torch.float16, torch.bfloat16)
+"""Dtypes that are combined in float32, but in a rounded sum."""
+
+DTYPES: Final = (
+    torch.float64,
+    torch.float32,
+    *HALVES,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""Dtypes that can be combined."""
+
+KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
+
+CACHED_BYTES: Final = 1 << 19
+"""Length of the blocks of all rows together: they fit a usual second-level cache of 1 MiB."""
+
+LEAST_BYTES: Final = 1 << 16
+"""Length of a block at least: of shorter ones the calls cost more than the additions."""
+
+LINE_BYTES: Final = 64
+"""Shares begin at multiples of it, so that no two ranks write into one line of cache."""
+
+
+def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
+    """The pairs (left, right) of rows to add into the left one, where row *i* is the node ``nodes[i]``."""
+    pairs: list[tuple[int, int]] = []
+
+    def add(left: int, right: int) -> int:
+        pairs.append((left, right))
+        return left
+
+    finish({node: row for row, node in enumerate(nodes)}, num_items, add)
+    return tuple(pairs)
+
+
+@cache
+def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
+    """The pairs of rows to add, where the rows are the items of the tree: row 0 ends as the sum."""
+    return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
+
+
+def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
+    """The elements that ``rank`` of ``size`` adds: equal shares but for the last ones, which may be empty."""
+    unit = max(1, LINE_BYTES // element_bytes)
+    width = -(-num_elements // (size * unit)) * unit
+    return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
+
+
+def blocks(elements: range, element_bytes: int, num_rows: int) -> Iterator[slice]:
+    """``elements`` in blocks, for as many rows."""
+    width = max(CACHED_BYTES // num_rows, LEAST_BYTES) // LINE_BYTES * LINE_BYTES // element_bytes
+    for start in range(elements.start, elements.stop, width):
+        yield slice(start, min(start + width, elements.stop))
+
+
+Combine = Callable[..., Any]
+
+_COMBINERS: Final[dict[Op, Combine]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+    "rounded sum": torch.add,
+}
+
+
+def combiner(op: Op, dtype: torch.dtype) -> Combine:
+    """The function of two tensors and ``out=`` that combines them, or ValueError where there is none."""
+    if op == "mean" and not dtype.is_floating_point:
+        raise ValueError(f"a mean of {dtype} is no {dtype}")
+    if dtype == torch.bool:  # added as "or" and multiplied as "and"
+        return torch.logical_and if op in ("min", "product") else torch.logical_or
+    return _COMBINERS[op]
+
+
+def combine_in_place(combine: Combine, rows: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> Tensor:
+    """Combine rows in the order of ``pairs``, in their own memory; the row that ends as the result."""
+    for left, right in pairs:
+        combine(rows[left], rows[right], out=rows[left])
+    return rows[0]
+
+
+def is_widened(op: Op, dtype: torch.dtype) -> bool:
+    """Whether rows of ``dtype`` are combined in float32."""
+    return dtype in HALVES and op != "rounded sum"
+
+
+def sum_of(dtype: torch.dtype) -> Op:
+    """How gradients of ``dtype`` are added over the replicas: narrow ones are rounded at each addition."""
+    return "rounded sum" if dtype in HALVES else "sum"
+
+
+class Combiner:
+    """Combines at least two rows of one dtype by an operation; "mean" divides their sum by their number."""
+
+    def __init__(self, op: Op, dtype: torch.dtype, num_rows: int) -> None:
+        self._combine = combiner(op, dtype)
+        self._pairs = additions(num_rows)
+        self._divisor = num_rows if op == "mean" else None
+        self._is_half = is_widened(op, dtype)
+        self._num_held = num_rows if self._is_half else len(self._pairs[:-1])
+        self._dtype = torch.float32 if self._is_half else dtype
+
+    def memory(self, shape: Sequence[int]) -> list[Tensor]:
+        """The memory that :meth:`__call__` needs for rows of ``shape``."""
+        return [torch.empty(shape, dtype=self._dtype, device="cpu") for _ in range(self._num_held)]
+
+    def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:
+        """Combine ``rows`` of one shape into ``out``, which may be one of them."""
+        combine, values = self._combine, list(rows)
+        if self._is_half:
+            values = [held.copy_(row) for held, row in zip(memory, rows, strict=True)]
+            total = combine_in_place(combine, values, self._pairs)
+            if self._divisor is not None:
+                total.div_(self._divisor)
+            out.copy_(total)
+            return
+        *inner, (first, last) = self._pairs
+        for (left, right), held in zip(inner, memory, strict=True):
+            values[left] = combine(values[left], values[right], out=held)
+        combine(values[first], values[last], out=out)
+        if self._divisor is not None:
+            out.div_(self._divisor)
+
+
+_REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
+
+
+class Reduction:
+    """A reduction in place that can be run again and again; made by `HostGroup.reduction`."""
+
+    def __init__(
+        self,
+        barriers: Barriers,
+        rows: Sequence[Tensor],
+        op: Op,
+        *,
+        outputs: Sequence[Tensor],
+        pairs: Sequence[tuple[int, int]] | None,
+    ) -> None:
+        num_elements, dtype = len(rows[0]), rows[0].dtype
+        if {(row.shape, row.dtype) for row in rows} != {(rows[0].shape, dtype)} or rows[0].dim() != 1:
+            raise ValueError("the rows of a reduction must be flat, and of one length and dtype")
+        if any(row.shape != rows[0].shape for row in outputs):
+            raise ValueError("the outputs of a reduction must be as long as its rows")
+        order = additions(len(rows)) if pairs is None else tuple(pairs)
+        elements = share(num_elements, barriers.rank, barriers.size, dtype.itemsize)
+        self._barriers = barriers
+        self._rows = tuple(rows)
+        self._purpose = purpose(_REDUCE[op], kind=KINDS[dtype], count=num_elements)
+        self._divisor = len(rows) if op == "mean" else None
+        self._combine_share: Callable[[float], None] = (
+            _in_one_pass(rows, elements)
+            if _can_add_in_one_pass(rows, op, outputs, order)
+            else _BlockByBlock(op, rows, outputs, order, elements)
+        )
+
+    def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
+        """Combine the rows; all ranks call it. A sum of floats is divided by ``over``, the same on every rank."""
+        self._barriers.wait(self._purpose, timeout_seconds)
+        self._combine_share(over if self._divisor is None else self._divisor)
+        self._barriers.wait(self._purpose, timeout_seconds)
+
+    def finish(self, reason: int) -> None:
+        """Combine after a barrier to which all ranks have come with their rows: the rest of :meth:`run`."""
+        self._combine_share(self._divisor or 1)
+        self._barriers.wait(reason)
+
+
+def _can_add_in_one_pass(
+    rows: Sequence[Tensor], op: Op, outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether C adds these rows: two or four of floats, in the usual order, into themselves."""
+    is_sum = op in ("sum", "mean") and rows[0].dtype in (torch.float32, torch.float64)
+    is_into_rows = [(row.data_ptr(), row.dtype) for row in outputs] == [
+        (row.data_ptr(), row.dtype) for row in rows
+    ]
+    is_usual = len(rows) in (2, 4) and order == additions(len(rows))
+    return is_sum and is_into_rows and is_usual and extension.find() is not None
+
+
+def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
+    """C's sum into all rows, divided by what it is given; the rows must outlive it."""
+    dtype = rows[0].dtype
+    starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
+    found: Any = extension.find()
+    return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
+
+
+class _BlockByBlock:
+    """A reduction of a share by torch, one block of elements after the other."""
+
+    def __init__(
+        self,
+        op: Op,
+        rows: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        order: Sequence[tuple[int, int]],
+        elements: range,
+    ) -> None:
+        dtype = rows[0].dtype
+        is_half = is_widened(op, dtype)
+        pieces = list(blocks(elements, dtype.itemsize, len(rows)))
+        result = (rows[0].data_ptr(), dtype)
+        targets = [out for out in outputs if is_half or (out.data_ptr(), out.dtype) != result]
+        self._blocks = [([row[piece] for row in rows], [out[piece] for out in targets]) for piece in pieces]
+        self._order = order
+        self._combine = combiner(op, dtype)
+        longest = max((piece.stop - piece.start for piece in pieces), default=0)
+        self._wide = [torch.empty(longest, dtype=torch.float32, device="cpu") for _ in rows] if is_half else None
+
+    def __call__(self, divisor: float) -> None:
+        """Combine all blocks; divide each result."""
+        for rows, outputs in self._blocks:
+            total = combine_in_place(self._combine, self._widened(rows), self._order)
+            if divisor != 1:
+                total.div_(divisor)
+            for out in outputs:
+                out.copy_(total)
+
+    def _widened(self, rows: list[Tensor]) -> list[Tensor]:
+        if self._wide is None:
+            return rows
+        return [held[: len(row)].copy_(row) for held, row in zip(self._wide, rows, strict=True)]

@@ -1,0 +1,272 @@
+"""A host group: processes of one host that share memory, on which all collectives of a host are built.
+
+:meth:`HostGroup.allocate` maps a row of memory of each rank into all of them, and a :meth:`HostGroup.reduction`
+makes every row the sum of all.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any, Final, Self
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from popdist.errors import BackendError, Names
+from popdist.exchange.host_memory.addition import Op, Reduction
+from popdist.exchange.host_memory.barriers import MESSAGES, Barriers, ProcessWatch, make_fence, operation, purpose
+from popdist.exchange.host_memory.segments import (
+    PAGE_BYTES,
+    TOKEN_OFFSET,
+    PeerSegment,
+    Reservation,
+    Segment,
+    SegmentExchange,
+    SharedBlock,
+    as_tensor,
+    as_words,
+    map_window,
+    open_through_proc,
+    whole_pages,
+)
+
+MOST_RANKS: Final = TOKEN_OFFSET // 8 - MESSAGES
+"""A rank's page has a word for each other one."""
+
+_ALLOCATE: Final = operation("allocate")
+_BARRIER: Final = 0
+
+
+class HostGroup:
+    """Processes of one host that share memory; all make the same calls, but for those that are no collective.
+
+    A rank that is lost or late is an error on all others that names it, and ends the group.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        found: dict[int, PeerSegment],
+        barriers: Barriers,
+        rank: int,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.size = len(found) + 1
+        self.barriers = barriers
+        self._segment = segment
+        self._found = found
+        self._is_part = is_part
+
+    @classmethod
+    def connect(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        names: Names | None = None,
+    ) -> Self | None:
+        """Share memory with the other ranks, which all call this; None on every rank where they may not."""
+        if size > MOST_RANKS:
+            return None
+        names = names or Names(members=tuple(range(size)))
+        exchange = SegmentExchange(store, rank, [names.of([other]) for other in range(size)], timeout_seconds)
+        try:
+            fence, segment = make_fence(), Segment()
+        except BackendError:
+            exchange.refuse()
+            return None
+        try:
+            segment.grow(PAGE_BYTES)
+            window = map_window(segment.descriptor, 0, PAGE_BYTES)
+            found = exchange.run(segment, memoryview(window))
+        except BaseException:
+            segment.close()
+            raise
+        if found is None:
+            segment.close()
+            return None
+        windows = {other: map_window(theirs.descriptor, 0, PAGE_BYTES) for other, theirs in found.items()} | {
+            rank: window
+        }
+        barriers = Barriers(
+            [memoryview(windows[other]).cast("Q") for other in range(size)],
+            rank=rank,
+            names=names,
+            watch=ProcessWatch({other: theirs.pid for other, theirs in found.items()}),
+            fence=fence,
+            timeout_seconds=timeout_seconds,
+        )
+        group = cls(segment, found, barriers, rank)
+        group.barrier()  # so a process that is watched is one that was there after the watch had begun
+        return group
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory this rank's rows take in all."""
+        return self._segment.num_bytes
+
+    def reserve(self, num_bytes: int) -> Reservation:
+        """Memory of this rank for :meth:`allocate` or :meth:`part`, freed with its views; no collective."""
+        offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
+        window = map_window(self._segment.descriptor, offset, length)
+        weakref.finalize(window, self._segment.release, offset, length).atexit = False
+        return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
+
+    def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
+        """A group of some of the ranks, in their order, each with a page that it has reserved; no collective."""
+        places = zip(ranks, offsets, strict=True)
+        pages = [
+            page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
+        ]
+        found = {place: self._found[other] for place, other in enumerate(ranks) if other != self.rank}
+        watch = ProcessWatch({place: theirs.pid for place, theirs in found.items()})
+        barriers = self.barriers.of_part(ranks, [as_words(page) for page in pages], watch)
+        return HostGroup(self._segment, found, barriers, barriers.rank, is_part=True)
+
+    def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
+        """A row of ``num_bytes`` for each rank, mapped by all: new and all zero, or what this rank has reserved.
+
+        If a rank has no room for its row every rank raises BackendError, and the group goes on.
+        """
+        trouble, rows, reason = "", [], purpose(_ALLOCATE, count=num_bytes)
+        try:
+            offset = self._segment.grow(num_bytes) if reserved is None else reserved.offset
+        except BackendError as error:
+            offset, trouble = -1, str(error)
+        offsets = [word - 1 for word in self.barriers.exchange(offset + 1, reason)]
+        if not trouble and -1 not in offsets:
+            try:
+                rows = [
+                    self.map(rank, offset, num_bytes) if reserved is None or rank != self.rank else reserved.row
+                    for rank, offset in enumerate(offsets)
+                ]
+            except (OSError, ValueError) as error:
+                trouble = f"cannot map {num_bytes} bytes of each rank: {error}"
+        have_room = self.barriers.exchange(1 if rows else 0, reason)
+        if not all(have_room):
+            if offset >= 0 and reserved is None:
+                self._segment.release(offset, whole_pages(num_bytes))
+            without = self.barriers.name([rank for rank, has_room in enumerate(have_room) if not has_room])
+            raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")
+        return SharedBlock(self._segment, offset, rows, self.rank)
+
+    def map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+        """Memory of a rank at an offset in its segment; no collective."""
+        descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
+        return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
+
+    def open_file(self, rank: int, descriptor: int) -> int:
+        """A descriptor of this process for another rank's file in memory, or OSError; no collective."""
+        return open_through_proc(self._found[rank].pid, descriptor)
+
+    def reduction(
+        self,
+        rows: Sequence[Tensor],
+        op: Op = "sum",
+        *,
+        outputs: Sequence[Tensor] | None = None,
+        pairs: Sequence[tuple[int, int]] | None = None,
+    ) -> Reduction:
+        """Prepare to combine rows of shared memory in place, each rank a share of the elements; no collective.
+
+        Each ``run()`` of it is one: the result stands in every output then, and what stood in ``rows`` is lost.
+        """
+        return Reduction(self.barriers, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Wait until every rank is here; afterwards each sees what all wrote into shared memory before."""
+        self.barriers.wait(_BARRIER, timeout_seconds)
+
+    def close(self) -> None:
+        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map."""
+        self.barriers.close()
+        if self._is_part:  # the segments are those of the whole group, which is closed later
+            return
+        self._segment.close()
+        while self._found:
+            os.close(self._found.popitem()[1].descriptor)
+
+
+_COUNTER_BYTES: Final = 64
+"""A counter has a line of cache of its own."""
+
+
+class ShortMessages:
+    """The messages between any ranks of a group, of a multiple of 8 bytes; made by every rank at the same time."""
+
+    def __init__(self, group: HostGroup, num_bytes: int) -> None:
+        # The n-th message of a rank is answered by the n-th of the other. A rank sends its next one when it has
+        # read that one's answer to the last, so two places and a counter for each direction are enough.
+        self._barriers = group.barriers
+        stride = _COUNTER_BYTES + 2 * num_bytes
+        block = group.allocate(group.size * stride)
+        places = [slice(other * stride, (other + 1) * stride) for other in range(group.size)]
+        rows = [_view(row) for row in block.rows]
+        outgoing = [rows[group.rank][place] for place in places]
+        incoming = [row[places[group.rank]] for row in rows]
+        self._outgoing = [_halves(box) for box in outgoing]
+        self._incoming = [_halves(box) for box in incoming]
+        self._outgoing_counters = [box.cast("Q") for box in outgoing]
+        self._incoming_counters = [box.cast("Q") for box in incoming]
+        self._num_received = [0] * group.size
+        self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
+
+    def send(self, ranks: Collection[int], message: bytes) -> list[int]:
+        """Send to each of ``ranks``, and wait for no answer; for each the number of the message and its answer."""
+        barriers = self._barriers
+        barriers.raise_failure()
+        for rank in ranks:
+            number = self._outgoing_counters[rank][0]
+            if self._num_received[rank] < number and not self._read_until(rank, number, barriers.timeout_seconds):
+                raise BackendError(
+                    f"{barriers.name([rank])} did not come within {barriers.timeout_seconds:g} seconds"
+                )
+        numbers = []
+        for rank in ranks:
+            counter = self._outgoing_counters[rank]
+            number = counter[0] + 1
+            self._outgoing[rank][number & 1][:] = message
+            barriers.fence()
+            counter[0] = number
+            numbers.append(number)
+        barriers.wake()
+        return numbers
+
+    def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
+        """A message of ``rank``, once; None if it is late and may still come; BackendError if it was lost."""
+        return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None
+
+    def _read_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
+        """Read the messages of ``rank`` up to ``number``; False if that one does not come in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._num_received[rank] < number:
+            if not self._read_next(rank, deadline):
+                return False
+        return True
+
+    def _read_next(self, rank: int, deadline: float) -> bool:
+        counter, number = self._incoming_counters[rank], self._num_received[rank] + 1
+        if counter[0] < number and not self._barriers.wait_for(
+            [rank], lambda: counter[0] >= number, max(deadline - time.monotonic(), 0.0)
+        ):
+            return False
+        self._barriers.fence()
+        self._num_received[rank] = number
+        self._kept[rank][number] = bytes(self._incoming[rank][number & 1])
+        return True
+
+
+def _halves(box: memoryview) -> tuple[memoryview, memoryview]:
+    """The two places for messages, behind the counter."""
+    middle = (_COUNTER_BYTES + len(box)) // 2
+    return box[_COUNTER_BYTES:middle], box[middle:]
+
+
+def _view(row: Tensor) -> memoryview:
+    array: Any = row.numpy()
+    return memoryview(array)

@@ -1,0 +1,179 @@
+"""Storages of tensors in files of memory: this process's own memory, which other processes can map.
+
+A storage lies alone in its file. A page more at the end holds a number that names the storage as long as it lives,
+and 0 afterwards: then whoever has mapped the file unmaps it. A storage that is there already can be moved: all
+tensors on it follow, and whoever has kept its address reads memory that is gone.
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Final
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef, rebuild_storage_fd
+
+from popdist.errors import BackendError
+from popdist.exchange.host_memory.segments import PAGE_BYTES, Segment, as_words, whole_pages
+from popdist.ground import torch_private
+
+NUMBER_BITS: Final = 40
+"""Of the numbers that name storages."""
+
+_READ_AND_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED: Final = 0x10
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [*_libc.munmap.argtypes, ctypes.c_int]
+
+
+class MappedFile:
+    """The file of a storage, mapped a second time: by its own process, or by another one."""
+
+    def __init__(self, descriptor: int) -> None:
+        whole = _map(descriptor, os.fstat(descriptor).st_size)
+        self.memory = whole[:-PAGE_BYTES]  # the bytes of the storage, rounded up to whole pages
+        self._words = as_words(whole[-PAGE_BYTES:])
+        self.number: int = self._words[0]
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the storage still lies there."""
+        return bool(self._words[0])
+
+    def name_storage(self, number: int) -> None:
+        """Name the storage; 0 means that it is gone."""
+        self._words[0] = number
+        self.number = number or self.number
+
+
+def _map(descriptor: int, num_bytes: int) -> Tensor:
+    """A file as a flat tensor of bytes. Python's own mmap would take a descriptor for each."""
+    address = _libc.mmap(None, num_bytes, _READ_AND_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    window = (ctypes.c_ubyte * num_bytes).from_address(address)
+    weakref.finalize(window, _libc.munmap, address, num_bytes).atexit = False
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStorage:
+    """A storage of this process that lies in a file; the descriptor is torch's, as long as it lies there."""
+
+    storage: StorageWeakRef
+    address: int
+    num_bytes: int
+    file: MappedFile
+    descriptor: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage was freed, or has its numbers elsewhere now."""
+        return torch_private.address_of(self.storage) != self.address
+
+
+_shared: Final[dict[int, SharedStorage]] = {}
+"""By address."""
+
+
+def make(num_bytes: int) -> UntypedStorage:
+    """A storage of at least one byte in a file, all zero; BackendError if there is no room."""
+    storage, file = _make(num_bytes)
+    _remember(storage, storage.data_ptr(), file, torch_private.descriptor_of(storage))
+    return storage
+
+
+_POOL_SHARE: Final = 8
+
+
+class StoragePool:
+    """Storages in files that are used again when no tensor lies on them any more."""
+
+    def __init__(self) -> None:
+        self._storages: list[UntypedStorage] = []
+
+    def storage(self, num_bytes: int) -> UntypedStorage:
+        """A storage of at least ``num_bytes`` that no tensor uses; BackendError if there is no room."""
+        for storage in self._storages:
+            is_long_enough = num_bytes <= storage.nbytes() <= num_bytes + num_bytes // _POOL_SHARE
+            if is_long_enough and torch_private.is_held_once(storage):
+                return storage
+        self._storages.append(make(num_bytes))
+        return self._storages[-1]
+
+
+def move(storage: UntypedStorage) -> None:
+    """Move a storage of torch's own that nobody uses now into a file; BackendError if there is no room."""
+    made, file = _make(storage.nbytes())
+    made.copy_(storage, non_blocking=False)
+    # It is remembered before the swap, so that a fork at any time finds it.
+    _remember(storage, made.data_ptr(), file, torch_private.descriptor_of(made))
+    torch_private.swap_memory(storage, made)
+
+
+def find(storage: UntypedStorage) -> SharedStorage | None:
+    """What is known of a storage that lies in a file of this process's; None of any other."""
+    found = _shared.get(storage.data_ptr())
+    if found is not None and found.storage == StorageWeakRef(storage):
+        return found
+    release_gone()
+    return None
+
+
+def release_gone() -> None:
+    """Mark the files of storages that are gone, so that all ranks unmap them."""
+    for shared in list(_shared.values()):
+        if shared.is_gone:
+            _shared.pop(shared.address).file.name_storage(0)
+
+
+def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
+    segment = Segment()
+    try:
+        segment.grow(whole_pages(num_bytes) + PAGE_BYTES)
+        file = MappedFile(segment.descriptor)
+        duplicated = SimpleNamespace(detach=partial(os.dup, segment.descriptor))  # torch closes it
+        made: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
+        # before torch 2.9 tensors know a storage by another object than the one that was made first
+        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(made).untyped_storage()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BackendError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
+    finally:
+        segment.close()
+    file.name_storage(secrets.randbelow((1 << NUMBER_BITS) - 1) + 1)
+    return storage, file
+
+
+def _remember(storage: UntypedStorage, address: int, file: MappedFile, descriptor: int) -> None:
+    release_gone()
+    _shared[address] = SharedStorage(
+        storage=StorageWeakRef(storage),
+        address=address,
+        num_bytes=storage.nbytes(),
+        file=file,
+        descriptor=descriptor,
+    )
+
+
+def _part_from_parent() -> None:
+    """In a forked child, write into pages of its own from now on: the others are the parent's."""
+    for shared in _shared.values():
+        if shared.is_gone:
+            continue
+        length, how = whole_pages(shared.num_bytes), mmap.MAP_PRIVATE | _MAP_FIXED
+        if _libc.mmap(shared.address, length, _READ_AND_WRITE, how, shared.descriptor, 0) == _MAP_FAILED:
+            _libc.mprotect(shared.address, length, mmap.PROT_READ)
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_part_from_parent)

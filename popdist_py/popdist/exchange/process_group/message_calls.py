@@ -1,0 +1,128 @@
+"""The messages between two ranks of one group of torch's, of plain CPU tensors, as torch's C++ calls for them.
+
+Among ranks of one host they go through its memory (`popdist.exchange.host_memory.messages`), elsewhere over gloo:
+all of a group's go the same way, so that a message of any rank can be received.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+
+from popdist.exchange.host_memory.host_collectives import HostCollectives, as_bytes
+from popdist.exchange.host_memory.messages import Messages, Receipt, Sent
+from popdist.exchange.process_group.group_calls import (
+    Collectives,
+    Tensors,
+    Work,
+    bare,
+    check_dense,
+    check_rank,
+    check_single,
+    check_written,
+    flat_values,
+    give_back,
+    place_of,
+)
+from popdist.exchange.process_group.work_queue import NO_TIMEOUT, outside_inference
+from popdist.ground import torch_private
+
+
+class MessageWork(dist.Work):
+    """A message that was sent, or that this rank is to receive."""
+
+    def __init__(self, message: Sent | Receipt) -> None:
+        super().__init__()
+        self._message = message
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the message is through, or RuntimeError after ``timeout``, if not 0; it may still come."""
+        seconds = timeout.total_seconds()
+        if not outside_inference(self._message.wait, seconds if seconds > 0 else None):
+            raise RuntimeError(f"timeout: the message did not come within {seconds:g} seconds")
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message is through, or will not come."""
+        return outside_inference(self._message.is_done)
+
+    def is_success(self) -> bool:
+        """Whether the message is through."""
+        return self.is_completed() and self._message.error is None
+
+    def exception(self) -> BaseException | None:
+        """Why the message will not come; None if it is through, and while it is not."""
+        return self._message.error
+
+    def source_rank(self) -> int:
+        """Who has sent a message that was received."""
+        return self._message.source
+
+    _source_rank = source_rank
+
+    def boxed(self) -> Any:
+        """What a kernel returns for a message that is through."""
+        self.wait()
+        return torch_private.done_work([]).boxed()
+
+
+class MessageCalls:
+    """The messages of a group; methods and arguments have the names that torch's backends have for them."""
+
+    def __init__(
+        self,
+        host: Collectives,
+        gloo: Any,
+    ) -> None:
+        self.num_calls = 0  # through memory
+        self._size = host.size
+        self._gloo = gloo
+        self._messages = Messages(host.group) if isinstance(host, HostCollectives) else None
+
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        """Send one tensor to one rank."""
+        _check("send", tensors, tag)
+        check_rank("send", rank, self._size)
+        if self._messages is not None:
+            self.num_calls += 1
+            return MessageWork(outside_inference(_send, self._messages, *bare(tensors), rank, tag))
+        return self._gloo.send([tensor.resolve_conj().resolve_neg() for tensor in tensors], rank, tag)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        """Receive one tensor from one rank."""
+        check_rank("recv", rank, self._size)
+        return self._receive(tensors, [rank], tag) or self._gloo.recv(list(tensors), rank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        """Receive one tensor from whichever rank has sent one."""
+        return self._receive(tensors, range(self._size), tag) or self._gloo.recv_anysource(list(tensors), tag)
+
+    def _receive(self, tensors: Tensors, ranks: Sequence[int], tag: int) -> Work | None:
+        """Receive through memory; None where gloo does it."""
+        _check("recv", tensors, tag)
+        if self._messages is not None:
+            check_written("recv", tensors)
+            self.num_calls += 1
+            return MessageWork(outside_inference(_receive, self._messages, *bare(tensors), ranks, tag))
+        check_dense("recv", tensors)
+        return None
+
+
+def _check(call: str, tensors: Tensors, tag: int) -> None:
+    """Raise RuntimeError unless there is one tensor, and a tag that gloo takes."""
+    check_single(call, tensors)
+    if tag < 0:
+        raise RuntimeError(f"popdist::{call}: Tag must be nonnegative, got {tag}")
+
+
+def _send(messages: Messages, tensor: Tensor, rank: int, tag: int) -> Sent:
+    """Send the values of ``tensor``."""
+    return messages.send(as_bytes(flat_values(tensor)), rank, tag)
+
+
+def _receive(messages: Messages, tensor: Tensor, ranks: Sequence[int], tag: int) -> Receipt:
+    """``tensor`` becomes what one of ``ranks`` sends."""
+    place = place_of(tensor)
+    return messages.receive(as_bytes(place), ranks, tag, lambda: give_back([tensor], [place]))

@@ -1,0 +1,499 @@
+"""The process group of the backend ``popdist``: shared memory for what CPUs do often, other backends for the rest.
+
+Each of its methods calls torch's own, and that one an operator such as ``c10d::allreduce_``, so the profiler and
+modes of the dispatcher see what they see of gloo. For CPU tensors the operators have kernels here, which call the
+collectives of a group of popdist's, and the backends of any other. No compiler may trace a method. Tensors of an
+accelerator go over the memory of the host where no backend sends between the accelerators of the ranks.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, wraps
+from inspect import currentframe
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] # torch exports all of them
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+)
+
+from popdist.errors import Names
+from popdist.exchange.host_memory.forks import never_destroy_in_children
+from popdist.exchange.host_memory.host_collectives import HostCollectives
+from popdist.exchange.host_memory.in_place import MayMove
+from popdist.exchange.host_memory.shared_storages import StoragePool
+from popdist.exchange.process_group.group_calls import GroupCalls, scatter_reduced
+from popdist.exchange.process_group.message_calls import MessageCalls
+from popdist.exchange.process_group.work_queue import DoneWork, PendingWork, WorkQueue, are_all_idle
+from popdist.exchange.transport.hosts import Member, connect, machine
+from popdist.ground import torch_private
+from popdist.ground.accelerators import accelerator
+from popdist.ground.accelerators.sharing import are_distinct
+
+if TYPE_CHECKING:
+    from popdist.exchange.host_memory.host_group import HostGroup
+
+_CPU: Final = torch.device("cpu")
+_GLOO: Final = dist.ProcessGroup.BackendType.GLOO
+
+_ProcessGroupGloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its methods
+_ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
+
+Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
+
+
+class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
+    """gloo, by which torch reaches the whole group when it sets a timeout or asks for memory for tensors."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, on_timeout: Callable[[float], None]
+    ) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._on_timeout = on_timeout
+        self.pool: StoragePool | None = None  # memory for tensors that torch asks for
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether the group makes tensors on this device that its collectives need not copy."""
+        return self.pool is not None and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of ``size`` numbers in memory that all ranks can map; what they are is left open."""
+        made = torch.empty(0, dtype=dtype, device=device)
+        if self.pool is None or not self.supports_tensor_alloc(device) or not size:
+            return made.new_empty(size)
+        return made.set_(self.pool.storage(size * made.element_size()), 0, (size,), (1,))
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self._on_timeout(timeout.total_seconds())
+
+
+def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    made = torch_private.connect_gloo(store, rank, size, timeout, None)
+    never_destroy_in_children(made)
+    return made
+
+
+def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
+    """A method that calls torch's own, and gives back the kernel's work, if it came to a kernel here."""
+    torchs_own = getattr(_ProcessGroup, torchs_name or name)
+
+    def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:
+        with DispatchedCall((*arguments, *named.values())) as call:
+            work = torchs_own(self, *arguments, **named)
+        return work if call.work is None else _kept(call.work, currentframe())
+
+    named_method: Callable[..., Work] = _named(method, name)
+    return named_method
+
+
+def _kept(work: Work, method_frame: FrameType | None) -> Work:
+    """Return the work, or one that is done where the method's caller would not keep it."""
+    if not isinstance(work, DoneWork | PendingWork) or torch_private.keeps_works(method_frame):
+        return work
+    work.wait()
+    return cast("Work", torch_private.done_work(work.result()))
+
+
+def _named(method: Any, name: str) -> Any:
+    """The function under torch's name: by that, torch's own method knows its caller and does not call it again."""
+    method.__code__ = method.__code__.replace(co_name=name)
+    method.__name__ = method.__qualname__ = name
+    return torch_private.skip_tracing(method)
+
+
+class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
+    """A process group of torch's over popdist's collectives; made by torch."""
+
+    calls: GroupCalls  # the group's collectives over plain CPU tensors
+    message_calls: MessageCalls
+
+    def __init__(  # noqa: PLR0913 - facts of the group, by name
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        members: tuple[int, ...],  # the ranks of the group's ranks in the job, for errors
+        device: torch.device | None = None,  # the accelerator of this rank
+        warns_of_sharing: bool = True,  # of accelerators that ranks share
+        share_tensors: bool | None = None,  # see `popdist.ground.contract.read_share_tensors`
+    ) -> None:
+        install_kernels()
+        accept_monitored_barriers()
+        torch_private.have_shut_down(PopdistProcessGroup)
+        super().__init__(rank, size)
+        names = Names(members=members)
+        own = PrefixStore("popdist", store)
+        member = Member(store=own, rank=rank, names=names, timeout_seconds=timeout.total_seconds())
+        self._host = connect(member, machine(), lambda part: _connected_gloo(part, rank, size, timeout))
+        self._store = store
+        self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
+        self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
+        self._register_backend(_CPU, _GLOO, self._gloo)
+        self._set_default_backend(_GLOO)
+        self.direct_device = self._connect_accelerators(device, timeout, warns=warns_of_sharing)
+        never_destroy_in_children(self, self._gloo, store)
+        self._share_tensors = share_tensors
+        if isinstance(self._host, HostCollectives) and share_tensors is not False:
+            self._gloo.pool = StoragePool()
+        self._queue = WorkQueue(self._host.abort)
+        is_whole = not dist.is_initialized() or size == dist.get_world_size()
+        self.calls = GroupCalls(self._host, self._gloo, self._queue, () if is_whole else members)
+        self.message_calls = MessageCalls(self._host, self._gloo)
+
+    def _connect_accelerators(
+        self, device: torch.device | None, timeout: timedelta, *, warns: bool
+    ) -> torch.device | None:
+        """Connect the accelerators of all ranks; None where their tensors go over the memory of the host."""
+        if accelerator.found_type() is None:
+            return None
+        rank, size = self.rank(), self.size()
+        is_distinct = are_distinct(self._host, size, rank, device, machine(), warns=warns)
+        if device is None:
+            return None
+        name = accelerator.collectives_of(device.type)
+        if not name or not is_distinct:
+            install_kernels(accelerator.dispatch_key(device.type))
+            return None
+        made = accelerator.connect(device.type, PrefixStore(name, self._store), rank, size, timeout)
+        never_destroy_in_children(made)
+        self._register_backend(
+            torch.device(device.type), getattr(dist.ProcessGroup.BackendType, name.upper()), made
+        )
+        return torch.device(device.type)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """``popdist``."""
+        return "popdist"
+
+    def get_group_store(self) -> Store:
+        """The store in which the ranks found each other."""
+        return self._store
+
+    @property
+    def host_group(self) -> "HostGroup | None":
+        """The shared memory of the ranks; None where they do not all share a host."""
+        return self._host.group if isinstance(self._host, HostCollectives) else None
+
+    def allreduce(self, *arguments: Any, **named: Any) -> Work:
+        """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
+        with DispatchedCall((*arguments, *named.values()), self._may_move(currentframe())) as call:
+            work = super().allreduce(*arguments, **named)
+        return work if call.work is None else _kept(call.work, currentframe())
+
+    def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
+        """What to ask whether the memory of a tensor may be moved that a call of a method here brings."""
+        if self._share_tensors is False:
+            return None
+        if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: nobody else knows where they lie
+            return _is_flat
+        return (lambda _: are_all_idle()) if self._share_tensors else None
+
+    # torch's methods of the older of two names call those of the newer one here. No other may be defined: torch's
+    # method of the newer name would call it, and so this one again.
+    allreduce_coalesced = _method("allreduce_coalesced")
+    broadcast = _method("broadcast")
+    reduce = _method("reduce")
+    allgather = _method("allgather")
+    allgather_coalesced = _method("allgather_coalesced")
+    all_gather_single = _allgather_base = _method("all_gather_single", "_allgather_base")
+    reduce_scatter = _method("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _method("reduce_scatter_single", "_reduce_scatter_base")
+    send = _method("send")
+    recv = _method("recv")
+    recv_anysource = _method("recv_anysource")
+    alltoall = _method("alltoall")
+
+    def gather(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Work:
+        """Bring tensors to the root, by gloo, which before torch 2.11 takes other numbers of one with gaps."""
+        dense = [it.contiguous() for it in inputs] if isinstance(inputs, list) else inputs.contiguous()
+        return cast("Work", super().gather(outputs, dense, *arguments, **named))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Wait for all ranks; for what runs on their accelerators only where the options name one."""
+        if type(opts) is not BarrierOptions:
+            opts, chosen = BarrierOptions(), timeout or opts
+            opts.timeout = opts.timeout if chosen is None else chosen
+        if self.direct_device is not None and (
+            opts.device_ids if opts.device is None else opts.device.type != "cpu"
+        ):
+            return self._get_backend(opts.device or self.direct_device).barrier(opts)
+        opts.device = _CPU
+        with DispatchedCall([opts]) as call:
+            work = super().barrier(opts)
+        return work if call.work is None else _kept(call.work, currentframe())
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives and messages were called so far: here and, what went there, of gloo."""
+        num_calls = self.calls.num_calls + self.message_calls.num_calls
+        return num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a lost or late rank is waited for from now on."""
+        if hasattr(_ProcessGroup, "set_timeout"):  # not in torch 2.6, as shutdown
+            super().set_timeout(timeout)
+        self._host.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Leave: the other ranks see it, and nothing is held any more."""
+        self._queue.stop()
+        self._host.close()
+        self._gloo.pool = None
+        if hasattr(_ProcessGroup, "shutdown"):
+            super().shutdown()
+
+    abort = shutdown
+
+
+for _newer, _older in torch_private.RENAMED_METHODS.items():
+    _name = _newer if hasattr(_ProcessGroup, _newer) else _older
+    setattr(PopdistProcessGroup, _name, _method(_name))
+
+for _name, _own in list(vars(PopdistProcessGroup).items()):
+    if callable(_own) and hasattr(_own, "__code__"):
+        setattr(PopdistProcessGroup, _name, torch_private.skip_tracing(_own))
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """As buckets are; a gradient that a hook written in C++ brings mostly is not."""
+    return tensor.dim() == 1
+
+
+@cache
+def accept_monitored_barriers() -> None:
+    """Have ``torch.distributed.monitored_barrier``, which knows the name gloo only, take these groups, too."""
+    torchs_own = distributed_c10d.monitored_barrier
+
+    @wraps(torchs_own)
+    def monitored_barrier(
+        group: Any = None,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch's
+    ) -> None:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if isinstance(chosen, PopdistProcessGroup):
+            given = {} if timeout is None else {"timeout": timeout}  # torch 2.6 takes no None
+            chosen.monitored_barrier(**given, wait_all_ranks=wait_all_ranks)
+        else:
+            torchs_own(group, timeout, wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+_OPERATORS: Final[dict[str, Any]] = {
+    "allreduce_": torch_private.with_async_op(AllreduceOptions),
+    "allreduce_coalesced_": torch_private.with_async_op(AllreduceCoalescedOptions),
+    "broadcast_": torch_private.with_async_op(BroadcastOptions),
+    "reduce_": torch_private.with_async_op(ReduceOptions),
+    "allgather_": torch_private.with_async_op(AllgatherOptions),
+    "allgather_coalesced_": torch_private.with_async_op(AllgatherOptions),
+    "_allgather_base_": torch_private.with_async_op(AllgatherOptions),
+    "allgather_into_tensor_coalesced_": torch_private.with_async_op(AllgatherOptions),
+    "reduce_scatter_": torch_private.with_async_op(ReduceScatterOptions),
+    "_reduce_scatter_base_": torch_private.with_async_op(ReduceScatterOptions),
+    "reduce_scatter_tensor_coalesced_": torch_private.with_async_op(ReduceScatterOptions),
+    "alltoall_": torch_private.with_async_op(AllToAllOptions),
+    "alltoall_base_": torch_private.with_async_op(AllToAllOptions),
+    "scatter_": torch_private.with_async_op(ScatterOptions),
+    "barrier": torch_private.with_async_op(BarrierOptions),
+    "send": None,
+    "recv_": None,
+    "recv_any_source_": None,
+}
+"""The options of each operator."""
+
+_RETURN_TENSORS: Final = (
+    *("allreduce_", "broadcast_", "allgather_", "_allgather_base_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"),
+)
+"""The operators that return their first argument, the tensors, beside the work."""
+
+_FIELDS: Final = {
+    "reduce_op": "reduceOp",
+    "root_rank": "rootRank",
+    "root_tensor": "rootTensor",
+    "async_op": "asyncOp",
+    "asyncOp": "asyncOp",  # as torch 2.6 calls it
+    "timeout": "timeout",
+    "device_ids": "device_ids",
+}
+"""Arguments of the operators that stand in the options of a method."""
+
+_NO_DATA: Final = {*_FIELDS, "process_group", "sparse_indices"}
+
+
+class _Current(threading.local):
+    """The call of a group's method that a thread makes; calls may lie within calls."""
+
+    call: "DispatchedCall | None" = None
+
+
+_current: Final = _Current()
+
+
+class DispatchedCall:
+    """A call of a group's method on its way through the dispatcher, from ``with`` to the kernel here."""
+
+    def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
+        self.arguments = arguments
+        self.options = arguments[-1] if arguments else None  # those of the caller need not be made again
+        self.may_move = may_move
+        self.work: Any = None  # left by the kernel: what the dispatcher returns has lost its methods in Python
+        self._outer: DispatchedCall | None = None
+
+    def __enter__(self) -> Self:
+        self._outer, _current.call = _current.call, self
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        _current.call = self._outer
+
+
+@cache
+def install_kernels(device_key: str = "CPU") -> Any:
+    """Set the kernels for the devices of the CPU, or of an accelerator, once in a process."""
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the kernels that are replaced
+        for name, options in _OPERATORS.items():
+            kernel = torch_private.skip_tracing(_kernel(name, options))
+            # torch's kernels for the last two keys would write into a copy
+            keys = ["CPU", "Negative", "Conjugate"] if device_key == "CPU" else [device_key]
+            for key in [*keys, f"Sparse{device_key}"] if name == "allreduce_" and device_key == "CPU" else keys:
+                library.impl(name, kernel, key)
+    return library
+
+
+def _kernel(name: str, options: Any) -> Callable[..., object]:
+    names = torch_private.arguments_of(name)  # which they are depends on torch's version
+    method = "recv_anysource" if name == "recv_any_source_" else name.removesuffix("_")
+
+    def kernel(*arguments: Any) -> object:
+        data, given = [], {}
+        for argument, value in zip(names, arguments, strict=False):
+            if argument in _NO_DATA:
+                given[argument] = value
+            else:
+                data.append(value)
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        calls = getattr(group, "message_calls" if options is None else "calls", None)
+        if calls is None and torch_private.is_older_than(2, 11):
+            return torch_private.call_torchs_kernel(name, group, arguments)
+        call = _current.call
+        if options is None:
+            opts: tuple[Any, ...] = ()
+        elif call is not None and type(call.options) is options:
+            opts = (call.options,)
+        else:
+            opts = (_options(options, given, call),)
+        first = _first_tensor(data)
+        if method == "barrier":
+            data.clear()  # a tensor that only says which backend is asked
+        is_ours = calls is not None
+        if is_ours and first.device.type != "cpu" and getattr(group, "direct_device", None) is None:
+            boxed = _call_over_host(calls, method, data, opts)
+        elif is_ours and first.device.type == "cpu" and first.layout is torch.strided:
+            boxed = _call_group(calls, method, data, opts, call)
+        else:
+            boxed = _call_backend(group._get_backend(first.device), method, data, opts)  # noqa: SLF001 - torch's name for it
+        return (arguments[0], boxed) if name in _RETURN_TENSORS else boxed
+
+    return kernel
+
+
+def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> Any:
+    made = make()
+    for name, field in _FIELDS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if name == "reduce_op":
+            value = torch_private.reduce_op(value, None if call is None else call.arguments)
+        elif name == "timeout":
+            if value < 0:
+                continue
+            value = timedelta(milliseconds=value)
+        setattr(made, field, value)
+    return made
+
+
+def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
+    """Do a collective of popdist's on tensors of an accelerator, by copies on the host, and wait for it."""
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def staged(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [staged(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        copies.append((value, value.cpu()))
+        return copies[-1][1]
+
+    boxed = _call_group(calls, method, staged(data), opts, None)
+    dist.Work.unbox(boxed).wait()
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    return boxed
+
+
+def _call_group(
+    calls: Any,
+    method: str,
+    data: list[Any],
+    opts: tuple[Any, ...],
+    call: DispatchedCall | None,
+) -> Any:
+    """Do a collective of popdist's; its work, as operators return it."""
+    if method == "scatter":
+        return calls.scatter(*data, *opts).boxed()
+    if call is None:  # the operator was called itself: its work is of torch's and cannot fail later
+        for given in opts:
+            given.asyncOp = False
+        return getattr(calls, method)(*data, *opts).boxed()
+    if method == "allreduce":
+        call.work = calls.allreduce(data[0], opts[0], call.may_move)
+    else:
+        call.work = getattr(calls, method)(*data, *opts)
+    return _placeholder()
+
+
+@cache
+def _placeholder() -> Any:
+    return torch_private.done_work([]).boxed()
+
+
+def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
+    """Call a backend of torch's own; its work, as operators return it."""
+    if method == "allgather_into_tensor_coalesced":  # torch has not bound this method, and the next one
+        rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
+        return backend.allgather_coalesced(list(map(list, rows)), data[1], *opts).boxed()
+    if method == "reduce_scatter_tensor_coalesced":
+        return scatter_reduced(backend, *data, *opts).boxed()
+    return getattr(backend, method)(*data, *opts).boxed()
+
+
+def _first_tensor(data: Sequence[Any]) -> Any:
+    """The first tensor among tensors, lists of tensors, lists of lists, and numbers."""
+    for value in data:
+        found = _first_tensor(value) if isinstance(value, list | tuple) else value
+        if isinstance(found, Tensor):
+            return found
+    return None

@@ -1,0 +1,45 @@
+"""What poprun sees of the collectives of a group of torch's: the page of progress names the one that is done.
+
+It is for the backend ``popdist``, of which torch's recorder knows nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from popdist.errors import name_instances
+from popdist.ground.progress import progress_page
+
+
+def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *arguments: object) -> None:
+    """Do a collective, and have the page of progress say so meanwhile: poprun sees who does not come."""
+    progress_page.wait(text, members)
+    try:
+        do(*arguments)
+    finally:
+        progress_page.end_wait()
+
+
+def call_in_words(do: Callable[..., None], arguments: Sequence[object], members: tuple[int, ...]) -> str:
+    """A collective with its first tensor, and its ranks where these are not all."""
+    tensor = next(_tensors(arguments), None)
+    if tensor is None:
+        return _words(do.__name__, None, (), members)
+    return _words(do.__name__, tensor.dtype, tuple(tensor.shape), members)
+
+
+@lru_cache(maxsize=256)
+def _words(name: str, dtype: torch.dtype | None, shape: tuple[int, ...], members: tuple[int, ...]) -> str:
+    what = "" if dtype is None else f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    ranks = f" of {name_instances(members, 'rank')}" if members else ""
+    return f"{name.strip('_')}({what}){ranks}"
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,363 @@
+"""The choice between the memory of one host and several hosts, and the collectives over several hosts.
+
+Ranks that say that they are on one machine share its memory, if they prove it by mapping that. Where every host
+has as many ranks in a row, a power of two of them, those of a host are one node of the tree over the ranks: they
+work in its memory first (`popdist.exchange.transport.two_level`). Elsewhere each rank counts as a host of its own.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from popdist.errors import BackendError, Names, PopdistError
+from popdist.exchange.host_memory.addition import Op
+from popdist.exchange.host_memory.host_collectives import HostCollectives, as_bytes
+from popdist.exchange.host_memory.in_place import MayMove
+from popdist.exchange.host_memory.segments import values_of_all
+from popdist.exchange.transport.two_level import Arrival, TwoLevelReduction
+from popdist.ground.tree import Node
+
+_FAILURE: Final = "failure"
+_SHORTEST_SECONDS: Final = 0.001
+
+
+class HostMessages:
+    """The messages of a rank to and from all others of its group, over gloo; for one thread at a time."""
+
+    def __init__(
+        self,
+        gloo: Any,
+        store: Store,
+        rank: int,
+        names: Names,
+        timeout_seconds: float,
+    ) -> None:
+        self._gloo = gloo
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self.timeout_seconds = timeout_seconds
+        self._failure: str | None = None
+
+    def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """Send to some ranks and receive from some, as by :meth:`start`, and wait for it."""
+        self.start(sent, received)()
+
+    def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Send contiguous tensors to some ranks and receive from some; a function that waits for all of them."""
+        works = []
+        for tensors, begin in ((received, self._receive), (sent, self._send)):
+            works += [
+                (rank, begin(rank, tensor))
+                for rank, tensor in tensors.items()
+                if tensor.numel() and rank != self._rank
+            ]
+        return partial(self._wait, works)
+
+    def _wait(self, works: Sequence[tuple[int, Any]]) -> None:
+        deadline = time.monotonic() + self.timeout_seconds
+        for rank, work in works:
+            with self._naming(rank):
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_SECONDS)))
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Do a collective in the block: what goes wrong in it ends the group on all hosts, with one reason."""
+        if self._failure is not None:
+            raise BackendError(self._failure)
+        try:
+            yield
+        except PopdistError as error:
+            self._failure = self._agree_on(str(error))
+            self._gloo = None
+            raise BackendError(self._failure) from error
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._gloo = None
+        self._failure = self._failure or f"this {self._names.noun} has left the group"
+
+    def _receive(self, rank: int, tensor: Tensor) -> Any:
+        with self._naming(rank):
+            return self._gloo.recv([as_bytes(tensor)], rank, 0)
+
+    def _send(self, rank: int, tensor: Tensor) -> Any:
+        with self._naming(rank):
+            return self._gloo.send([as_bytes(tensor)], rank, 0)
+
+    @contextmanager
+    def _naming(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            name = self._names.of([rank])
+            late = f"{name} did not come within the timeout of {self.timeout_seconds:g} seconds"
+            lost = f"the connection to {name} was closed: it ended or was lost"
+            raise BackendError(late if "timed out" in str(error).lower() else lost) from error
+
+    def _agree_on(self, reason: str) -> str:
+        """The first reason that a rank gave; this rank's where the store has gone with the rank that kept it."""
+        # gloo says of a lost peer that its connection was closed, and a rank that gives up closes all of its own.
+        with suppress(RuntimeError):
+            if self._store.check([_FAILURE]):
+                return str(self._store.get(_FAILURE), "utf-8")
+            self._store.set(_FAILURE, reason)
+        return reason
+
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
+
+
+def machine() -> str:
+    """The boot and the network that processes must have in common to share memory; empty where unknown."""
+    try:  # processes of other networks, such as those of another pod, cannot hand descriptors to this one
+        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank on its way into a group: where it finds the others, and how long it waits for them."""
+
+    store: Store
+    rank: int
+    names: Names
+    timeout_seconds: float
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.names.members)
+
+    def values_of_all(self, what: str, value: object) -> list[Any]:
+        """The values of all ranks, of which this one's is given."""
+        called = [self.names.of([rank]) for rank in range(self.size)]
+        return values_of_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
+
+    def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
+        """The collectives of this host's ranks, of which each host has as many; None if any host has none."""
+        found = HostCollectives.connect(
+            PrefixStore(prefix, self.store),
+            self.rank,
+            num_local,
+            names=self.names,
+            timeout_seconds=self.timeout_seconds,
+        )
+        if num_local == self.size or all(self.values_of_all(f"{prefix}/found", found is not None)):
+            return found
+        if found is not None:
+            found.close()
+        return None
+
+
+def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> "HostCollectives | SeveralHosts":
+    """The collectives of a group that fit its hosts; all ranks call this.
+
+    ``host`` is what all ranks of a host have in common, empty where that is unknown.
+    """
+    machines = member.values_of_all("machine", host)
+    num_local = num_in_a_row(machines)
+    is_one_host = num_local == member.size
+    local = member.share_memory(num_local, "hosts") if is_one_host or num_local > 1 else None
+    if local is not None and is_one_host:
+        return local
+    store = PrefixStore("messages", member.store)
+    messages = HostMessages(connect_gloo(store), store, member.rank, member.names, member.timeout_seconds)
+    num_together = 1 if local is None else ranks_of_each(machines)
+    place = RankPlace(rank=member.rank, num_local=num_together, members=range(member.size))
+    return SeveralHosts(place, messages, local)
+
+
+def num_in_a_row(machines: list[str]) -> int:
+    """How many ranks each machine has; 1 where they have not as many in a row."""
+    if "" in machines:
+        return 1
+    num_local = max(1, len(machines) // len(set(machines)))
+    rows = [machines[start : start + num_local] for start in range(0, len(machines), num_local)]
+    return num_local if all(row == [row[0]] * num_local for row in rows) else 1
+
+
+def ranks_of_each(machines: list[str]) -> int:
+    """How many ranks each machine has; 1 where they do not make up nodes of the tree."""
+    num_local = num_in_a_row(machines)
+    is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
+    return num_local if is_node else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """The place of a rank among the hosts of its group, each with ``num_local`` of the ``members`` in a row."""
+
+    rank: int  # a position among the members, whose own numbers are those of the messages
+    num_local: int
+    members: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.members)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the group."""
+        return self.size // self.num_local
+
+    @property
+    def host(self) -> int:
+        """The rank's host."""
+        return self.rank // self.num_local
+
+    @property
+    def same_index(self) -> Sequence[int]:
+        """The members with the rank's index on their hosts, in the order of these."""
+        return self.members[self.rank % self.num_local :: self.num_local]
+
+
+class MessagePeers:
+    """The ranks with the same index on their hosts, which send messages: the `Peers` of `two_level`."""
+
+    def __init__(self, place: RankPlace, messages: HostMessages) -> None:
+        self._place = place
+        self._messages = messages
+
+    def all_gather(self, tensor: Tensor) -> Arrival:
+        """Send ``tensor`` to all peers."""
+        received = tensor.new_empty(self._place.num_hosts, *tensor.shape)
+        received[self._place.host] = tensor
+        return self._start([tensor] * self._place.num_hosts, received)
+
+    def all_to_all(self, rows: Tensor) -> Arrival:
+        """Send each peer its row of ``rows``."""
+        received = torch.empty_like(rows)
+        received[self._place.host] = rows[self._place.host]
+        return self._start(rows, received)
+
+    def _start(self, sent: Iterable[Tensor], received: Tensor) -> Arrival:
+        peers = self._place.same_index
+        wait = self._messages.start(dict(zip(peers, sent, strict=True)), dict(zip(peers, received, strict=True)))
+
+        def arrive() -> Tensor:
+            wait()
+            return received
+
+        return arrive
+
+
+class SeveralHosts:
+    """The collectives of `exchange.host_memory.host_collectives`, for ranks that do not all share a host."""
+
+    def __init__(self, place: RankPlace, messages: HostMessages, local: HostCollectives | None) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local = local
+        self._place = place
+        self._messages = messages
+        self._peers = MessagePeers(place, messages)
+        self._local = local if place.num_local > 1 else None
+        hosts = [[Node(0, host)] for host in range(place.num_hosts)]
+        self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
+
+    def of_part(self, members: Sequence[int]) -> "SeveralHosts":
+        """The collectives of some members, this one among them; each counts as a host of its own."""
+        rank = members.index(self._place.members[self._place.rank])
+        return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
+        """Combine the tensors of all ranks, in place: the same bits on each of them. No tensor is moved."""
+        del may_move
+        with self._call():
+            flat = tensor.contiguous().view(-1)
+            self._reduction.all_reduce([flat], op)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+    def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
+        """Combine the tensors of all ranks into that of rank ``root``; the others stay as they are."""
+        result = tensor if self._place.rank == root else tensor.clone()
+        self.all_reduce(result, op)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite the tensor of every rank with that of rank ``root``."""
+        peers, rank, sender = self._place.same_index, self._place.rank, self._place.members[root]
+        with self._call():
+            if rank == root:
+                self._messages.swap(dict.fromkeys(peers, tensor), {})
+            elif sender in peers:
+                self._messages.swap({}, {sender: tensor})
+            if self._local is not None:
+                self._local.broadcast(tensor, root % self._place.num_local)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
+        place = self._place
+        with self._call():
+            mine = self._peers.all_gather(tensor)()
+            if self._local is None:
+                rows = [mine]
+            else:
+                rows = [torch.empty_like(mine) for _ in range(place.num_local)]
+                self._local.all_gather([row.view(-1) for row in rows], mine.view(-1))
+            for rank, output in enumerate(outputs):
+                output.copy_(rows[rank % place.num_local][rank // place.num_local])
+
+    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
+        """``output`` becomes the combination of what all ranks have at this rank's place in ``tensors``."""
+        with self._call():
+            shares = self._reduction.empty_shares(output, len(output))
+            for rank, tensor in enumerate(tensors):
+                self._reduction.share_of(shares, rank).copy_(tensor)
+            output.copy_(self._reduction.reduce_scatter(shares, op))
+
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """``outputs[rank]`` becomes what ``rank`` has at this rank's place in ``tensors``; lengths may differ."""
+        rank, members = self._place.rank, self._place.members
+        with self._call():
+            outputs[rank].copy_(tensors[rank])
+            self._messages.swap(dict(zip(members, tensors, strict=True)), dict(zip(members, outputs, strict=True)))
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Wait for all ranks."""
+        with self._call():
+            if self._local is not None:
+                self._local.barrier(timeout_seconds)
+            self._peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))()
+            if self._local is not None:
+                self._local.barrier(timeout_seconds)
+
+    def set_timeout(self, timeout_seconds: float) -> None:
+        """Set how long a lost or late rank is waited for from now on."""
+        self._messages.timeout_seconds = timeout_seconds
+        if self.local is not None:
+            self.local.set_timeout(timeout_seconds)
+
+    def close(self) -> None:
+        """Leave: the other ranks see it."""
+        self._messages.close()
+        if self.local is not None:
+            self.local.close()
+
+    def abort(self) -> None:
+        """End a call that is going on in another thread, with an error."""
+        self._messages.close()
+        if self._local is not None:
+            self._local.abort()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        try:
+            with self._messages.collective():
+                yield
+        except BackendError as error:
+            if self._local is not None:
+                self._local.group.barriers.fail(str(error))
+            raise

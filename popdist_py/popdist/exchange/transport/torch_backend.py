@@ -1,0 +1,363 @@
+"""Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL and its like for accelerators.
+
+Tensors of an accelerator go over the memory of the host where no backend sends between the accelerators: for a
+part of the job, for a device without such a backend, and where two instances share a device, which NCCL refuses.
+
+Where the instances share a host, headers and CPU tensors go through its memory in place of gloo. Headers go from
+each instance to each other one directly: a lost or late instance is known by its number, and a subset of the
+instances needs no connections of its own.
+"""
+
+import struct
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from popdist.errors import BackendError, Names
+from popdist.exchange.host_memory.addition import Op
+from popdist.exchange.host_memory.host_collectives import HostCollectives, as_bytes
+from popdist.exchange.host_memory.host_group import HostGroup, ShortMessages
+from popdist.exchange.host_memory.segments import PAGE_BYTES, Reservation
+from popdist.exchange.transport.channel import Channel, as_backend_error
+from popdist.exchange.transport.connections import Connections
+from popdist.exchange.transport.hosts import SeveralHosts
+from popdist.exchange.transport.serial_backend import SerialBackend
+from popdist.exchange.transport.two_level import TwoLevelReduction, WaitingPeers
+from popdist.ground.tree import Node
+
+if TYPE_CHECKING:
+    from threading import Thread
+
+
+class GlooHeaderExchange:
+    """An exchange of headers between instances over gloo."""
+
+    def __init__(self, connections: Connections, instances: tuple[int, ...], header: bytes) -> None:
+        connections.check_open()
+        self._connections = connections
+        self._instances = instances
+        self._header = header
+        peers = connections.peers_among(instances)
+        self._received = {peer: torch.empty(len(header), dtype=torch.uint8, device="cpu") for peer in peers}
+        self._sent = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._works: dict[int, list[dist.Work]] = {}
+        self._failures: dict[int, RuntimeError] = {}
+        self._thread: Thread | None = None
+        for peer, row in self._received.items():
+            try:
+                self._works[peer] = [
+                    connections.control.recv([row], peer, 0),
+                    connections.control.send([self._sent], peer, 0),
+                ]
+            except RuntimeError as error:
+                self._failures[peer] = error
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
+        """Every member's header, in order; see `popdist.exchange.groups`."""
+        if timeout_seconds is None and self._thread is None:
+            self._receive()
+        else:
+            self._thread = self._thread or self._connections.in_background(self._receive)
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                raise BackendError(
+                    f"{self._connections.names.of(self._works)} did not come within {timeout_seconds:g} seconds"
+                )
+        if self._failures:
+            raise BackendError(self._blame()) from next(iter(self._failures.values()))
+        return self._headers()
+
+    def peek(self) -> list[bytes] | None:
+        """Every member's header if all have come; see `popdist.exchange.groups`."""
+        with suppress(BackendError):
+            self._thread = self._thread or self._connections.in_background(self._receive)
+        is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
+        return self._headers() if is_there else None
+
+    def _headers(self) -> list[bytes]:
+        received = {instance: row.numpy().tobytes() for instance, row in self._received.items()}
+        return [received.get(instance, self._header) for instance in self._instances]
+
+    def _receive(self) -> None:
+        """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
+        deadline = time.monotonic() + self._connections.timeout_seconds
+        while self._works and not self._failures:
+            peer = next(iter(self._works))
+            try:
+                for work in self._works[peer]:
+                    if not work.is_completed():  # else a wait was interrupted, and a second one would never end
+                        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                self._failures[peer] = error
+            del self._works[peer]
+
+    def _blame(self) -> str:
+        """The reason to fail, with the instances that did not answer; of a timeout gloo names a single one."""
+        peer, error = next(iter(self._failures.items()))
+        if "timed out" in str(error).lower():
+            late = self._connections.names.of([peer])
+            return f"{late} did not come within {self._connections.timeout_seconds:g} seconds"
+        lost = {*self._failures, *(other for other in self._works if self._connections.is_lost(other))}
+        return f"the connection to {self._connections.names.of(lost)} was closed: it ended or was lost"
+
+
+class MemoryHeaderExchange:
+    """An exchange of headers between instances that share memory."""
+
+    __slots__ = ("_connections", "_instances", "_numbers", "_received", "_short_messages")
+
+    def __init__(
+        self,
+        connections: Connections,
+        short_messages: ShortMessages,
+        instances: tuple[int, ...],
+        header: bytes,
+    ) -> None:
+        self._connections = connections
+        self._short_messages = short_messages
+        self._instances = instances
+        own = connections.instance_index
+        self._received: dict[int, bytes] = {own: header}
+        peers = [instance for instance in instances if instance != own]
+        self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
+        """Every member's header, in order; see `popdist.exchange.groups`."""
+        limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if late := self._receive(limit):
+            raise BackendError(f"{self._connections.names.of(late)} did not come within {limit:g} seconds")
+        return [self._received[instance] for instance in self._instances]
+
+    def peek(self) -> list[bytes] | None:
+        """Every member's header if all have come; see `popdist.exchange.groups`."""
+        with suppress(BackendError):
+            if not self._receive(0.0):
+                return [self._received[instance] for instance in self._instances]
+        return None
+
+    def _receive(self, timeout_seconds: float) -> list[int]:
+        """Read the headers that come in time; the instances that are late."""
+        late, deadline = [], time.monotonic() + timeout_seconds
+        for instance, number in self._numbers.items():
+            if instance not in self._received:
+                seconds_left = max(deadline - time.monotonic(), 0.0)
+                message = self._short_messages.receive(instance, number, seconds_left)
+                if message is None:
+                    late.append(instance)
+                else:
+                    self._received[instance] = message
+        return late
+
+
+_NO_DATA: Final = "the data of the other instances did not come"
+
+_NO_ROOM: Final = -1
+
+_SUBSET_MARK: Final = b"memory of a part"
+_SUBSET_MESSAGE: Final = struct.Struct("<16sq")
+
+
+class MemoryOfSubsets:
+    """The memory that subsets of the instances share from their first data on: those with this instance in it."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._made: dict[tuple[int, ...], HostCollectives | None] = {}
+        self._failures: dict[tuple[int, ...], str] = {}
+
+    def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
+        """The collectives of ``instances``, which all ask at the same time; None on all if one cannot share."""
+        if instances in self._failures:
+            raise BackendError(self._failures[instances])
+        if instances not in self._made:
+            try:
+                self._made[instances] = self._make(instances)
+            except BackendError as error:
+                self._failures[instances] = str(error)
+                raise
+        return self._made[instances]
+
+    def close(self) -> None:
+        """Leave all subsets: the other instances see it."""
+        for made in self._made.values():
+            if made is not None:
+                made.close()
+
+    def _make(self, instances: tuple[int, ...]) -> HostCollectives | None:
+        host, short_messages = self._connections.host, self._connections.short_messages
+        if host is None or short_messages is None:
+            return None
+        page, part = _page_of(host.group), None
+        offsets = self._exchange(short_messages, instances, _NO_ROOM if page is None else page.offset)
+        if page is not None and _NO_ROOM not in offsets:
+            with suppress(OSError, ValueError):
+                part = host.group.part(instances, page, offsets)
+        have_all = all(self._exchange(short_messages, instances, int(part is not None)))
+        return _collectives_of(part) if part is not None and have_all else None
+
+    def _exchange(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
+        """Exchange a number with ``instances``, in a message that begins as no header does."""
+        message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
+        received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
+        found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
+        if any(mark != _SUBSET_MARK for mark, _ in found):
+            raise BackendError(f"{self._connections.names.of(instances)} do not share memory at the same time")
+        return [theirs for _, theirs in found]
+
+
+def _page_of(group: HostGroup) -> Reservation | None:
+    with suppress(BackendError):
+        return group.reserve(PAGE_BYTES)
+    return None
+
+
+def _collectives_of(part: HostGroup) -> HostCollectives | None:
+    """None on all instances of the part where one has no room for what they send."""
+    try:
+        return HostCollectives(part)
+    except BackendError:
+        part.barriers.raise_failure()
+        return None
+
+
+class TorchBackend:
+    """A backend of some or all instances of a job, ascending and at least two, over the connections of the job."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        instances: tuple[int, ...],
+        device_kinds: frozenset[str],  # of the devices whose tensors are accepted
+        subsets: MemoryOfSubsets | None = None,  # of the whole job, for a part of it
+    ) -> None:
+        self.instances = instances
+        self.instance_index = connections.instance_index
+        self.device_kinds = device_kinds
+        self._connections = connections
+        self._subsets = MemoryOfSubsets(connections) if subsets is None else subsets
+        self._by_messages: SeveralHosts | None = None
+
+    @property
+    def names(self) -> Names:
+        """What the instances are called in messages."""
+        return self._connections.names
+
+    @property
+    def _is_whole_job(self) -> bool:
+        return len(self.instances) == self._connections.num_instances
+
+    @property
+    def host_group(self) -> HostGroup | None:
+        """The group that shares this host's memory, for the whole job."""
+        is_used = self._is_whole_job and "cpu" in self.device_kinds
+        return self._connections.host.group if is_used and self._connections.host is not None else None
+
+    @property
+    def local_collectives(self) -> HostCollectives | None:
+        """Collectives in the memory of this host, for a whole job of several hosts."""
+        return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
+
+    def _collectives(self) -> HostCollectives | SeveralHosts:
+        """Those of CPU tensors; a part of the job begins to share memory when it first asks."""
+        if self._is_whole_job:
+            return self._connections.collectives
+        shared = self._subsets.of(self.instances)
+        if shared is not None:
+            return shared
+        if self._by_messages is None:
+            self._by_messages = self._connections.between_hosts().of_part(self.instances)
+        return self._by_messages
+
+    def channel(self, devices: Collection[torch.device]) -> Channel | None:
+        """The channel for tensors on ``devices``, for the whole job."""
+        kinds = {"cpu" if device.type == "cpu" else "accelerator" for device in devices}
+        is_possible = self._is_whole_job and self.device_kinds >= kinds
+        return self._connections.channel(devices) if is_possible else None
+
+    def _direct(self, tensor: Tensor) -> Any:
+        """What sends ``tensor`` between accelerators; None where ``tensor`` goes over the memory of the host."""
+        return self._connections.direct(tensor.device) if self._is_whole_job else None
+
+    def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
+        """Send ``header`` to every other member."""
+        short_messages = self._connections.short_messages
+        if short_messages is not None:
+            return MemoryHeaderExchange(self._connections, short_messages, self.instances, header)
+        return GlooHeaderExchange(self._connections, self.instances, header)
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """Combine the flat tensors of all members, in place."""
+        if tensor.is_cpu:
+            with as_backend_error(_NO_DATA):
+                self._collectives().all_reduce(tensor, op)
+        elif self._direct(tensor) is None:
+            staged = tensor.cpu()
+            self.all_reduce(staged, op)
+            tensor.copy_(staged)
+        else:
+            nodes = [[Node(0, place)] for place in range(len(self.instances))]
+            TwoLevelReduction(WaitingPeers(self), nodes, len(nodes)).all_reduce([tensor], op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every member's ``tensor``, stacked."""
+        gathered = tensor.new_empty((len(self.instances), *tensor.shape))
+        if not tensor.numel():
+            return gathered
+        if tensor.is_cpu:
+            with as_backend_error(_NO_DATA):
+                self._collectives().all_gather([as_bytes(row) for row in gathered], as_bytes(tensor))
+        elif (direct := self._direct(tensor)) is None:
+            gathered.copy_(self.all_gather(tensor.cpu()))
+        else:
+            with as_backend_error(_NO_DATA):
+                direct._allgather_base(as_bytes(gathered), as_bytes(tensor)).wait()  # noqa: SLF001 - torch's name
+        return gathered
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Row *j* of ``tensor`` goes to the *j*-th member; row *i* of the result came from the *i*-th."""
+        received = torch.empty_like(tensor)
+        if tensor.is_cpu:
+            with as_backend_error(_NO_DATA):
+                self._collectives().all_to_all([as_bytes(it) for it in received], [as_bytes(it) for it in tensor])
+        elif (direct := self._direct(tensor)) is None:
+            received.copy_(self.all_to_all(tensor.cpu()))
+        else:
+            with as_backend_error(_NO_DATA):
+                direct.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
+        return received
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite ``tensor`` with the root's."""
+        if not tensor.numel():
+            return
+        if not tensor.is_cpu and (direct := self._direct(tensor)) is None:
+            staged = tensor.cpu()
+            self.broadcast(staged, root)
+            tensor.copy_(staged)
+            return
+        with as_backend_error(f"the data of {self.names.of([root])} did not come"):
+            if tensor.is_cpu:
+                self._collectives().broadcast(as_bytes(tensor), self.instances.index(root))
+            else:
+                direct.broadcast(as_bytes(tensor), root).wait()
+
+    def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
+        """The same connections, limited to ``instances``."""
+        if len(instances) == 1:
+            return SerialBackend(self.instance_index, self.names, device_kinds=self.device_kinds)
+        return TorchBackend(self._connections, instances, self.device_kinds, self._subsets)
+
+    def stop_threads(self) -> None:
+        """End the threads of this process; the headers' connections stay open, so it is not seen to leave yet."""
+        self._connections.stop_threads()
+
+    def close(self) -> None:
+        """Drop the connections of the job."""
+        self._subsets.close()
+        self._connections.close()

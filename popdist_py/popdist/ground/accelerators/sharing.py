@@ -1,0 +1,64 @@
+"""Whether each member of a group has an accelerator of its own, as backends such as NCCL need it."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from popdist.errors import PopdistWarning
+from popdist.ground.accelerators import accelerator
+
+_NAME_BYTES: Final = 64
+"""Room for the name of a kind of accelerator."""
+
+
+class Gathers(Protocol):
+    """Collectives over tensors of the CPU."""
+
+    def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> object:
+        """Fill ``rows`` with the flat tensors of bytes that the members bring, in their order."""
+
+
+def are_distinct(
+    collectives: Gathers, size: int, rank: int, device: torch.device | None, host: str, *, warns: bool = True
+) -> bool:
+    """Find out whether the accelerators of all members are different ones; all members call this.
+
+    The first member warns of members that share an accelerator, and of accelerators of several kinds.
+
+    Args:
+        collectives: Those of the members.
+        size: The number of members.
+        rank: The place of this member among them.
+        device: The accelerator of this member; None if this member has none.
+        host: A name that no other host has.
+        warns: Whether to warn of members that share an accelerator: poprun has said so where it planned it.
+    """
+    own = b"" if device is None else accelerator.identity_of(device, host)
+    kind = b"" if device is None else accelerator.name_of(device).encode()[:_NAME_BYTES]
+    size_bytes = accelerator.IDENTITY_BYTES + _NAME_BYTES
+    mine = torch.frombuffer(bytearray((own + kind).ljust(size_bytes, b"\0")), dtype=torch.uint8)
+    rows = mine.new_empty(size, size_bytes)
+    collectives.all_gather([*rows], mine)
+    found = [row.numpy().tobytes() for row in rows]
+    devices = [it[: accelerator.IDENTITY_BYTES] for it in found if any(it)]
+    if rank == 0 and devices:
+        _warn_of_kinds({it[accelerator.IDENTITY_BYTES :].rstrip(b"\0") for it in found if any(it)})
+        if warns and len(set(devices)) < len(devices):
+            _warn(
+                f"several instances compute on one device, such as {device}: their tensors go over the memory of "
+                "the host, with the same bits, and take longer"
+            )
+    return len(set(devices)) == size
+
+
+def _warn_of_kinds(kinds: set[bytes]) -> None:
+    if len(kinds) > 1:
+        found = " and ".join(sorted(kind.decode(errors="replace") for kind in kinds))
+        _warn(f"the instances compute on {found}: the same program has other bits on another kind of device")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, PopdistWarning, stacklevel=3)

@@ -1,0 +1,226 @@
+"""The job of a program that poprun did not start, from what other launchers leave in the environment.
+
+torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each give a
+process its rank and the number of ranks. Such a process is one instance with one replica, or as many as
+``POPDIST_NUM_TOTAL_REPLICAS`` gives it. Pure: takes the environment, never writes it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from popdist.errors import ContractError
+from popdist.ground import contract as names
+from popdist.ground.contract import Contract, read_count, read_master
+from popdist.ground.environments.slurm import NODES, first_node, read_slurm
+from popdist.ground.layout import ReplicaLayout
+
+COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
+"""https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode"""
+
+LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Launcher(StrEnum):
+    """The launcher that started a process; the value is its name in messages."""
+
+    POPRUN = "poprun"
+    TORCHRUN = "torchrun"
+    OPEN_MPI = "Open MPI"
+    HYDRA = "MPICH (Hydra)"
+    SLURM = "Slurm (srun)"
+    KUBERNETES = "Kubernetes (indexed Job)"
+    NONE = "no launcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The job that an environment describes."""
+
+    launcher: Launcher  # whose variables these were
+    contract: Contract  # the job; one instance with one replica when there is no launcher
+    first_node: str = ""  # under Slurm, the name of the node on which instance 0 is looked for; else empty
+    says_replicas: bool = False
+    """Whether poprun, or who emitted the job for it, has said how many replicas there are."""
+
+    def ipus_of_replica(self, count: int | None) -> int:
+        """The virtual IPUs of each replica, for a program that counts on so many, or None for any number.
+
+        Raises ContractError if poprun has given the replicas another number.
+        """
+        found = self.contract.ipus_per_replica
+        if count in (None, found) or not self.says_replicas:
+            return found if count is None else count
+        raise ContractError(
+            f"ipus_per_replica={count}, and poprun gave each replica {found}: start the program with "
+            f"--ipus-per-replica {count}, or leave ipus_per_replica out"
+        )
+
+    def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
+        """The replicas of a model with so many on each instance, or None for those of the job.
+
+        Raises ContractError if poprun has given the instances another number.
+        """
+        layout = self.contract.layout
+        if num_local_replicas in (None, layout.num_local_replicas):
+            return layout
+        if self.contract.parallelism.is_shared:
+            raise ContractError(
+                f"num_local_replicas={num_local_replicas}, and in this job "
+                f"{self.contract.parallelism.instances_per_replica} instances share each replica: leave "
+                "num_local_replicas out, or start the program without --parallelism and --instances-per-replica"
+            )
+        if self.says_replicas:
+            raise ContractError(
+                f"num_local_replicas={num_local_replicas}, and poprun gave each of the {layout.num_instances} "
+                f"instances {layout.num_local_replicas}: start the program with --num-replicas "
+                f"{layout.num_instances * num_local_replicas}, or leave num_local_replicas out"
+            )
+        return ReplicaLayout(
+            num_instances=layout.num_instances, num_replicas=layout.num_instances * num_local_replicas
+        )
+
+
+def detect(env: Mapping[str, str]) -> Environment:
+    """The job that ``env`` describes: poprun's contract, else another launcher's ranks, else a job of one.
+
+    Raises ContractError if a job of several processes is not described completely, or two launchers describe
+    different jobs.
+    """
+    if (contract := Contract.from_env(env)) is not None:
+        return Environment(launcher=Launcher.POPRUN, contract=contract, says_replicas=True)
+    joined = _detect_ranks(env)
+    if joined.launcher is Launcher.NONE and names.NUM_REPLICAS in env:
+        raise ContractError(
+            f"{names.NUM_REPLICAS} tells of a job, and nothing tells which instance of it this is: start the "
+            "program with poprun, mpiexec or srun, or unset every POPDIST_ variable to run it alone"
+        )
+    return replace(joined, contract=joined.contract.shaped(env), says_replicas=names.NUM_REPLICAS in env)
+
+
+def _detect_ranks(env: Mapping[str, str]) -> Environment:
+    """The job that another launcher's ranks describe, with one replica for each instance."""
+    found = [
+        Environment(launcher=launcher, contract=job)
+        for launcher, read in _READERS.items()
+        if (job := read(env)) is not None
+    ]
+    jobs = {
+        (environment.contract.instance_index, environment.contract.num_instances): environment
+        for environment in found
+    }
+    if len(jobs) > 1:
+        launchers = "; ".join(
+            f"{environment.launcher} tells of rank {rank} of {size}" for (rank, size), environment in jobs.items()
+        )
+        raise ContractError(f"{launchers}: start the program with one launcher, not with two inside each other")
+    if found:
+        return found[0]
+    if (job := read_slurm(env)) is not None:  # last: torchrun and the MPI runtimes are started as its tasks
+        return Environment(launcher=Launcher.SLURM, contract=job, first_node=first_node(env.get(NODES, "")))
+    return Environment(launcher=Launcher.NONE, contract=Contract())
+
+
+def _read_indexed_job(env: Mapping[str, str]) -> Contract | None:
+    """The index of a pod is a rank where a size is set beside it; torchrun in a pod has ranks of its own."""
+    return _read_torch({**env, names.RANK: env[COMPLETION_INDEX]}) if _is_indexed(env) else None
+
+
+def _is_indexed(env: Mapping[str, str]) -> bool:
+    index = env.get(COMPLETION_INDEX)
+    is_rank = index is not None and env.get(names.RANK, index) == index
+    return is_rank and names.WORLD_SIZE in env and names.RUN_ID not in env
+
+
+def _read_torchrun(env: Mapping[str, str]) -> Contract | None:
+    return None if _is_indexed(env) else _read_torch(env)
+
+
+def _read_torch(env: Mapping[str, str]) -> Contract | None:
+    """Rank and size together. One alone is an error if it tells of more than one process: see ``_refuse_half``."""
+    if names.RANK not in env or names.WORLD_SIZE not in env:
+        _refuse_half(env)
+        return None
+    rank, size = _read_rank(env, names.RANK, names.WORLD_SIZE)
+    master = read_master(env)
+    if master is None and size > 1:
+        if any(name in env for name in (names.OMPI_RANK, names.HYDRA_RANK)):
+            return None
+        missing = [name for name in (names.MASTER_ADDR, names.MASTER_PORT) if name not in env]
+        raise ContractError(
+            f"{names.RANK}={rank} and {names.WORLD_SIZE}={size} tell of a job, but no {' and '.join(missing)} "
+            "says where its instances connect: use poprun or torchrun, or unset them to run the program alone"
+        )
+    is_one_host = master is not None and master.host in LOOPBACK_HOSTS
+    local_size = read_count(env, names.LOCAL_WORLD_SIZE, default=size if is_one_host else 1)
+    local_rank = read_count(env, names.LOCAL_RANK, minimum=0, default=rank % local_size)
+    return Contract(
+        num_instances=size,
+        instance_index=rank,
+        num_local_instances=local_size,
+        local_instance_index=local_rank,
+        host_index=read_count(env, names.GROUP_RANK, minimum=0, default=rank // local_size),
+        num_replicas=size,
+        master=master,
+    )
+
+
+def _refuse_half(env: Mapping[str, str]) -> None:
+    """Refuse a rank without a size and a size without a rank: each process would take itself for the whole job."""
+    # the names are everyday words, so what is no number is somebody else's; rank 0, or a size of 1, may be the job
+    for name, missing, harmless in ((names.RANK, names.WORLD_SIZE, 0), (names.WORLD_SIZE, names.RANK, 1)):
+        text = env.get(name, "")
+        is_told_by_mpi = any(variable in env for variable in (names.OMPI_RANK, names.HYDRA_RANK))
+        if missing not in env and text.isdecimal() and int(text) > harmless and not is_told_by_mpi:
+            raise ContractError(
+                f"{name}={text} is set and {missing} is not: start the program with poprun or torchrun, or unset "
+                f"{name} to run it alone"
+            )
+
+
+def _read_open_mpi(env: Mapping[str, str]) -> Contract | None:
+    return _read_mpi(env, names.OMPI_RANK, names.OMPI_SIZE, names.OMPI_LOCAL_RANK, names.OMPI_LOCAL_SIZE)
+
+
+def _read_hydra(env: Mapping[str, str]) -> Contract | None:
+    return _read_mpi(env, names.HYDRA_RANK, names.HYDRA_SIZE, names.HYDRA_LOCAL_RANK, names.HYDRA_LOCAL_SIZE)
+
+
+def _read_mpi(env: Mapping[str, str], rank_name: str, size_name: str, *local_names: str) -> Contract | None:
+    """An MPI runtime sets rank and size together, so one without the other is half a job."""
+    present = [name for name in (rank_name, size_name) if name in env]
+    if not present:
+        return None
+    if len(present) == 1:
+        missing = size_name if present[0] == rank_name else rank_name
+        raise ContractError(
+            f"{present[0]} is set and {missing} is not: start the program with poprun or mpiexec, or unset "
+            f"{present[0]} to run it alone"
+        )
+    rank, size = _read_rank(env, rank_name, size_name)
+    local_rank_name, local_size_name = local_names
+    local_size = read_count(env, local_size_name, default=1)
+    return Contract(
+        num_instances=size,
+        instance_index=rank,
+        num_local_instances=local_size,
+        local_instance_index=read_count(env, local_rank_name, minimum=0, default=rank % local_size),
+        host_index=rank // local_size,
+        num_replicas=size,
+    )
+
+
+def _read_rank(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = read_count(env, rank_name, minimum=0), read_count(env, size_name)
+    if rank >= size:
+        raise ContractError(f"{rank_name}={rank} is not below {size_name}={size}")
+    return rank, size
+
+
+_READERS: Final[Mapping[Launcher, Callable[[Mapping[str, str]], Contract | None]]] = {
+    Launcher.KUBERNETES: _read_indexed_job,
+    Launcher.TORCHRUN: _read_torchrun,
+    Launcher.OPEN_MPI: _read_open_mpi,
+    Launcher.HYDRA: _read_hydra,
+}

@@ -1,0 +1,64 @@
+"""The part of popdist that is written in C: whether it was built, and from the sources beside it.
+
+A build leaves it out where there is no C compiler; what it does is also written in Python, with the same bits. It
+stays when its sources change, as by ``git pull``, so a build writes a digest of them at the end of the file, where
+the loader of the system does not look.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_NUM_BYTES = 32
+
+
+@cache
+def find(name: str = "popdist.ground.extension._extension") -> Any:
+    """The extension; None where it was not built, or with a warning where it was built from other sources."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    sources = sources_in(Path(spec.origin).parent)
+    if sources and not _is_made_of(sources, Path(spec.origin)):
+        _warn_of(Path(spec.origin))
+        return None
+    try:
+        return import_module(name)
+    except ImportError:  # built for another interpreter
+        return None
+
+
+def sources_in(folder: Path) -> list[Path]:
+    """The files in C there; none where popdist comes from a wheel."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+
+
+def digest_of_sources(sources: Iterable[Path]) -> bytes:
+    """What a build writes at the end of the extension."""
+    digest = hashlib.blake2b(digest_size=_NUM_BYTES)
+    for path in sources:
+        digest.update(b"%s %d " % (path.name.encode(), path.stat().st_size))
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _is_made_of(sources: list[Path], extension: Path) -> bool:
+    with extension.open("rb") as file:
+        file.seek(-_NUM_BYTES, 2)
+        return file.read() == digest_of_sources(sources)
+
+
+def _warn_of(extension: Path) -> None:
+    from popdist.errors import PopdistWarning
+
+    warnings.warn(
+        f"{extension} was built from other sources than those beside it, so popdist computes the same without it, "
+        f"more slowly. Build it again: pip install --no-deps -e {extension.parents[4]}",
+        PopdistWarning,
+        stacklevel=3,
+    )

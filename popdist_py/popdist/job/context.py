@@ -1,0 +1,500 @@
+"""The job that this process is in, and, after ``init()``, its connections: the one global of popdist.
+
+Queries need no ``init()``: they read the environment, and never write it. They raise a ContractError where it
+promises a job and does not describe one.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from popdist.errors import BackendError, Names, NotInitializedError, as_float
+from popdist.exchange.groups import HEADER_BYTES, Backend, Group, PreemptionNotice, refuse_in_turn
+from popdist.exchange.host_memory import forks
+from popdist.exchange.process_group.registration import register
+from popdist.ground.accelerators import BACKENDS
+from popdist.ground.contract import VERSION, Contract, read_share_tensors
+from popdist.ground.environments import Environment, Launcher, detect
+from popdist.ground.progress import progress_page
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
+
+    from popdist.exchange.process_group.default_group import DefaultGroup
+
+_ON_ACCELERATORS: Final = frozenset({"accelerator"})
+DEVICE_KINDS: Final[dict[str | None, frozenset[str]]] = {
+    None: frozenset({"cpu"}) | _ON_ACCELERATORS,
+    "gloo": frozenset({"cpu"}),
+    **dict.fromkeys(BACKENDS, _ON_ACCELERATORS),
+}
+"""For each choice of ``init(backend=...)``: the kinds of the devices whose tensors may be sent."""
+
+Checks: TypeAlias = Literal["full", "off"]
+"""Whether the checks are made that cost time: see ``popdist.step.checks``."""
+
+Asked: TypeAlias = tuple[str | None, float, Checks, bool]
+"""The arguments of ``init()``, in their order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """An initialized job."""
+
+    environment: Environment  # what it said when ``init()`` was called
+    asked: Asked
+    group: Group  # of the instances in collectives now; fewer inside ``execute_on_instances``
+    data_parallel: (
+        Group | None
+    )  # of those with the same part of other replicas, by replica; None: all of ``group``
+    is_checked: bool
+    default_group: "DefaultGroup | None"  # that of torch.distributed, if it was made here
+    mesh: "DeviceMesh | None" = None  # what ``device_mesh()`` has made
+
+
+@dataclass(slots=True, kw_only=True)
+class _ProcessState:
+    """The job of this process. Its store lives as long as the process: others may still be joining it."""
+
+    job: Job | None = None
+    store: "Store | None" = None
+    num_inits: int = 0
+    mark: int | None = None  # the descriptor by which the processes that this one starts see that it has joined
+    notice: PreemptionNotice = field(default_factory=PreemptionNotice)
+
+
+_state = _ProcessState()
+
+
+def environment() -> Environment:
+    """The job of this process, initialized or not."""
+    if _state.job is not None:
+        return _state.job.environment
+    progress_page.join()
+    return detect(os.environ)
+
+
+def shares_tensors() -> bool:
+    """Whether tensors may lie in memory that other instances map: ``POPDIST_SHARE_TENSORS=0`` forbids it."""
+    return read_share_tensors(os.environ) is not False
+
+
+def current_job() -> Job:
+    """The initialized job; NotInitializedError before ``init()`` and after ``finalize()``."""
+    if _state.job is None:
+        raise NotInitializedError("this call needs the other instances: call popdist.init() first")
+    return _state.job
+
+
+def current_group() -> Group:
+    """The instances that take part in collectives now; raises as :func:`current_job`, and within micro batches."""
+    group = current_job().group
+    return group if group.is_limited else refuse_in_turn(group)
+
+
+def data_parallel_group() -> Group:
+    """The instances among which gradients, weights and samples are shared now; raises as :func:`current_job`.
+
+    Where replicas are shared, those with this instance's part of theirs, numbered by replica; else all.
+    """
+    return current_job().data_parallel or current_job().group
+
+
+def notice() -> PreemptionNotice:
+    """Whether this process was asked to leave, and whether all instances know that one was."""
+    return _state.notice
+
+
+@contextmanager
+def limited_to(members: tuple[int, ...]) -> Iterator[None]:
+    """Within the block, collectives are those of the instances ``members``, or that share replicas ``members``."""
+    job = current_job()
+    outer, outer_part = job.group, job.data_parallel
+    size = job.environment.contract.parallelism.instances_per_replica
+    job.group = outer.limited_to(tuple(it for it in outer.instances if it // size in members))
+    if outer_part is not None:
+        job.data_parallel = outer_part.limited_to(members)
+    try:
+        yield
+    finally:
+        job.group, job.data_parallel = outer, outer_part
+
+
+def init(
+    backend: str | None = None,
+    *,
+    timeout_seconds: float = 1800.0,
+    checks: Checks = "full",
+    torch_distributed: bool = False,
+) -> None:
+    """Connect this instance with the others of its job; needed before the first collective.
+
+    The first ``ReplicatedModel`` calls it with the defaults where the program has not. All instances call it, with
+    the same arguments, and it returns when all have. It makes process groups of its own: the program may call
+    ``torch.distributed.init_process_group()`` before or after. In a one-instance job it connects nothing, and the
+    same calls work under the same checks. It sets the number of torch's threads to the launcher's
+    ``OMP_NUM_THREADS``, and under ``poprun --deterministic`` lets torch use deterministic algorithms only. Calling
+    it again with the same arguments does nothing. The end of the program is the end of the job: ``finalize()``
+    need not be called.
+
+    Args:
+        backend: ``None`` sends each tensor by its device: CPU tensors through memory that the instances share
+            where they are all on one host, over gloo where they are not; those of accelerators over NCCL or its
+            like. ``"gloo"`` refuses the latter, ``"nccl"`` and ``"xccl"`` refuse CPU tensors.
+        timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
+        checks: ``"full"`` looks for what would go wrong without a word, in the first steps of a model and then in
+            every 100th; ``"off"`` leaves out those checks that cost time.
+        torch_distributed: Also make the default group of torch.distributed, of the backend ``popdist``, whose
+            ranks are the instances; for helpers that ask torch for their rank and call its collectives. One that
+            the program has made before is taken instead if its ranks are the instances. Only what was made here is
+            destroyed at the end. A later ``init_process_group()`` of the program raises torch's error.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+        BackendError: If an argument is not possible, the instances could not be connected, the program's default
+            group has other ranks, or ``init()`` was called before with other arguments, or by the process that has
+            started this one.
+        CollectiveError: If the instances gave different arguments, compute with different numbers of threads or
+            choices of algorithms, or have different versions of popdist; names who has which.
+    """
+    asked = (backend, timeout_seconds, checks, torch_distributed)
+    _check_arguments(*asked)
+    if _state.job is not None:
+        if _state.job.asked != asked:
+            raise BackendError(
+                f"{_in_words(*asked)} after {_in_words(*_state.job.asked)}: call init() once, before all else, or "
+                "finalize() between the two"
+            )
+        return
+    found = environment()
+    _refuse_second_process(found.contract)
+    _state.job, _state.mark = _join_job(found, asked), None
+    if found.contract.num_instances > 1:
+        _state.mark = forks.mark_process(_name_of_instance(found.contract))
+    forks.call_at_exit(_leave_at_exit)
+
+
+def _refuse_second_process(contract: Contract) -> None:
+    """Refuse to join in a process that was started, perhaps by way of others, by the one which is the instance."""
+    if contract.num_instances == 1:
+        return
+    pid = forks.find_marked_ancestor(_name_of_instance(contract))
+    if pid is not None:
+        raise BackendError(
+            f"init() in process {os.getpid()}, which process {pid} has started, and that one has joined the job "
+            f"as instance {contract.instance_index}.\n"  # poprun's report has room for two lines of this length
+            "A process that is spawned, such as a worker of a DataLoader, runs the main file again: put init() "
+            'and what follows it into a function, and call that below `if __name__ == "__main__":`'
+        )
+
+
+def _name_of_instance(contract: Contract) -> str:
+    """What tells this instance of this job from all others."""
+    where = contract.store or contract.master
+    return f"{contract.job_id} {where} {contract.instance_index}/{contract.num_instances}"
+
+
+def _join_job(found: Environment, asked: Asked) -> Job:
+    """Connect with the other instances, and prove that they have asked for the same."""
+    backend, timeout_seconds, checks, torch_distributed = asked
+    computes = _prepare_arithmetic(found.contract)
+    progress_page.wait("init()")
+    try:
+        connected = _connect(found, backend, timeout_seconds)
+    finally:
+        progress_page.end_wait()
+    if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        register()  # else torch finds the backend by itself when it is imported
+    group, parallelism = Group(connected, _state.notice), found.contract.parallelism
+    data_parallel: Group | None = None
+    try:
+        group.agree(
+            f"{_in_words(*asked)}, {found.contract.num_replicas} replicas, popdist {VERSION}, {computes}, job "
+            f"{found.contract.job_id!r}, {parallelism.pipeline} stages of {parallelism.tensor} among "
+            f"{parallelism.instances_per_replica} instances of a replica"
+        )
+        if parallelism.is_shared:
+            data_parallel = _data_parallel_group(found, backend, timeout_seconds)
+        default_group = None
+        if torch_distributed:
+            default_group = _join_torch(group, found.contract, timeout_seconds, "init(torch_distributed=True)")
+    except Exception:
+        if data_parallel is not None:
+            data_parallel.backend.close()
+        connected.close()
+        raise
+    return Job(
+        environment=found,
+        asked=asked,
+        group=group,
+        data_parallel=data_parallel,
+        is_checked=checks == "full",
+        default_group=default_group,
+    )
+
+
+def _check_arguments(backend: object, timeout_seconds: object, checks: object, torch_distributed: object) -> None:
+    if backend not in tuple(DEVICE_KINDS):
+        names = ", ".join(map(repr, filter(None, DEVICE_KINDS)))
+        raise BackendError(f"unknown backend {backend!r}: choose {names}, or None for any device")
+    if not 0 < as_float(timeout_seconds) < math.inf:
+        raise BackendError(f"timeout_seconds={timeout_seconds!r} must be a finite number greater than 0")
+    if checks not in ("full", "off"):
+        raise BackendError(f"checks={checks!r} must be 'full' or 'off'")
+    if not isinstance(torch_distributed, bool):
+        raise BackendError(f"torch_distributed={torch_distributed!r} must be True or False")
+
+
+def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch_distributed: bool) -> str:  # noqa: FBT001 - in the order of the call
+    said = ", torch_distributed=True" if torch_distributed else ""
+    return f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}{said})"
+
+
+def ensure_default_group(asked_by: str) -> None:
+    """Make the default group of torch.distributed unless there is one; all instances call it alike."""
+    job = current_job()
+    made = _join_torch(job.group, job.environment.contract, job.asked[1], asked_by)
+    job.default_group = made or job.default_group
+
+
+def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_by: str) -> "DefaultGroup | None":
+    """Make the default group of torch.distributed; None where the program has one with the instances as ranks."""
+    from popdist.exchange.process_group import default_group
+
+    place = default_group.place_in_default_group()
+    places = group.start(f"{asked_by}, the default group of torch.distributed", place).wait()
+    if trouble := default_group.disagreement([(number, size) for number, size in places]):
+        raise BackendError(f"{asked_by}: {trouble}")
+    if place != default_group.NONE:
+        return None
+    store = None if _state.store is None else _numbered_store(_state.store)
+    made = default_group.DefaultGroup(store, contract.instance_index, contract.num_instances, timeout_seconds)
+    # Gloo fails on an instance that still connects when another one destroys its group.
+    group.start("the default group of torch.distributed is made", [True]).wait()
+    return made
+
+
+def _numbered_store(store: "Store") -> "Store":
+    """The part of the job's store that belongs to this call of ``init()``."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return PrefixStore(f"popdist/{_state.num_inits}", store)
+
+
+def ensure_init() -> None:
+    """Call ``init()`` with its defaults, unless there is a job."""
+    if _state.job is None:
+        init()
+
+
+def _prepare_arithmetic(contract: Contract) -> str:
+    """Compute from now on as the launcher asked; gives what all instances must have alike, in words."""
+    if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
+        return "alone"
+    import_module("popdist.ground.installation.needs_torch")
+    from popdist.ground.accelerators import arithmetic
+
+    return arithmetic.prepare(contract)
+
+
+def _connect(found: Environment, backend: str | None, timeout_seconds: float) -> "Backend":
+    """The backend of the whole job. Imports torch only for the job that needs it."""
+    contract = found.contract
+    if contract.num_instances == 1:
+        return _alone(Names(members=(0,), noun="instance"), backend)
+    from popdist.exchange.transport import rendezvous
+    from popdist.exchange.transport.connections import check_available
+
+    check_available(backend)
+    if _state.store is None:
+        _state.store = rendezvous.open_store(found, timeout_seconds)
+        forks.never_destroy_in_children(_state.store)
+    _state.num_inits += 1
+    names = Names(members=tuple(range(contract.num_instances)), noun="instance")
+    store = _numbered_store(_state.store)
+    return _connect_members(store, contract, names, contract.instance_index, backend, timeout_seconds)
+
+
+def _data_parallel_group(found: Environment, backend: str | None, timeout_seconds: float) -> Group:
+    """Those that hold the same part of other replicas, numbered by replica, with connections of their own."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    contract, part = found.contract, found.contract.replica_part
+    size, replicas = contract.parallelism.instances_per_replica, tuple(range(contract.num_replicas))
+    place = contract.parallelism.place_of(contract.instance_index)
+    words = ", ".join(f"{name} {number}" for name, number in place.items() if name != "replica")
+    names = Names(members=replicas, noun="replica", place=f" ({words})")
+    if contract.num_replicas == 1 or _state.store is None:
+        made = _alone(names, backend)
+    else:
+        store = PrefixStore(f"part/{part.index}", _numbered_store(_state.store))
+        made = _connect_members(store, contract, names, part.replica, backend, timeout_seconds)
+    return Group(made, _state.notice, job_numbers=tuple(replica * size + part.index for replica in replicas))
+
+
+def _alone(names: Names, backend: str | None) -> "Backend":
+    from popdist.exchange.transport.serial_backend import SerialBackend
+
+    if "cpu" not in DEVICE_KINDS[backend]:
+        from popdist.exchange.transport.connections import check_available
+
+        check_available(backend)
+    return SerialBackend(0, names, device_kinds=DEVICE_KINDS[backend])
+
+
+def _connect_members(
+    store: "Store",
+    contract: Contract,
+    names: Names,
+    index: int,
+    backend: str | None,
+    timeout_seconds: float,
+) -> "Backend":
+    """The backend of the instances that ``names`` has, of which this one is number ``index``."""
+    from popdist.exchange.transport import rendezvous, torch_backend
+    from popdist.exchange.transport.connections import Connections
+
+    num_local = contract.num_local_instances
+    connected = Connections(
+        store,
+        names=names,
+        instance_index=index,
+        address=rendezvous.own_address(contract),
+        host=f"host {contract.instance_index // num_local} of {num_local} each",  # as many in a row on each
+        timeout_seconds=timeout_seconds,
+        header_bytes=HEADER_BYTES,
+        warns_of_sharing=not contract.shares_device,
+    )
+    return torch_backend.TorchBackend(connected, names.members, DEVICE_KINDS[backend])
+
+
+def finalize() -> None:
+    """Leave the job: drop the connections. Does nothing when there is no initialized job.
+
+    It waits for nobody: an instance that still waits for this one gets a ``BackendError``. ``init()`` may be
+    called again, if all instances do.
+    """
+    job, _state.job = _state.job, None
+    if job is not None:
+        if _state.mark is not None:
+            os.close(_state.mark)
+        if job.default_group is not None:
+            job.default_group.destroy()
+        if job.data_parallel is not None:
+            job.data_parallel.backend.close()
+        job.group.backend.close()
+
+
+def _leave_at_exit() -> None:
+    """Finalize at the end of the process; only under MPI are the connections closed before the process ends."""
+    if _state.job is None:
+        return
+    if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
+        finalize()  # MPI's own end waits for every instance, also for those that still wait for this one
+    else:  # the kernel closes them last: who sees this instance lost finds it ended, so the right one is blamed
+        if _state.job.data_parallel is not None:
+            _state.job.data_parallel.backend.stop_threads()
+        _state.job.group.backend.stop_threads()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called and ``finalize()`` has not."""
+    return _state.job is not None
+
+
+def instance_index() -> int:
+    """This instance (process) among those of the job: 0 to ``num_instances() - 1``; 0 outside a job."""
+    return environment().contract.instance_index
+
+
+def num_instances() -> int:
+    """Instances (processes) in the job; 1 outside a job."""
+    return environment().contract.num_instances
+
+
+def num_replicas() -> int:
+    """Replicas of the model in the whole job; 1 outside a job.
+
+    A multiple of ``num_instances()``; where several instances share a replica, these are a multiple of it.
+    """
+    return environment().contract.num_replicas
+
+
+def replica_index() -> int:
+    """The first replica of which this instance holds all or a part, from 0; 0 outside a job."""
+    return local_replicas().start
+
+
+def instances_of_replica() -> range:
+    """The instances that hold the first replica of this one, or parts of it, by their numbers in the job."""
+    contract = environment().contract
+    shared = contract.parallelism.instances_per_replica
+    return range(contract.replica_part.replica * shared, (contract.replica_part.replica + 1) * shared)
+
+
+def num_local_replicas() -> int:
+    """Replicas of which this instance holds all or a part, as many on every instance; 1 outside a job."""
+    return environment().contract.layout.num_local_replicas
+
+
+def local_replicas() -> range:
+    """Job-wide numbers of the replicas of ``num_local_replicas()``, ascending; ``range(0, 1)`` outside a job."""
+    contract = environment().contract
+    return contract.layout.replicas_of(contract.data_parallel_index)
+
+
+def ipus_per_replica() -> int:
+    """Virtual IPUs (a share of the CPU's cores, or one accelerator each) that a replica uses; 1 outside a job."""
+    return environment().contract.ipus_per_replica
+
+
+def local_instance_index() -> int:
+    """This instance among those of the job on its host, from 0; 0 outside a job."""
+    return environment().contract.local_instance_index
+
+
+def job_id() -> str:
+    """A name of the job, the same on all its instances: for folders of runs, logs and trackers.
+
+    Under poprun it is ``POPDIST_JOB_ID``: what the caller has set it to, so that a job that is started again can
+    have the same one, else a new random one. Empty under other launchers and outside a job.
+    """
+    return environment().contract.job_id
+
+
+def device() -> "torch.device":
+    """The device that this instance computes on: the first of ``devices()``.
+
+    Under poprun it is the first of the accelerators that the instance was given, or the CPU when it was given
+    none. Under another launcher, and outside a job, it is the accelerator with the number of the instance on its
+    host, or the first of those that it needs in that order, when torch sees that one, else the CPU. Imports
+    torch and begins to use no accelerator.
+
+    Raises:
+        BackendError: If poprun gave the instance an accelerator that this torch does not see.
+    """
+    return devices()[0]
+
+
+def devices() -> "tuple[torch.device, ...]":
+    """All devices of this instance: those of ``ipus_per_replica()``, or its part of them in a shared replica.
+
+    Under poprun they are the accelerators that it was given, under another launcher and outside a job those after
+    the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and begins to
+    use no accelerator.
+
+    Raises:
+        BackendError: As :func:`device`.
+    """
+    import_module("popdist.ground.installation.needs_torch")
+    from popdist.ground.accelerators import accelerator
+
+    found = environment()
+    return accelerator.devices_of(found.contract, are_dealt=found.launcher is Launcher.POPRUN)

@@ -1,0 +1,297 @@
+"""The checks of the steps of optimizers: who may step on a parameter, and whether its gradient is the job's.
+
+A step on gradients that popdist has not reduced is compared with the steps of the other instances in the first
+three such steps of the optimizer, and in every 100th.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from popdist.errors import BackendError, GradientError, MicroBatchError, OptimizerError
+from popdist.exchange.process_group.registration import remember_wrappers
+from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters_of, training_loop, with_closure
+from popdist.ground import torch_private
+from popdist.ground.local_tensors import is_distributed
+from popdist.job import context
+from popdist.step.checks.step_checks import CheckedSteps, is_checked
+from popdist.step.checks.tensor_changes import find_difference, sum_tensors
+from popdist.step.training.outside_step import LOOP
+from popdist.step.training.step import joint_modules, lost_steps, modules_in, reduced_modules, running_steps
+
+
+@cache
+def install() -> None:
+    """Have these checks made in the steps of all optimizers of torch from now on."""
+    register_optimizer_step_pre_hook(_check_optimizer_step)
+    remember_wrappers()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SharedParameter:
+    """A parameter in memory that the instances of a host share; only its owner, an optimizer, may step on it."""
+
+    parameter: weakref.ref[Parameter]
+    address: int  # elsewhere in memory it is no longer shared
+    owner: weakref.ref[object]  # when it has gone, no optimizer may step
+
+
+_shared: Final[dict[int, _SharedParameter]] = {}
+"""The shared parameters, by identity."""
+
+
+def reserve(parameters: Iterable[Parameter], owner: object) -> None:
+    """From now on let ``owner`` alone step on ``parameters``, as long as they stay where they are now."""
+    for parameter in parameters:
+        key = id(parameter)
+        reference = weakref.ref(parameter, lambda _, key=key: _shared.pop(key, None))  # type: ignore[misc] # mypy takes no defaults here
+        _shared[key] = _SharedParameter(
+            parameter=reference, address=parameter.data_ptr(), owner=weakref.ref(owner)
+        )
+
+
+def _check_optimizer_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check a step that begins; one with a closure, which makes the gradients, whenever that has been called."""
+    makes_gradients = closure_of(args, kwargs) is not None
+    if _shared:
+        _refuse_shared(optimizer)
+    if running_steps or lost_steps:
+        _refuse_incomplete(optimizer, makes_gradients=makes_gradients)
+    if context.num_replicas() > 1:
+        if reduced_modules:
+            _check_all_are_wrapped(optimizer)
+        if not makes_gradients:
+            _check_gradients(optimizer)
+    return with_closure(optimizer, args, kwargs, lambda: _check_gradients(optimizer))
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """Check the gradients that a step of ``optimizer`` will use."""
+    _compare_gradients(optimizer)
+    _refuse_lone_gradients(optimizer)
+
+
+@dataclass(slots=True)
+class LoneSteps:
+    """The steps of optimizers on gradients of this instance alone, which nothing has shown to be a mistake."""
+
+    number: int = 0
+
+
+lone_steps: Final = LoneSteps()
+"""Those of this process, of which poprun tells at its end: see `popdist.startup.lone_training`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """What this process had sent to other replicas when an optimizer began its step ``num_steps``."""
+
+    num_bytes: int  # by popdist
+    num_calls: int  # of collectives of torch, whose bytes no public name of torch tells
+    num_steps: int
+
+    @classmethod
+    def until_now(cls, num_steps: int) -> Self:
+        """Return what has been sent until now."""
+        num_bytes = context.current_job().group.num_bytes if context.is_initialized() else 0
+        num_calls = torch_private.num_collectives(apart_from=context.instances_of_replica())
+        return cls(num_bytes=num_bytes, num_calls=num_calls, num_steps=num_steps)
+
+
+_sent: Final[weakref.WeakKeyDictionary[Optimizer, _Sent]] = weakref.WeakKeyDictionary()
+
+
+def _refuse_lone_gradients(optimizer: Optimizer) -> None:
+    """Refuse a step on this instance's gradients, where the program has its share of the samples or weights."""
+    if context.num_replicas() == 1:
+        return
+    before = _sent.get(optimizer, _Sent(num_bytes=0, num_calls=0, num_steps=0))
+    now = _sent[optimizer] = _Sent.until_now(before.num_steps + 1)
+    alone = [it.grad for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
+    is_said = context.is_initialized() and context.current_job().group.is_limited
+    if reduced_modules or is_said or not alone:
+        return
+    if now.num_bytes - before.num_bytes >= sum(it.nbytes for it in alone):
+        return  # the program adds them over the instances by itself
+    is_torch_called, found = now.num_calls > before.num_calls, "nothing has added up their gradients"
+    if not training_loop.num_loader_passes and not any(map(is_distributed, alone)):
+        # perhaps all instances train the same, or each something of its own
+        lone_steps.number += not is_torch_called
+        return
+    if is_torch_called:
+        if (
+            _are_reduced_by_torch(optimizer, alone)
+            or not is_checked(now.num_steps)
+            or _are_equal(optimizer, alone)
+        ):
+            return
+        found = "after the collectives that this step has called, the gradients of the instances still differ"
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.step() would move the weights by the gradients of this instance alone: the "
+        f"job has {context.num_replicas()} replicas, and {found}. Wrap the model, "
+        f"and write\n{LOOP}\n\nor call popdist.all_reduce_gradients(model) before the step. Where an instance "
+        "trains a model for itself, or adds up gradients in a way that popdist does not see, say so: "
+        "popdist.execute_on_instances({popdist.instance_index()}, optimizer.step)"
+    )
+
+
+def _are_reduced_by_torch(optimizer: Optimizer, gradients: Sequence[Any]) -> bool:
+    """Whether DistributedDataParallel or FSDP adds up ``gradients``, or some of an optimizer of such a model."""
+    own = context.instances_of_replica()
+    for gradient in filter(is_distributed, gradients):
+        if any(rank not in own for rank in gradient.device_mesh.mesh.flatten().tolist()):
+            return True
+    wrapped = {id(parameter) for wrapper in tuple(remember_wrappers()) for parameter in wrapper.parameters()}
+    return any(id(parameter) in wrapped for parameter in parameters_of(optimizer))
+
+
+def _are_equal(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+    """Whether ``gradients`` are equal on all instances, which all call this: the program has added them up."""
+    word = sum_tensors(("", it) for it in gradients).word
+    if context.is_initialized():
+        if not context.current_job().is_checked:
+            return True
+        text = f"{type(optimizer).__name__}.step() on gradients that popdist has not reduced"
+        return len({it for (it,) in context.data_parallel_group().start(text, [word]).wait()}) == 1
+    if not dist.is_initialized():
+        return False
+    own = torch.tensor([word], dtype=torch.int64, device=gradients[0].device)
+    words = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(words, own)
+    return all(bool(it == own) for it in words)
+
+
+def _refuse_shared(optimizer: Optimizer) -> None:
+    for parameter in parameters_of(optimizer):
+        if _belongs_to_another(parameter, optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.step() on a parameter of shape {tuple(parameter.shape)} that all "
+                "instances of this host share, because a ShardedOptimizer was made for it: step with that one, or "
+                "give each instance a copy of its own first (parameter.data = parameter.data.clone())"
+            )
+
+
+def _belongs_to_another(parameter: Tensor, optimizer: Optimizer) -> bool:
+    """Whether another optimizer alone may step on ``parameter``: each instance would update the one copy."""
+    known = _shared.get(id(parameter))
+    return (
+        known is not None
+        and known.parameter() is parameter
+        and known.address == parameter.data_ptr()
+        and known.owner() is not optimizer
+    )
+
+
+def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
+    """Refuse a step on a model that is in the middle of its step, or whose last step was lost."""
+    updated = set(map(id, parameters_of(optimizer)))
+    modules = [module for state in tuple(running_steps) if (module := state.module) is not None]
+    if any(id(parameter) in updated for module in modules for parameter in module.parameters()):
+        raise MicroBatchError(
+            "optimizer.step() before the gradients of all replicas are there: call it after the "
+            "micro_batches loop, or after model.reduce_gradients()"
+        )
+    for state in tuple(lost_steps):
+        module = state.module
+        if module is not None and not makes_gradients and _has_nothing_for(updated, module):
+            raise MicroBatchError(
+                "optimizer.step() without a gradient: the last step of this model was lost on all instances, "
+                "because a loop over its micro batches was left before its end (by break, return or an exception, "
+                "or beside another one in zip() without strict=True), or raised an error, here or on another "
+                "instance. Begin the next step, which works on all instances; where an exception is caught, go on "
+                "with the next batch in place of this call"
+            )
+
+
+def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
+    """Whether parameters of ``module`` are to be updated, and none of them has a gradient."""
+    trained = [it for it in module.parameters() if it.requires_grad and id(it) in updated]
+    return bool(trained) and all(it.grad is None for it in trained)
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """The number of parameters and models when an optimizer was compared with these, and its steps since."""
+
+    sizes: tuple[int, int] = (0, 0)
+    num_steps: int = 0
+
+
+_compared: Final[weakref.WeakKeyDictionary[Optimizer, _Comparison]] = weakref.WeakKeyDictionary()
+
+
+def _check_all_are_wrapped(optimizer: Optimizer) -> None:
+    """Refuse a step that moves a parameter beside those of wrapped models with one instance's gradient."""
+    sizes = sum(len(group["params"]) for group in optimizer.param_groups), len(reduced_modules)
+    known = _compared.get(optimizer)
+    if known is None or known.sizes != sizes:
+        known = _compared[optimizer] = _Comparison(sizes)
+    known.num_steps += 1
+    if not is_checked(known.num_steps):
+        return
+    wrapped = {id(it) for module in modules_in(reduced_modules) for it in module.parameters()}
+    if not any(id(parameter) in wrapped for parameter in parameters_of(optimizer)):
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and parameter.grad is not None and id(parameter) not in wrapped:
+                name = (group.get("param_names") or {place: f"parameter {place} of group {number}"})[place]
+                raise OptimizerError(
+                    f"{type(optimizer).__name__}.step() would move {name}, of shape {tuple(parameter.shape)}, by "
+                    "the gradient of this instance alone: the optimizer holds it beside the parameters of a "
+                    "ReplicatedModel, and nothing wraps it. Wrap all that is trained, together "
+                    "(popdist.ReplicatedModel(nn.ModuleDict({...}))) or each module by itself; give what each "
+                    "instance trains for itself an optimizer of its own"
+                )
+
+
+_unreduced_steps: Final[weakref.WeakKeyDictionary[Optimizer, CheckedSteps]] = weakref.WeakKeyDictionary()
+"""For each optimizer, its steps on gradients that popdist has not reduced."""
+
+
+def _unreduced(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The gradients that popdist has not reduced, of parameters that are the same on all instances; with names."""
+    found = [it for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
+    if not found:
+        return []
+    modules = modules_in(joint_modules)
+    names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+    return [(names[id(it)], it.grad) for it in found if id(it) in names and it.grad is not None]
+
+
+def _compare_gradients(optimizer: Optimizer) -> None:
+    """Check that gradients which popdist has not reduced are equal on all instances, if the step is checked."""
+    if not context.is_initialized() or (number := context.environment().contract.layout.num_instances) == 1:
+        return
+    group = context.data_parallel_group()
+    if len(group.instances) < number or not (gradients := _unreduced(optimizer)):
+        return
+    steps = _unreduced_steps.setdefault(optimizer, CheckedSteps())
+    is_next_checked = steps.is_next_checked()
+    steps.end_step()
+    if not is_next_checked:
+        return
+    text = f"{type(optimizer).__name__}.step() on gradients that popdist has not reduced"
+    sums = sum_tensors(gradients)
+    try:
+        words = [word for (word,) in group.start(text, [sums.word]).wait()]
+        difference = find_difference(group, "gradients", words, sums)
+    except BackendError:
+        return  # an instance has left, or was lost: the next call that needs it will say so
+    if difference is not None:
+        raise GradientError(
+            f"{text}, and they are not equal on all instances: {difference}. They were set by hand, or come from "
+            "backward() under no_sync(). Compute them in a loop over model.micro_batches(batch), or add them over "
+            "the instances first, as popdist.all_reduce_gradients(model) does"
+        )

@@ -1,0 +1,228 @@
+"""State that a module keeps in Python from one forward pass to the next, found in checked steps.
+
+Buffers and random states belong to the replica. A hidden state in an attribute, a counter or a generator of the
+module's own do not: an instance with two replicas moves them twice. Caches and records are harmless, so only that
+is reported which changes in each watched pass, and is changed in place, read by the next pass, or a counter.
+"""
+
+import hashlib
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from popdist.ground.torch_private import num_writes
+from popdist.job.weights import bytes_of
+
+R = TypeVar("R")
+
+ENOUGH: Final = 3
+"""An attribute is reported when it has changed in every watched pass, and in at least so many."""
+
+MOST_PASSES: Final = 12
+"""How many passes are watched in one step: a model without steps of its own would be watched for ever."""
+
+MOST_ITEMS: Final = 64
+"""Of a larger list, tuple or dict only the length and the identity count."""
+
+MOST_DEPTH: Final = 3
+
+LARGE_BYTES: Final = 1 << 20
+"""Of a larger tensor or array only torch's count of writes and the identity count."""
+
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+
+Fingerprint = object
+"""What tells a value from another one: equal fingerprints are equal values."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """How an attribute changed in the passes that were watched."""
+
+    num_passes: int = 0
+    num_changes: int = 0
+    is_same_object: bool = True  # it was changed in place
+    is_read: bool = False  # torch was given a tensor of it as it was before a pass
+    differences: list[float] = field(default_factory=list)  # of a number, in each pass
+
+
+class PythonState:
+    """What the modules of one model keep in Python."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._reported: set[tuple[str, str]] = set()
+        self._step = -1
+        self._num_passes = 0
+
+    def is_watched(self, step: int) -> bool:
+        """Whether the next pass of step ``step``, which is a checked one, is watched."""
+        if step != self._step:
+            self._step, self._num_passes = step, 0
+            self._reported.clear()
+        return self._num_passes < MOST_PASSES
+
+    def watch(self, forward: Callable[[], R]) -> R:
+        """Call ``forward``, and find out what it changes."""
+        self._num_passes += 1
+        before = {key: (it, _fingerprint_of(it)) for key, it in self._attributes()}
+        # not before something has changed twice: torch.compile compiles anew for the mode that sees operations
+        suspects = {key for key, seen in self._seen.items() if seen.num_changes == seen.num_passes >= ENOUGH - 1}
+        tensors = {id(it): key for key in suspects & before.keys() for it in _tensors_in(before[key][0])}
+        if tensors:
+            with _Reads(set(tensors)) as reads:
+                result = forward()
+            for identity in reads.found:
+                self._seen[tensors[identity]].is_read = True
+        else:
+            result = forward()
+        for key, now in self._attributes():
+            if key in before:
+                self._compare(key, *before[key], now)
+        return result
+
+    def _compare(self, key: tuple[str, str], was: object, printed: Fingerprint, now: object) -> None:
+        seen = self._seen.setdefault(key, _Seen())
+        seen.num_passes += 1
+        if _has_changed(printed, _fingerprint_of(now)):
+            seen.num_changes += 1
+            seen.is_same_object &= now is was
+            if isinstance(was, int | float) and isinstance(now, int | float):
+                seen.differences.append(now - was)
+            if seen.num_changes == seen.num_passes >= ENOUGH and key not in self._reported:
+                self._report(key, seen)
+
+    def _attributes(self) -> Iterator[tuple[tuple[str, str], object]]:
+        """The attributes of the program's own modules, with their paths and names."""
+        for path, module in self._module.named_modules():
+            if type(module).__module__.partition(".")[0] != "torch":
+                for name, value in tuple(vars(module).items()):
+                    if name not in _OF_EVERY_MODULE and not _is_computed(module, name):
+                        yield (path, name), value
+
+    def _report(self, key: tuple[str, str], seen: _Seen) -> None:
+        if not (seen.is_same_object or seen.is_read or _is_counter(seen)):
+            return
+        self._reported.add(key)
+        path, name = key
+        what = f"the attribute {name} of {type(self._module.get_submodule(path)).__name__}"
+        _faults.append(
+            f"{what}{f' ({path})' if path else ''} changes in each forward pass, and the next pass reads it: an "
+            "instance with several replicas changes it more often than one with a single one, so the result would "
+            "depend on how the replicas are dealt to instances. Make a number or tensor a buffer "
+            "(register_buffer), which belongs to the replica; change it once a step, outside of forward; hand a "
+            "state that follows the samples to forward and return it; draw from torch's global generator in place "
+            "of one of the module's own. popdist.init(checks='off') leaves out this check"
+        )
+
+
+def _is_counter(seen: _Seen) -> bool:
+    """Whether a number has grown by the same amount in each pass."""
+    return len(seen.differences) == seen.num_changes and len(set(seen.differences)) == 1
+
+
+class _Reads(TorchFunctionMode):
+    """Within it, the tensors of some identities are found that an operation of torch is given."""
+
+    def __init__(self, identities: set[int]) -> None:
+        super().__init__()
+        self._identities = identities
+        self.found: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at the arguments, and call the operation."""
+        if getattr(func, "__name__", "") != "__set__":
+            given = _tensors_in([*args, *(kwargs or {}).values()])
+            self.found |= self._identities & {id(it) for it in given}
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a value and in the containers that it is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | deque | Mapping) and depth < MOST_DEPTH and len(value) <= MOST_ITEMS:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item, depth + 1)
+
+
+_faults: Final[list[str]] = []
+"""What was found in any model, until the end of a step reports it."""
+
+
+def next_fault() -> str | None:
+    """The first of what was found since this was called last, in words."""
+    fault = next(iter(_faults), None)
+    _faults.clear()
+    return fault
+
+
+def _is_computed(module: nn.Module, name: str) -> bool:
+    """Whether a hook makes the attribute anew from a parameter, as old spectral_norm and weight_norm do."""
+    return any(parameter.startswith(f"{name}_") for parameter, _ in module.named_parameters(recurse=False))
+
+
+def _fingerprint_of(value: object, depth: int = 0) -> Fingerprint:
+    """What tells ``value`` from another one; None of what is no plain state, such as a function."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return (type(value).__name__, repr(value))
+    if isinstance(value, Tensor):
+        return _fingerprint_of_tensor(value)
+    if isinstance(value, torch.Generator):
+        return ("generator", _digest(value.get_state().numpy().tobytes()))
+    if isinstance(value, random.Random):
+        return ("generator", _digest(repr(value.getstate()).encode()))
+    if isinstance(value, np.random.Generator):
+        return ("generator", _digest(pickle.dumps(value.bit_generator.state)))
+    if isinstance(value, np.random.RandomState):
+        return ("generator", _digest(pickle.dumps(value.get_state())))
+    if isinstance(value, np.ndarray | np.generic):
+        return ("array", _digest(value.tobytes()) if value.nbytes <= LARGE_BYTES else id(value))
+    if isinstance(value, list | tuple | deque | Mapping):
+        return _fingerprint_of_items(value, depth)
+    return None
+
+
+def _fingerprint_of_tensor(value: Tensor) -> Fingerprint:
+    if value.requires_grad or value.layout != torch.strided or value.device.type == "meta":
+        return None  # torch itself refuses a graph that is carried over
+    if value.nbytes > LARGE_BYTES:
+        return ("tensor", id(value), num_writes(value))
+    return ("tensor", value.dtype, tuple(value.shape), _digest(bytes_of(value)))
+
+
+def _fingerprint_of_items(value: Any, depth: int) -> Fingerprint:
+    if depth == MOST_DEPTH or len(value) > MOST_ITEMS:
+        return ("many", len(value), id(value))
+    if isinstance(value, Mapping):
+        return {repr(key): _fingerprint_of(item, depth + 1) for key, item in value.items()}
+    kind = tuple if isinstance(value, tuple) else list
+    return kind(_fingerprint_of(item, depth + 1) for item in value)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _has_changed(before: Fingerprint, now: Fingerprint) -> bool:
+    """Whether a value has changed; a list or dict that has only grown is a log or a cache."""
+    if isinstance(before, list) and isinstance(now, list):
+        return now[: len(before)] != before
+    if isinstance(before, dict) and isinstance(now, dict):
+        return any(key not in now or now[key] != it for key, it in before.items())
+    return before != now

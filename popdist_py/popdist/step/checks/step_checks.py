@@ -1,0 +1,296 @@
+"""The checks of the steps of models: what is compared, watched and found.
+
+Checks that cost time are made in a model's first three steps and then in every 100th, as what goes wrong mostly
+does so from the start, or goes on for long. All instances count the same number of a step when they begin it.
+Outside of steps nothing is checked, so an evaluation on some instances never waits for the others.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import islice
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from popdist.errors import (
+    PopdistWarning,
+)
+from popdist.exchange.groups import Group
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.optimizer_steps import digest_of_rates, training_loop
+from popdist.gradients.step_headers import NOT_DEALT, BeginHeader, ModelChecks, StepChecks
+from popdist.ground import torch_private
+from popdist.ground.layout import ReplicaLayout
+from popdist.job import context
+from popdist.job.weights import bytes_of
+from popdist.step.checks.python_state import PythonState, next_fault
+from popdist.step.checks.tensor_changes import (
+    OtherParameters,
+    ParameterSums,
+    UntrackedBuffers,
+    compare_copies,
+    compare_weights,
+    sum_parameters,
+)
+from popdist.step.training.micro_batches import Nest, batches_of_loaders, children_of, is_list_of_strings
+from popdist.step.training.model_steps import ModelSteps
+
+NUM_FIRST: Final = 3
+"""So many first steps are checked."""
+
+EVERY: Final = 100
+"""And every so many-th."""
+
+
+def is_checked(number: int) -> bool:
+    """Whether step ``number`` of a model, counted from 1, is one in which the checks are made that cost time."""
+    return number <= NUM_FIRST or number % EVERY == 0
+
+
+class CheckedSteps:
+    """The steps of one model, counted: ``number`` is that of the next one, from 1."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def is_next_checked(self) -> bool:
+        """Whether the next step, which begins now, is checked; never with ``popdist.init(checks="off")``."""
+        return is_checked(self.number) and context.current_job().is_checked
+
+    def end_step(self) -> None:
+        """Count a step that has ended with a gradient on all instances."""
+        self.number += 1
+
+
+R = TypeVar("R")
+
+_MOST_IN_VAIN: Final = 3
+
+_MOST_TENSORS: Final = 4
+_MOST_NUMBERS: Final = 4096
+"""Tensors of a batch, and numbers of each, that are read: enough to tell it from others."""
+
+
+@cache
+def install() -> None:
+    """Have these checks made in the steps of all models from now on."""
+    ModelSteps.make_checks = _make_checks
+
+
+def _make_checks(module: nn.Module, buffers: ReplicaBuffers, layout: ReplicaLayout) -> ModelChecks:
+    """The checks of one model's steps: none with ``popdist.init(checks="off")``."""
+    if context.is_initialized() and not context.current_job().is_checked:
+        return ModelChecks()
+    return ReplicaChecks(module, buffers, layout)
+
+
+class ReplicaChecks(ModelChecks):
+    """The checks of one model's steps."""
+
+    def __init__(self, module: nn.Module, buffers: ReplicaBuffers, layout: ReplicaLayout) -> None:
+        self._module = module
+        self._layout = layout
+        self._buffers = buffers
+        self._steps = CheckedSteps()
+        self._python_state = PythonState(module)
+        self._passes_before = training_loop.num_loader_passes
+        self._inputs = 0
+        self._written = WrittenWeights(module)
+
+    def begin_step(self, batch: Nest = None) -> StepChecks:
+        """The checks of the step that begins; in one that is not checked only what others found is passed on."""
+        writes = self._written.since_before() if self._layout.num_instances > 1 else 0
+        if not self._steps.is_next_checked():
+            return UncheckedStep(self._written, writes)
+        compare_copies(self._module)
+        is_first = self._steps.number == 1
+        num_passes = training_loop.num_loader_passes - self._passes_before
+        if self._layout.num_replicas == 1:
+            return CheckedStep(None, None, batch, num_passes, is_first=is_first)
+        others = OtherParameters(self._module, self._buffers.other_modules())
+        step = CheckedStep(sum_parameters(self._module), others, batch, num_passes, is_first=is_first)
+        step.inputs, self._inputs = self._inputs, 0
+        return step
+
+    def end_step(self) -> None:
+        """Count a step that has ended with a gradient on all instances."""
+        if self._steps.is_next_checked():  # a pass that was found is not found again
+            self._passes_before = training_loop.num_loader_passes
+            trained = [it for it in self._module.parameters() if it.requires_grad]
+            if trained and all(it.grad is None for it in trained) and context.instance_index() == 0:
+                _warn(
+                    "this step has no gradient: backward() was called in no micro batch of any replica. Call it "
+                    "for each micro batch; where no gradients are wanted, write `for batch in loader:` and "
+                    "`for x, y in batch:`"
+                )
+        self._steps.end_step()
+
+    def note_inputs(self, inputs: Nest) -> None:
+        """Note what is passed to the model outside of micro batches, if the next step is checked."""
+        if self._layout.num_instances > 1 and self._steps.is_next_checked():
+            self._inputs = digest_of_batch(inputs)
+
+    def watch(self, forward: Callable[[], R]) -> R:
+        """Call the module's forward pass; in a checked step find out what it keeps in Python."""
+        if self._steps.is_next_checked() and self._python_state.is_watched(self._steps.number):
+            return self._python_state.watch(forward)
+        return forward()
+
+
+class WrittenWeights:
+    """How the weights of a model were written: torch counts the writes of each tensor, optimizers have rates.
+
+    An instance that makes an optimizer step alone, or alone loads weights, has another number of writes, and an
+    instance whose scheduler steps alone has another learning rate. Neither is a fault: a mean of the weights that
+    one instance puts in and takes out for an evaluation changes nothing. So it only has the weights compared.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.num_vain = 0  # comparisons that found equal weights
+        self._before: int | None = None
+
+    def since_before(self) -> int:
+        """Return a digest of the writes since the last call; 0 in the first call, or after vain comparisons."""
+        if self.num_vain == _MOST_IN_VAIN:
+            return 0
+        parameters = [it for it in self.module.parameters() if not it.is_inference()]
+        now = sum(map(torch_private.num_writes, parameters))
+        before, self._before = self._before, now
+        if before is None:
+            return 0
+        return hash((now - before, digest_of_rates(frozenset(map(id, parameters)))))
+
+
+class UncheckedStep(StepChecks):
+    """A step in which weights are compared only if the instances have written them unequally often."""
+
+    def __init__(self, written: WrittenWeights, writes: int) -> None:
+        self._written = written
+        self.writes = writes
+
+    def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
+        """Raise an error, on every instance, if the digests of writes differ and the weights differ."""
+        if len(set(writes)) > 1:
+            sums = sum_parameters(self._written.module)
+            exchange = group.start("compare weights that were not written alike", [sums.word])
+            words = exchange.wait(timeout_seconds)
+            compare_weights(group, [word for (word,) in words], sums, timeout_seconds)
+            self._written.num_vain += 1
+
+    def fault(self) -> str | None:
+        """What was found in a forward pass of any model."""
+        return next_fault()
+
+
+class CheckedStep(StepChecks):
+    """A step in which weights, samples, passes over loaders and buffers are compared."""
+
+    is_on = True
+
+    def __init__(
+        self,
+        sums: ParameterSums | None,  # None where the job has one replica
+        others: OtherParameters | None,
+        batch: Nest,
+        num_passes: int,
+        *,
+        is_first: bool,
+    ) -> None:
+        self._sums = sums
+        self._others = others
+        self._buffers: UntrackedBuffers | None = None
+        self._is_first = is_first
+        self.inputs = 0  # a digest of what was passed to the model outside of micro batches
+        self.checksum = 0 if sums is None else sums.word
+        if context.environment().contract.layout.num_instances > 1 and batch is not None:
+            self.num_loader_passes = num_passes
+            self.digest = 0 if batches_of_loaders(batch) else digest_of_batch(batch)
+
+    def compare_weights(
+        self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
+    ) -> None:
+        """Raise an error, on every instance, that names the first parameter which differs."""
+        compare_weights(group, checksums, self._sums, timeout_seconds)
+
+    def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
+        """Warn of instances that bring the same samples, or that read a loader alone."""
+        own = headers[group.instances.index(group.backend.instance_index)]
+        _warn_of_equal(group, [header.digest for header in headers])
+        passes = [header.num_loader_passes for header in headers if header.epoch != NOT_DEALT]
+        most = max(passes, default=0)
+        if own.num_loader_passes == most > min(passes, default=0) and own.epoch != NOT_DEALT:
+            _warn(
+                f"this instance has read loaders of popdist.data_loader {most} times since the last check, and "
+                f"another one {min(passes)} times: a loader that is read on some instances only, as in "
+                "`if is_main():`, gives them their share of the samples. Evaluate on all instances and join what "
+                "they find by popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's there"
+            )
+
+    def compare_inputs(self, group: Group) -> None:
+        """Warn of instances that pass the same samples to the model in a loop without micro batches."""
+        if len(group.instances) > 1:
+            _warn_of_equal(group, [it for (it,) in group.start("compare the samples", [self.inputs]).wait()])
+
+    def fault(self) -> str | None:
+        """The first parameter that was written in this step, or what was found in a forward pass."""
+        if found := next_fault():
+            return found
+        place = None if self._sums is None else self._sums.first_change()
+        if self._sums is not None and place is not None:
+            return (
+                f"{self._sums.names[place]} was written in a micro batch: so the result depends on how many micro "
+                "batches an instance computes, and this step has no gradient on any instance. Write a parameter "
+                "once for all replicas, outside of the loop over micro batches (as after optimizer.step()); or "
+                "make it a buffer, which is combined over the replicas"
+            )
+        return None if self._others is None else self._others.fault()
+
+    def begin_loop(self) -> None:
+        """Look for buffers of modules that nothing wraps, in a model's first step, on the main instance."""
+        if self._is_first and self._sums is not None and context.instance_index() == 0:
+            self._buffers = UntrackedBuffers()
+
+    def end_loop(self, *, is_complete: bool) -> None:
+        """Warn of those that changed."""
+        if self._buffers is not None:
+            self._buffers.close(warns=is_complete)
+
+
+def _warn_of_equal(group: Group, digests: Sequence[int]) -> None:
+    """Warn on the first instance whose digest equals this instance's; the digest 0 stands for no samples."""
+    place = group.instances.index(group.backend.instance_index)
+    equal = [it for it, digest in zip(group.instances, digests, strict=True) if digest == digests[place]]
+    if digests[place] and len(equal) > 1 and equal[0] == group.backend.instance_index:
+        _warn(
+            f"{group.name(equal)} train on the same samples in this step: what draws the batches, such as "
+            "a torch DataLoader with shuffle=True, gives all of the data to each instance. Have it dealt: "
+            "popdist.data_loader(dataset, micro_batch_size, shuffle=True)"
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, PopdistWarning, stacklevel=3)
+
+
+def digest_of_batch(batch: Nest) -> int:
+    """A number that tells this batch from others by the first numbers of its first tensors; 0 if all equal."""
+    digest, has_content = hashlib.blake2b(digest_size=7), False
+    for tensor in islice(_dense_tensors(batch), _MOST_TENSORS):
+        head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
+        has_content |= bool((head != head[0]).any())
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        digest.update(bytes_of(head))
+    return int.from_bytes(digest.digest(), "little") if has_content else 0
+
+
+def _dense_tensors(nest: Nest) -> Iterator[Tensor]:
+    if isinstance(nest, torch.Tensor):
+        if not nest.is_meta and nest.layout == torch.strided and nest.numel():
+            yield nest
+    elif not is_list_of_strings(nest):
+        for _, child in children_of(nest):
+            yield from _dense_tensors(child)

@@ -1,0 +1,319 @@
+"""Exchange of values among the replicas of a batch norm group: at each layer, forward and backward.
+
+The participants of a group, its replicas with samples, bring an array to each call and get the arrays of all.
+Those of one instance take turns, and the last exchanges for them: first where each is, then the arrays, or an
+error on all. An instance that leaves its step says so, so nobody waits for a replica that is gone.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from popdist.errors import BatchError, MicroBatchError, PopdistError, whole_number
+from popdist.exchange.groups import Group, wait_for_first_error
+from popdist.ground.layout import ReplicaLayout
+from popdist.job.collectives import gather_bytes
+
+Kind = Literal["forward", "backward", "end", "left"]
+
+ReplicaValues: TypeAlias = NDArray[np.float64]
+"""The array that a replica brings to an exchange."""
+
+GroupValues: TypeAlias = NDArray[np.float64]
+"""The arrays of all participants, one below the other."""
+
+_KINDS: Final[tuple[Kind, ...]] = ("forward", "backward", "end", "left")
+
+_TEXT: Final = "exchange among batch norm groups"
+
+_WEIGHTS: Final = "exchange the weights of micro batches"
+
+_layers: Final[dict[int, str]] = {}
+"""The names of grouped layers, for messages, by their numbers."""
+
+
+def layer_number(name: str) -> int:
+    """A number that stands for the layer ``name`` on all instances."""
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+    _layers[number] = name
+    return number
+
+
+class SyncPoint(NamedTuple):
+    """Where a replica waits for others: in a pass of a layer with ``width`` numbers, or at its end."""
+
+    kind: Kind
+    layer: int = 0  # the number of the layer that it calls; 0 for none
+    width: int = 0
+
+    def __str__(self) -> str:
+        """In words, after the replica's name."""
+        if self.kind == "end":
+            return "has ended its micro batch"
+        if self.kind == "left":
+            return "has left its micro batch (by break, return or an exception; see the error there)"
+        return f"is in the {self.kind} pass of {_layers.get(self.layer, 'another layer')}"
+
+
+END: Final = SyncPoint("end")
+LEFT: Final = SyncPoint("left")
+
+
+class GroupSync:
+    """The exchanges of one group in one micro batch."""
+
+    def __init__(
+        self,
+        weights: Mapping[int, float],  # of its participants, by job-wide number of the replica
+        local: Sequence[int],  # those of this instance
+        group: Group | None,  # the instances with participants, None where it is this one alone
+        owners: Sequence[Sequence[int]],  # the participants of each of these
+    ) -> None:
+        heaviest = max(weights.values(), default=1.0)
+        self.local = local
+        self.shares = {replica: weight / heaviest for replica, weight in weights.items()}
+        self.is_over = not local
+        self._group = group
+        self._owners = owners
+        self._points: dict[int, SyncPoint] = {}
+        self._values: dict[int, ReplicaValues] = {}
+        self._found: GroupValues = np.empty((0, 0))
+        self._trouble: PopdistError | None = None
+        self._is_cancelled = False
+
+    def arrive(self, replica: int, point: SyncPoint, values: ReplicaValues | None = None) -> None:
+        """Note that a local participant is at ``point``; after the last of them, exchange with other instances."""
+        if self.is_over:
+            return
+        if self._is_cancelled:
+            point, values = LEFT, None
+        self._points[replica] = point
+        if values is not None:
+            self._values[replica] = values
+        if len(self._points) < len(self.local):
+            return
+        points, arrays = self._points, [self._values[it] for it in sorted(self._values)]
+        self._points, self._values = {}, {}
+        try:
+            self._found = self._exchange(points, arrays)
+        except PopdistError as error:
+            self.is_over, self._trouble = True, error
+        if point.kind in ("end", "left"):
+            self.is_over = True
+
+    def values(self) -> GroupValues:
+        """The arrays of all participants, in the order of the replicas, when all local ones have arrived."""
+        self.check()
+        return self._found
+
+    def check(self) -> None:
+        """Raise what has ended the exchanges, if it was not the end of the micro batch."""
+        if self._trouble is not None:
+            raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
+
+    def abandon(self) -> None:
+        """Say to the other instances, if they may still expect this one, that it is gone. Never raises."""
+        if not self.is_over:
+            points = dict.fromkeys(self.local, LEFT)
+            self.is_over = True
+            with suppress(PopdistError):
+                self._exchange(points, [])
+
+    def cancel(self) -> None:
+        """Have all local participants raise an error at their next layer; waits for nobody."""
+        self._is_cancelled = True
+
+    def has_ended_by(self, error: BaseException) -> bool:
+        """Whether ``error`` has ended the exchanges; another replica may know the cause."""
+        return self._trouble is not None and error.args == self._trouble.args
+
+    def _exchange(self, points: Mapping[int, SyncPoint], arrays: Sequence[ReplicaValues]) -> GroupValues:
+        if self._group is None:
+            _check(points)
+            return np.array(arrays)
+        shown = _first_and_first_other(points)
+        numbers = [
+            n for it in shown for n in (it, _KINDS.index(points[it].kind), points[it].layer, points[it].width)
+        ]
+        with self._group.undivided(_TEXT):
+            headers = self._group.start(_TEXT, numbers).wait()
+            is_quick = len(shown) == 1 and LEFT not in points.values()
+            if not is_quick or any(words[1:] != numbers[1:] for words in headers):
+                _check(_points_in(headers), own=points)
+            if not arrays:
+                return self._found
+            mine = np.zeros((max(map(len, self._owners)), len(arrays[0])))
+            mine[: len(arrays)] = arrays
+            gathered = self._group.backend.all_gather(torch.from_numpy(mine)).numpy()
+        return np.concatenate([its[: len(owned)] for owned, its in zip(self._owners, gathered, strict=True)])
+
+
+def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
+    """The sum of at least one array, in the tree of `popdist.ground.tree` over their numbers."""
+    while len(values) > 1:
+        rest = values[len(values) // 2 * 2 :]
+        pairs = values[0 : len(values) - len(rest) : 2] + values[1::2]
+        values = np.concatenate([pairs, rest]) if len(rest) else pairs
+    total: ReplicaValues = values[0]
+    return total
+
+
+def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
+    """The first replica, and the first that is elsewhere or has left, if there is one."""
+    first = min(points)
+    others = [it for it in sorted(points) if points[it] != points[first]]
+    return [first, *others[:1]]
+
+
+def _points_in(headers: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
+    """Where replicas are, from the headers of all instances: four numbers for each of them."""
+    found = [words[i : i + 4] for words in headers for i in range(0, len(words), 4)]
+    return {replica: SyncPoint(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
+
+
+def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
+    """Raise unless all replicas are at the same place; first wait a moment if another instance has the cause."""
+    if len(set(points.values())) == 1 and next(iter(points.values())) != LEFT:
+        return
+    if own is not None and LEFT in points.values() and LEFT not in own.values():
+        wait_for_first_error()
+    first, *rest = [
+        next(it for it in sorted(points) if points[it] == point) for point in sorted(set(points.values()))
+    ]
+    places = "; ".join(f"replica {it} {points[it]}" for it in [first, *rest])
+    raise MicroBatchError(
+        f"the replicas of a batch norm group wait for each other, and {places}. All of them call the same layers, "
+        "equally often, forward and backward; this step has no gradient on any instance"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormTurn:
+    """The replica that computes now, as far as its batch norm layers are concerned."""
+
+    size: int
+    replica: int
+    sync: GroupSync
+    pass_on: Callable[[], None] = lambda: None  # lets other local participants run, until its next turn
+
+    current: ClassVar["NormTurn | None"] = None
+
+    def __enter__(self) -> None:
+        NormTurn.current = self
+
+    def __exit__(self, kind: object, *_error: object) -> None:
+        """End the micro batch, or leave it by an error."""
+        if NormTurn.current is self:
+            NormTurn.current = None
+        self.sync.arrive(self.replica, END if kind is None else LEFT)
+        if kind is None:
+            self.sync.check()
+
+    @property
+    def share(self) -> float:
+        """What the replica counts in the step's loss, over the heaviest participant of its group."""
+        return self.sync.shares[self.replica]
+
+    def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
+        """The arrays of all participants, in their order; a MicroBatchError if one is not at ``point``."""
+        self.sync.check()
+        if self.sync.is_over:
+            raise MicroBatchError(
+                f"replica {self.replica} {point} after its micro batch has ended, where the others of its "
+                "batch norm group do not wait for it: call backward() within the loop, or in the function that "
+                "run_micro_batches() calls, and not on what comes out of it"
+            )
+        self.sync.arrive(self.replica, point, values)
+        if not self.sync.is_over:
+            self.pass_on()
+        return self.sync.values()
+
+
+class LocalMicroBatches(NamedTuple):
+    """What this instance computes at once: micro batch ``step`` of each local replica of one group."""
+
+    replicas: range
+    step: int
+    sync: GroupSync
+
+
+class NormGroups:
+    """The batch norm groups of one model, and what this instance computes in the step that is open, in order."""
+
+    def __init__(self, size: int, layout: ReplicaLayout) -> None:
+        self.size = size
+        self.plan: list[LocalMicroBatches] = []
+        self._layout = layout
+        self._whole: Group | None = None
+        self._parts: dict[tuple[int, ...], Group] = {}
+
+    def check_batch(self, contents: Sequence[object], weights: Sequence[float]) -> None:
+        """Check that each micro batch with samples counts, as its samples are part of the statistics."""
+        for index, (content, weight) in enumerate(zip(contents, weights, strict=True)):
+            if content is not None and not weight:
+                raise BatchError(
+                    f"micro batch {index} has samples and weighs 0, and with batch_norm_group_size={self.size} "
+                    "its samples count in the statistics of others: leave them out (None in what split gives), or "
+                    "give it a weight"
+                )
+
+    def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
+        """Exchange what each micro batch counts, 0 without samples, after all instances have begun."""
+        data = torch.tensor(weights, dtype=torch.float64, device="cpu").numpy().tobytes()
+        gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
+        by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()
+        own = self._layout.replicas_of(group.backend.instance_index)
+        plan = []
+        for first in range(own.start // self.size * self.size, own.stop, self.size):
+            members = range(first, first + self.size)
+            replicas = range(max(first, own.start), min(members.stop, own.stop))
+            for step in range(accumulation):
+                counted = {it: by_replica[it][step] for it in members if by_replica[it][step]}
+                plan.append(LocalMicroBatches(replicas, step, self._sync_of(group, counted, own)))
+        self.plan = plan
+
+    def _sync_of(self, group: Group, weights: Mapping[int, float], own: range) -> GroupSync:
+        owners: dict[int, list[int]] = {}
+        for replica in weights:
+            owners.setdefault(replica // self._layout.num_local_replicas, []).append(replica)
+        local = [replica for replica in weights if replica in own]
+        part = self._part(group, tuple(owners)) if local and len(owners) > 1 else None
+        return GroupSync(weights, local, part, list(owners.values()))
+
+    def _part(self, group: Group, instances: tuple[int, ...]) -> Group:
+        if self._whole is not group:
+            self._whole, self._parts = group, {}
+        if instances not in self._parts:
+            self._parts[instances] = group.limited_to(instances)
+        return self._parts[instances]
+
+    def turn(self, index: int) -> NormTurn:
+        """A context manager for micro batch ``index`` of an instance that has one replica."""
+        part = self.plan[index]
+        return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
+
+    def abandon(self) -> None:
+        """Say to those that may still expect this instance that the step is lost. Never raises."""
+        for part in self.plan:
+            part.sync.abandon()
+        self.plan = []
+
+
+def check_group_size(size: object, num_replicas: int) -> int:
+    """Check that ``size`` replicas can share the statistics of batch norm layers."""
+    size = whole_number("batch_norm_group_size", size, BatchError)
+    if num_replicas % size:
+        fitting = [it for it in range(1, num_replicas + 1) if num_replicas % it == 0]
+        below, above = [it for it in fitting if it < size][-1], [it for it in fitting if it > size][:1]
+        nearest = " and ".join(map(str, [below, *above]))
+        raise BatchError(
+            f"batch_norm_group_size={size} does not divide the {num_replicas} replicas of the job: the nearest "
+            f"that {'does is' if not above else 'do are'} {nearest}"
+        )
+    return size

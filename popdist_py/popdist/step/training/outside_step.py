@@ -1,0 +1,263 @@
+"""Backward passes outside the micro batches of a step, and gradients of loops without micro batches.
+
+A hook is called when the gradient of a trained parameter was accumulated. In a micro batch the step gets it.
+Outside, an instance with one replica reduces as soon as the backward pass has ended; one with several cannot know
+which of them has computed, and shows the loop to write. So no gradient is left unreduced.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from popdist.errors import BatchError, MicroBatchError
+from popdist.exchange.groups import refuse_in_turn, replicas_in_turn
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.memory import GradientMemory, ModelGradients
+from popdist.gradients.optimizer_steps import mark_reduced, mark_used
+from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
+from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
+from popdist.ground import torch_private
+from popdist.ground.layout import ReplicaLayout
+from popdist.job import context
+from popdist.step.training.step import LoneStep, Step, raise_not_finite_of_parts, reduced_modules
+
+LOOP: Final = """
+    model = popdist.ReplicatedModel(module)
+    for batch in loader:
+        for x, y in model.micro_batches(batch):
+            loss_fn(model(x), y).backward()
+        optimizer.step()"""
+"""The loop that messages show."""
+
+
+class AutomaticReduction:
+    """The gradients of backward passes outside the micro batches of one model; each reduction is a step."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        gradients: ModelGradients,
+        buffers: ReplicaBuffers,
+        layout: ReplicaLayout,
+        checks: ModelChecks,
+        *,
+        checks_finite: bool,
+    ) -> None:
+        self.step: Step | LoneStep | None = None  # that the process is in, in a micro batch or between two
+        self.is_computing = False  # in a micro batch, where gradients are expected
+        self.module = module
+        self._gradients = gradients
+        self._buffers = buffers
+        self._layout = layout
+        self._checks = checks
+        self._checks_finite = checks_finite
+        # whether there is anything to notice
+        self.is_watchful = layout.num_replicas > 1 or checks_finite or gradients.narrow is not None
+        self._num_collectives = 0  # of torch, when the micro batch began
+        self._num_suspensions = 0
+        self._is_window_clean = False
+        self._watched: dict[int, weakref.ref[Parameter]] = {}
+        self._backward_pass: int | None = None
+        _all.add(self)
+        reduced_modules[self] = weakref.ref(module)
+
+    def watch(self) -> None:
+        """Notice backward passes outside the micro batches; new and frozen parameters count, too."""
+        if self.is_computing or not self.is_watchful:
+            return
+        for parameter in self.module.parameters():
+            if not self._watches(parameter):
+                self._watched[id(parameter)] = weakref.ref(parameter)
+                _call_with_gradients(parameter, weakref.WeakMethod(self.notice_gradient))
+
+    def begin_computing(self) -> None:
+        """Note that a micro batch of this model begins."""
+        self.is_computing = True
+        if self._layout.num_local_replicas > 1:
+            replicas_in_turn.add(self)
+            self._num_collectives = torch_private.num_collectives()
+        for other in _suspended and _suspended - {self}:
+            other._open_window()  # noqa: SLF001 - of this class
+
+    def end_computing(self) -> None:
+        """Note that a micro batch of this model has ended, if there was one."""
+        if self.is_computing:
+            self.is_computing = False
+            replicas_in_turn.discard(self)
+            for other in _suspended and _suspended - {self}:
+                other._close_window()  # noqa: SLF001 - as above
+
+    def refuse_collectives(self) -> None:
+        """Refuse collectives of torch in the micro batch that ends, where this instance has several replicas."""
+        if self in replicas_in_turn and torch_private.num_collectives() > self._num_collectives:
+            refuse_in_turn(None, "a collective of torch.distributed")
+
+    def _open_window(self) -> None:
+        """Note that another model computes now, and that this one's gradients play no part."""
+        self._is_window_clean = not self._gradients.unused()
+
+    def _close_window(self) -> None:
+        """Mark the gradients of this window as used, unless they were added to others that are not."""
+        if self._is_window_clean:
+            mark_used(self._gradients.parameters())
+        self._is_window_clean = False
+
+    def expects(self, parameter: Tensor) -> bool:
+        """Whether the process is in a micro batch of this model, to which ``parameter`` belongs."""
+        return self.is_computing and self._watches(parameter)
+
+    def _watches(self, parameter: Tensor) -> bool:
+        known = self._watched.get(id(parameter))
+        return known is not None and known() is parameter
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within the block, backward passes outside the micro batches are left alone."""
+        self._num_suspensions += 1
+        _suspended.add(self)
+        is_window = self._num_suspensions == 1 and any(it.is_computing for it in tuple(_all) if it is not self)
+        if is_window:
+            self._open_window()
+        try:
+            yield
+        finally:
+            if is_window:
+                self._close_window()
+            self._num_suspensions -= 1
+            if not self._num_suspensions:
+                _suspended.discard(self)
+
+    def notice_gradient(self, parameter: Tensor) -> None:
+        """Handle a gradient that was accumulated, perhaps by a backward pass that nobody expected."""
+        if self.is_computing:
+            if self.step is not None:
+                self.step.add_gradient(parameter)
+            return
+        # a model of the same parameter may expect it: a module that was wrapped again, or a part of two
+        if any(model.expects(parameter) for model in tuple(_all)):
+            return
+        if self._num_suspensions:
+            if parameter.grad is not None:
+                mark_reduced(parameter.grad, is_reduced=False)
+            return
+        if self.step is not None:
+            raise MicroBatchError(
+                "backward() between the micro batches of a step: call it within `with model.micro_batch(i)`, or "
+                "within `with model.no_sync()` where this model's gradients play no part"
+            )
+        if self._layout.num_local_replicas > 1:
+            num_local = self._layout.num_local_replicas
+            raise BatchError(
+                f"backward() outside micro_batches, and this instance has {num_local} replicas, each of "
+                f"which needs its own micro batches. Write\n{LOOP}\n\nor `with model.no_sync():` around a "
+                "backward pass in which this model's gradients play no part"
+            )
+        number = torch_private.backward_pass()
+        if number != self._backward_pass:  # once for each
+            self._backward_pass = number
+            if not torch_private.call_after_backward(self._reduce):
+                raise BatchError(
+                    f"backward() outside micro_batches, whose end this torch does not show. Write\n{LOOP}"
+                )
+
+    def _reduce(self) -> None:
+        """Take the mean over the instances, which have one replica each and count alike: the pass has ended."""
+        gradients, group = self._gradients.layout(), context.data_parallel_group()
+        parameter = gradients.not_finite() if self._checks_finite else None
+        found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
+        if self._checks_finite:
+            raise_not_finite_of_parts(found, gradients)
+        if self._layout.num_replicas > 1:
+            memory = self._gradients.memory(group, self._layout)
+            checks = self._checks.begin_step()
+            checks.compare_inputs(group)
+            _reduce_all(memory, "mean", self._buffers, checks, found)
+            self._checks.end_step()
+            self._buffers.begin_pass()
+        elif found is not None:
+            raise not_finite_error(found, gradients)
+        elif self._gradients.narrow is not None:
+            _reduce_all(self._gradients.memory(group, self._layout), "mean")
+
+
+_all: Final[weakref.WeakSet[AutomaticReduction]] = weakref.WeakSet()
+"""The automatic reductions of all models of this process."""
+
+_suspended: Final[set[AutomaticReduction]] = set()
+"""Those of models within ``no_sync()``."""
+
+
+def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
+    """Call ``method``, as long as there is its object, whenever a gradient of ``parameter`` was accumulated."""
+
+    def call(parameter: Tensor) -> None:
+        found = method()
+        if found is not None:
+            found(parameter)
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(call)
+    elif parameter.is_floating_point() or parameter.is_complex():
+        parameter.requires_grad_(True)  # noqa: FBT003 - torch names it positionally
+        parameter.register_post_accumulate_grad_hook(call)
+        parameter.requires_grad_(False)  # noqa: FBT003 - as above
+
+
+def _reduce_all(
+    memory: GradientMemory,
+    reduction: MeanOrSum,
+    buffers: ReplicaBuffers | None = None,
+    checks: StepChecks = NO_CHECKS,
+    not_finite: NotFinite | None = None,
+) -> None:
+    """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
+    total = GradientSum(memory, buffers, checks)
+    if buffers is not None:
+        buffers.end_pass()
+    memory.begin_step()
+    room = memory.room_for(0, 0)
+    total.used = memory.gradients.fill(room)
+    total.add(room, 1.0)
+    total.finish(reduction, not_finite, checks.fault())
+
+
+_known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()
+"""The gradients of each module that was reduced by itself: their memory is used again."""
+
+
+def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean") -> None:
+    """Replace each ``.grad`` of ``module`` by the mean or sum over all instances, between backward and step.
+
+    For jobs with one replica in each instance; each counts alike, whatever the size of its batch. A parameter that
+    some instances did not use counts as zeros there; one that none used keeps ``.grad`` None. Gradients are added
+    in float32 (float64 for parameters of double precision), in the order of the replicas, so all instances get
+    the same bits; and the bits of ``ReplicatedModel`` with batches of equal size.
+
+    Args:
+        module: A module whose weights are equal on all instances: see ``broadcast_weights``.
+        op: ``"mean"`` or ``"sum"``.
+
+    Raises:
+        BatchError: If instances have several replicas: each needs a backward pass of its own; or if ``module`` or
+            ``op`` is neither of these.
+        CollectiveError: If the instances have other parameters or do other things.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or did not come in time.
+    """
+    if op not in ("mean", "sum"):
+        raise BatchError(f"op={op!r} must be 'mean' or 'sum'")
+    if not isinstance(module, nn.Module):
+        raise BatchError(f"all_reduce_gradients({module!r}): expected a torch.nn.Module")
+    group, layout = context.data_parallel_group(), context.environment().contract.layout
+    if layout.num_local_replicas > 1:
+        raise BatchError(
+            f"all_reduce_gradients is for one replica in each instance, and this job has {layout.num_replicas} "
+            f"replicas in {layout.num_instances} instances: each needs its own micro batches. Write\n{LOOP}"
+        )
+    gradients = _known.setdefault(module, ModelGradients(module))
+    reduced_modules[gradients] = weakref.ref(module)
+    _reduce_all(gradients.memory(group, layout), op)

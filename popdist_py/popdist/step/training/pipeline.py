@@ -1,0 +1,302 @@
+"""One step of a pipeline: torch's schedule runs this instance's stages over the samples of its replica.
+
+The schedule adds the gradients of its own micro batches, in its own order. What it leaves in ``.grad`` is, for the
+step, the gradient of one micro batch of the replica.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from popdist.data.randomness import remember_states
+from popdist.errors import BatchError, OptimizerError, WeightsError, name_instances
+from popdist.gradients.optimizer_steps import training_loop
+from popdist.ground.contract import Contract
+from popdist.ground.torch_private import PipelineParts, is_older_than, needs, parts_of_schedule
+from popdist.job import context
+from popdist.step.training.micro_batches import Nest, Split, batches_of_loaders, split_batch
+
+if TYPE_CHECKING:
+    from weakref import WeakKeyDictionary
+
+Arguments: TypeAlias = Callable[[Nest], tuple[Sequence[Any], Mapping[str, Any], Tensor]]
+"""Gives for samples what ``schedule.step`` is called with: inputs, keyword arguments and the target."""
+
+_SUCH_AS: Final = "such as ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRun:
+    """What one run of a schedule computes on: inputs of the first stage, keywords of all, and the target."""
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Tensor
+
+
+class Pipeline:
+    """A schedule whose stages belong to a model, as far as this instance has them."""
+
+    def __init__(self, parts: PipelineParts, module: nn.Module) -> None:
+        if is_older_than(2, 8):
+            raise BatchError(needs(2, 8, "a pipeline of torch's stages"))
+        stages = parts.stages
+        _check_places(parts, context.environment().contract)
+        _check_weights(parts, module)
+        self.num_micro_batches = parts.num_micro_batches  # of one run
+        self._is_first = any(stage.is_first for stage in stages)
+        self._is_last = any(stage.is_last for stage in stages)
+        self._stages = stages
+        self._own = stages[0]
+        self._trained: bool | None = None  # whether the last run did; None before the first, and after an error
+        places = [stages[0].stage_index_to_group_rank[index] for index in range(stages[0].num_stages)]
+        self._last_rank = places[-1]
+        self._can_evaluate = all(here != after for here, after in pairwise(places))
+        # of what the first run computed on, and of the first one without gradients
+        self._forms: dict[bool, list[str]] = {}
+
+    def num_runs(self, batch: Nest, num_local_replicas: int, accumulation: int) -> int:
+        """How often the schedule runs for each replica in a step on ``batch``."""
+        dealt = batches_of_loaders(batch)
+        number = len(dealt[0].micro_batches) // num_local_replicas if dealt else 1
+        return max(1, number // self.num_micro_batches) if number > 1 else accumulation
+
+    def split(self, num_local_replicas: int, accumulation: int, arguments: Arguments | None) -> Split:
+        """A function that gives the runs of a batch, replica by replica."""
+        return partial(self._runs, num_local_replicas, accumulation, arguments or _inputs_and_target)
+
+    def _runs(
+        self, num_local_replicas: int, accumulation: int, arguments: Arguments, batch: Nest
+    ) -> list[PipelineRun]:
+        if not (self._can_evaluate or torch.is_grad_enabled()):
+            raise BatchError(
+                "torch cannot evaluate with a schedule that has consecutive stages on one instance, such as "
+                "ScheduleZBVZeroBubble and ScheduleDualPipeV: call pipeline_step outside torch.no_grad()"
+            )
+        number, contents, sizes = split_batch(batch, num_local_replicas, accumulation)
+        together = 1  # what the batch has of micro batches in each run
+        if batches_of_loaders(batch) and number > 1:
+            together = self.num_micro_batches
+            if number % together:
+                raise BatchError(
+                    f"the loader's batch has {number} micro batches of each replica, and the schedule takes "
+                    f"{together}: make the loader with accumulation={together} or a multiple of it, or with "
+                    "accumulation=1, whose micro batch the schedule cuts itself"
+                )
+        cut = self.num_micro_batches // together
+        if len(set(sizes)) > 1 or not sizes[0] or sizes[0] % cut:
+            raise BatchError(
+                f"torch's schedules need micro batches of one size, and {', '.join(map(str, sizes))} samples "
+                f"cannot be cut into {len(sizes) * cut} of them: make the loader with drop_last=True, or choose a "
+                "batch size that fits"
+            )
+        asked = [arguments(content) for content in contents]
+        starts = range(0, len(asked), together)
+        runs = [_joined(asked[start : start + together]) for start in starts]
+        for run in runs:
+            self._check_forms(run)
+        return runs
+
+    def _check_forms(self, run: PipelineRun) -> None:
+        """Refuse tensors of other shapes than in the first run: the stages keep memory for these only."""
+        forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
+        has_own_forms = torch.is_grad_enabled() or not is_older_than(2, 13)  # without gradients
+        expected = self._forms.setdefault(torch.is_grad_enabled() if has_own_forms else True, forms)
+        if forms != expected:
+            raise BatchError(
+                f"the inputs of this run of the schedule are {', '.join(forms)}, and those of the first were "
+                f"{', '.join(expected)}: torch's stages take one shape only. Make the loader with "
+                "drop_last=True, pad the samples to one length, or make another schedule for other shapes"
+            )
+
+    def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
+        """Call ``step`` of a schedule; gives the losses of its micro batches where the last stage is here."""
+        losses: list[Tensor] | None = [] if self._is_last else None
+        # torch learns shapes by a pass on memory that nothing has written, when it begins to train or to evaluate
+        learns, self._trained = self._trained is not torch.is_grad_enabled(), None
+        options = {"return_outputs": False} if "return_outputs" in signature(step).parameters else {}
+        try:
+            with _learning_aside(self._stages) if learns else nullcontext():
+                step(
+                    *(run.inputs if self._is_first else ()),
+                    target=run.target if self._is_last else None,
+                    losses=losses,
+                    **options,  # before torch 2.11 a schedule takes it for an argument of the stages
+                    **run.keywords,
+                )
+        except RuntimeError as error:  # where the last stage is, torch misses the losses
+            self._check_loss(error)
+            raise
+        self._check_loss(None)
+        self._trained = torch.is_grad_enabled()
+        return [loss.detach() for loss in losses or ()]
+
+    def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:
+        """As :meth:`run` without a backward pass, at whose end torch would divide the ``.grad`` of before all."""
+        if not hasattr(schedule, "eval"):
+            raise BatchError(needs(2, 9, "to evaluate a pipeline"))
+        divides, schedule.scale_grads = schedule.scale_grads, False
+        try:
+            return self.run(schedule.eval, run)
+        finally:
+            schedule.scale_grads = divides
+
+    def _check_loss(self, error: RuntimeError | None) -> None:
+        """Refuse a schedule without a loss, which the first run of a step shows: it has no backward pass."""
+        if torch.is_grad_enabled() and not self._own.has_backward:
+            raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
+
+    def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
+        """The losses of a step's ``number`` micro batches; None without the last stage, unless all get them."""
+        if self._is_last:
+            found = torch.stack([loss.double() for losses in runs for loss in losses])
+        elif share:
+            found = torch.empty(number, dtype=torch.float64, device=self._own.device)
+        else:
+            return None
+        if share and dist.get_world_size(self._own.group) > 1:
+            dist.broadcast(found, group=self._own.group, group_src=self._last_rank)
+        return found
+
+
+@contextmanager
+def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
+    """Give ``stages`` copies of their buffers, and of the random states, until they run the first micro batch."""
+    with ExitStack() as attributes, ExitStack() as aside:
+        aside.callback(remember_states())
+        for stage in stages:
+            _copy_buffers(stage.submod, aside)
+            attributes.callback(delattr, stage, "forward_one_chunk")
+            stage.forward_one_chunk = partial(_after, aside.close, stage.forward_one_chunk)
+        yield
+
+
+def _after(close: Callable[[], None], forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    close()
+    return forward(*args, **kwargs)
+
+
+def _copy_buffers(module: nn.Module, until: ExitStack) -> None:
+    """Give ``module`` copies of its buffers until the stack closes."""
+    found = [
+        (owner, *named)
+        for owner in module.modules()
+        for named in owner.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in found}
+    for owner, name, buffer in found:
+        until.callback(setattr, owner, name, buffer)
+        setattr(owner, name, copies[id(buffer)])
+
+
+Pipelines: TypeAlias = "WeakKeyDictionary[object, Pipeline]"
+"""What is known of the schedules that have run over a model."""
+
+
+def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeline:
+    """The pipeline that ``schedule`` runs; checked before its first step."""
+    parts = parts_of_schedule(schedule)
+    if parts is None:
+        raise BatchError(
+            f"pipeline_step({type(schedule).__name__}): it takes a schedule of torch.distributed.pipelining, "
+            f"{_SUCH_AS}"
+        )
+    if torch.is_grad_enabled() and (name := training_loop.in_closure_of):
+        raise OptimizerError(
+            f"pipeline_step() in the closure of {name}.step(closure): this instance's optimizer sees the "
+            "gradients of its stages only, so others may call their closures more often. Call "
+            "model.pipeline_step(schedule, batch), then optimizer.step() without a closure; take an optimizer "
+            "that needs none, such as AdamW"
+        )
+    if schedule not in known:
+        known[schedule] = Pipeline(parts, module)
+    return known[schedule]
+
+
+def _check_places(parts: PipelineParts, contract: Contract) -> None:
+    """Check that the stages lie on the instances of this replica, as many on each."""
+    stages, sharing, place = parts.stages, contract.parallelism, contract.replica_part
+    ranks = dist.get_process_group_ranks(stages[0].group)
+    first = place.replica * sharing.instances_per_replica
+    stop = first + sharing.instances_per_replica
+    expected = range(first + place.shard, stop, sharing.tensor) if sharing.has_mesh else range(first, stop)
+    if ranks != [*expected] if sharing.has_mesh else not {*ranks} <= {*expected}:
+        advice = (
+            "make its stages with group=popdist.device_mesh()['pipeline'].get_group()"
+            if sharing.pipeline > 1 or not sharing.has_mesh
+            else f"start the job with poprun --parallelism pipeline={len(ranks)}"
+        )
+        raise BatchError(
+            f"the schedule's stages lie on {name_instances(ranks)}, and this replica's on "
+            f"{name_instances(expected)} (tensor={sharing.tensor}, pipeline={sharing.pipeline}): {advice}"
+        )
+    number = stages[0].num_stages
+    if len(stages) * len(ranks) != number:
+        raise BatchError(
+            f"the stages say num_stages={number}, and the schedule has {len(stages)} on each of {len(ranks)} "
+            f"instances: make them with num_stages={len(stages) * len(ranks)}, or cut the model for another "
+            "--parallelism"
+        )
+
+
+def _check_weights(parts: PipelineParts, module: nn.Module) -> None:
+    """Check that the stages' parameters are the model's, and that no other stage has them too."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for stage in parts.stages:
+        where = f"stage {stage.stage_index} of {stage.num_stages}"
+        own = {id(it): it for it in stage.submod.parameters()}
+        if not own:
+            raise WeightsError(
+                f"{where} has no parameters: a pipeline needs a layer for each stage, so take fewer stages "
+                "(--parallelism pipeline=...), or cut the layers otherwise"
+            )
+        if not own.keys() <= names.keys():
+            raise WeightsError(
+                f"{where} has parameters that the model does not have: wrap what the stages hold, "
+                "ReplicatedModel(stage.submod), or ReplicatedModel(nn.ModuleList(modules)) for several stages"
+            )
+        inside = {id(it) for it in stage.submod.modules()}
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if id(owner) not in inside and id(parameter) in own and parameter.requires_grad:
+                    raise WeightsError(
+                        f"{names[id(parameter)]} of {where} is also the {name} of a {type(owner).__name__} "
+                        "outside the stage: weights tied over stages would get the gradient of one of them only. "
+                        "Give each stage weights of its own (tie_word_embeddings=False), or put both layers into "
+                        "one stage"
+                    )
+
+
+def _inputs_and_target(content: Nest) -> tuple[Sequence[Any], Mapping[str, Any], Tensor]:
+    if not isinstance(content, tuple | list) or not content or not isinstance(content[-1], Tensor):
+        raise BatchError(
+            f"the batch is a {type(content).__name__}, and pipeline_step takes tuples of the inputs and the "
+            "target: for others give it arguments=lambda batch: ((batch['ids'],), {}, batch['labels'])"
+        )
+    return content[:-1], {}, content[-1]
+
+
+def _joined(asked: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
+    """One run on all samples of what is ``asked``, which the schedule cuts into as many micro batches again."""
+    inputs, keywords, targets = zip(*asked, strict=True)
+    return PipelineRun(
+        inputs=tuple(map(_join, zip(*inputs, strict=True))),
+        keywords={name: _join([it[name] for it in keywords]) for name in keywords[0]},
+        target=_join(targets),
+    )
+
+
+def _join(values: Sequence[Any]) -> Any:
+    return torch.cat(list(values)) if isinstance(values[0], Tensor) and len(values) > 1 else values[0]
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

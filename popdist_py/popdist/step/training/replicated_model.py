@@ -1,0 +1,415 @@
+"""The model of a data-parallel job: an ordinary module whose gradients are those of all replicas."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from popdist.data.randomness import checked_seed
+from popdist.data.shard_randomness import give_parts_numbers
+from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, whole_number
+from popdist.gradients.buffers import check_buffers
+from popdist.gradients.clipping import clip_grad_norm_
+from popdist.gradients.flat_buffers import check_gradient_dtype
+from popdist.gradients.step_headers import MeanOrSum
+from popdist.ground.accelerators import accelerator
+from popdist.ground.local_tensors import is_distributed
+from popdist.job import context
+from popdist.job.weights import broadcast_weights
+from popdist.step.training.batch_norm import group_norms
+from popdist.step.training.ddp_answers import ATTRIBUTES, refuse_module, refuse_options, refuse_wrappers
+from popdist.step.training.micro_batches import Nest, Split, to_device
+from popdist.step.training.model_steps import ModelSteps, WholeStep
+from popdist.step.training.norm_sync import check_group_size
+from popdist.step.training.pipeline import Arguments, pipeline_of
+from popdist.step.training.wrapping_model import WrappingModel
+
+R = TypeVar("R")
+
+
+class ReplicatedModel(WrappingModel):
+    """Wraps ``module`` so that each step's gradient is the mean over all replicas of the job.
+
+    Makes the weights of all instances those of instance 0, after ``popdist.init()`` where the program has not
+    called it. Everything else is the module's own: ``forward``, the keys of ``state_dict``, the names of
+    parameters and buffers, and any attribute that this class does not have. The loop to write, with any torch
+    optimizer::
+
+        model = popdist.ReplicatedModel(Net())
+        for batch in loader:
+            for x, y in model.micro_batches(batch):
+                loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    The bits of the weights depend on the replicas and the accumulation, not on how many instances the replicas
+    are dealt to. A replica draws its random numbers (Python's, numpy's and torch's) from states of its own; every
+    replica starts a step from the same buffers, and afterwards those of floats are the mean over the replicas,
+    others those of replica 0. Outside the loop, ``backward()`` reduces when it ends if the instance has one
+    replica, and raises ``BatchError`` if it has several.
+
+    Args:
+        module: Any module; its parameters and buffers are changed in place on instances other than 0.
+        seed: Makes the replicas' random states; the same on all instances. None, where the job has one replica: it
+            draws from the program's own states, as a loop without popdist does.
+        check_finite: Look for NaN and infinity in the gradient of each micro batch; every instance then raises
+            ``GradientError``. Not for use with a GradScaler, which expects them.
+        strict_bits: Refuse local replicas that are no power of two.
+        gradient_dtype: ``torch.bfloat16`` or ``torch.float16``: each replica's weighted gradient and each sum of
+            replicas is rounded to it; then the mean is taken, and ``.grad`` has the parameter's dtype. It halves
+            what goes over a network. In float16 what is greater than 65504 becomes infinity. None rounds nothing.
+        num_local_replicas: Replicas of this instance for this model, in a program that nobody started with poprun:
+            one process, torchrun, mpiexec. The same number on all instances. Loaders of popdist and
+            ``popdist.num_replicas()`` know of the job only. None for those of the job.
+        batch_norm_group_size: So many consecutive replicas share the statistics of BatchNorm layers, as if their
+            samples were one batch. It divides the replicas of the model. Where it is greater than 1 and an
+            instance has several replicas, the loop is :meth:`run_micro_batches`. 1 leaves the layers alone.
+        **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
+
+    Raises:
+        WeightsError: If the instances have different modules, or the module cannot be replicated: it reduces
+            gradients already, is cut over instances of several replicas, is lazy, or has a BatchNorm layer that
+            cannot share statistics; and for an option of DistributedDataParallel.
+        GradientError: If ``gradient_dtype`` is another one.
+        CollectiveError: If the instances differ in the other arguments.
+        BatchError: If a number is not possible, or ``strict_bits`` refuses it.
+        ContractError, BackendError: As ``popdist.init()``.
+    """
+
+    _title = "ReplicatedModel"
+    _advice = ATTRIBUTES
+    _not_after = (
+        "after the module was wrapped, so instances may have different weights: change the module before "
+        "ReplicatedModel(module); or change model.module on all instances, then call "
+        "popdist.broadcast_weights(model), and make the optimizer then"
+    )
+
+    def __init__(  # noqa: PLR0913 - what a model can be told
+        self,
+        module: nn.Module,
+        seed: int | None = 0,
+        *,
+        num_local_replicas: int | None = None,
+        check_finite: bool = False,
+        strict_bits: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        batch_norm_group_size: int = 1,
+        **ddp_options: object,
+    ) -> None:
+        super().__init__()
+        refuse_options(ddp_options)
+        check_flags(BatchError, check_finite=check_finite, strict_bits=strict_bits)
+        if num_local_replicas is not None:
+            num_local_replicas = whole_number(
+                "num_local_replicas", num_local_replicas, BatchError, maximum=MOST_PARTS
+            )
+        layout = context.environment().layout_of_model(num_local_replicas)
+        num_local = layout.num_local_replicas
+        if strict_bits and num_local & (num_local - 1):
+            raise BatchError(
+                f"strict_bits=True, and {num_local} local replicas are no power of two: choose --num-replicas and "
+                "--num-instances so that their quotient is one"
+            )
+        if not isinstance(module, nn.Module):
+            raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
+        contract = context.environment().contract
+        of_stage = contract.parallelism.stage_of(contract.instance_index)
+        refuse_wrappers(ReplicatedModel)
+        refuse_module(module, context.instances_of_replica(), of_stage)
+        seed = checked_seed(seed, layout.num_replicas)
+        gradient_dtype = check_gradient_dtype(gradient_dtype)
+        norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
+        context.ensure_init()
+        accelerator.use_device_of(module)
+        context.data_parallel_group().agree(
+            f"ReplicatedModel(seed={seed}, num_local_replicas={num_local}, {check_finite=}, {strict_bits=}, "
+            f"{gradient_dtype=}, batch_norm_group_size={norm_size})"
+        )
+        if any(map(is_distributed, module.parameters())):
+            give_parts_numbers()
+        self.module = module
+        self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
+        broadcast_weights(module)
+        group_norms(module, norm_size)
+        self._model_steps = ModelSteps(
+            module,
+            layout,
+            seed=seed,
+            checks_finite=check_finite,
+            gradient_dtype=gradient_dtype,
+            norm_size=norm_size,
+        )
+        self._model_steps.automatic.watch()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass."""
+        steps: ModelSteps = self._model_steps
+        module: Any = steps.module  # self.module takes ten times longer
+        if steps.automatic.is_watchful:
+            if torch.is_grad_enabled():
+                steps.automatic.watch()
+            if steps.layout.num_replicas > 1:
+                return steps.forward(partial(module, *args, **kwargs))
+        return module(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module, as ``torch.nn.Module.compile`` does; popdist's part of a step is not compiled."""
+        self.module.compile(*args, **kwargs)
+
+    def micro_batches(
+        self,
+        batch: Nest,
+        accumulation: int = 1,
+        *,
+        reduction: MeanOrSum = "mean",
+        weights: Sequence[float] | None = None,
+        split: Split | None = None,
+        add: bool = False,
+    ) -> Iterator[Nest]:
+        """Split this instance's combined batch into its replicas' micro batches; afterwards ``.grad`` is ready.
+
+        Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. When
+        the loop has ended, ``.grad`` of each parameter is the mean over all samples of the job's step, added in
+        float32 (float64 for parameters of double precision), or None for a parameter that no replica used.
+
+        The loop begins without gradients. Those of before are dropped if an optimizer's step has used them, or a
+        GradScaler has left it out. Others are an error, or ``add``.
+
+        A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
+        none, and still takes part. Leaving the loop before its end abandons the step on every instance: the others
+        raise ``MicroBatchError`` at the end of their loops, and an optimizer's step raises it on all of them until
+        the next loop, which works again where all have caught it.
+
+        Args:
+            batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
+                dim 0 of each: micro batch size x accumulation x local replicas, or fewer. Or the batch of
+                ``popdist.data_loader``, or what ``split`` splits. Or a tuple of several loaders' batches, for
+                ``for (x, y), z in model.micro_batches((a, b))``: the samples of the first count.
+            accumulation: Micro batches of each replica in this step, the same on all instances; a loader's batch
+                brings its own.
+            reduction: ``"sum"`` leaves out the division by the sum of the weights, and weighs each micro batch 1
+                unless ``weights`` says more.
+            weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
+                loss that is a mean over tokens. 0 drops the gradient.
+            add: Add to the gradients of before which nothing has used, in place of an error: for an optimizer that
+                steps after several loops.
+            split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
+                replica, None for one without samples. ``split=list`` takes a list of them.
+
+        Returns:
+            Micro batches on the model's device, which may share memory with the batch.
+
+        Raises:
+            BatchError: If the batch cannot be split, a weight is not possible, or the job has no sample.
+            GradientError: If gradients of before would be lost, or ``check_finite`` has found one.
+            WeightsError: If a check finds weights that differ between instances, or were written in a micro batch.
+            MicroBatchError: If an instance left its loop or could not split its batch.
+            CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        return self._model_steps.micro_batches(WholeStep(batch, accumulation, reduction, weights, split, add))
+
+    def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
+        self,
+        batch: Nest,
+        body: Callable[..., R],
+        accumulation: int = 1,
+        *,
+        reduction: MeanOrSum = "mean",
+        weights: Sequence[float] | None = None,
+        split: Split | None = None,
+        add: bool = False,
+    ) -> list[R]:
+        """Call ``body`` for each micro batch of this instance; afterwards ``.grad`` is ready.
+
+        What the loop of :meth:`micro_batches` does, with its inside as a function, so that replicas can wait for
+        each other in the middle of it::
+
+            def body(x, y):
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                return loss.detach()
+
+            losses = model.run_micro_batches(batch, body)
+
+        With ``batch_norm_group_size`` and several local replicas in a group, those compute in turns, each in a
+        thread: one runs at a time, up to a BatchNorm layer or its end, then the next one, in order, with its
+        random states, buffers and gradients. Each begins with the caller's grad mode, autocast and context
+        variables; other modes of torch that belong to a thread do not reach ``body``: enter them there. The
+        activations of a group's local replicas are in memory together.
+
+        Args:
+            batch: As of :meth:`micro_batches`, and so are the other arguments and the errors.
+            body: Called with a micro batch, whose items are its arguments if it is a tuple or list. It does the
+                forward and backward passes of one replica.
+            accumulation: See ``batch``.
+            reduction: See ``batch``.
+            weights: See ``batch``; greater than 0 with samples where groups share statistics.
+            split: See ``batch``.
+            add: See ``batch``.
+
+        Returns:
+            What ``body`` returned for each micro batch with samples, replica by replica.
+
+        Raises:
+            MicroBatchError: Also if replicas of a group do not call the same BatchNorm layers equally often.
+            BaseException: What ``body`` raises; the step is abandoned on every instance.
+        """
+        if not callable(body):
+            raise BatchError(
+                f"run_micro_batches(batch, {body!r}): body is called with each micro batch, as a function of its "
+                "items that computes the loss and calls backward()"
+            )
+        asked = WholeStep(batch, accumulation, reduction, weights, split, add)
+        return self._model_steps.run_micro_batches(asked, body)
+
+    def pipeline_step(  # noqa: PLR0913 - those of micro_batches(), and the schedule
+        self,
+        schedule: Any,
+        batch: Nest,
+        accumulation: int = 1,
+        *,
+        arguments: Arguments | None = None,
+        share_losses: bool = False,
+        reduction: MeanOrSum = "mean",
+        add: bool = False,
+    ) -> Tensor | None:
+        """Run a pipeline's schedule over the samples of this replica; afterwards ``.grad`` is ready.
+
+        For a model whose module is this instance's stage, or ``nn.ModuleList`` of its stages. All instances of the
+        replica call it with the same batch::
+
+            stages = popdist.device_mesh()["pipeline"]
+            stage = PipelineStage(layers, stages.get_local_rank(), stages.size(), device, group=stages.get_group())
+            schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+            model = popdist.ReplicatedModel(layers)
+            for batch in loader:
+                losses = model.pipeline_step(schedule, batch)
+                optimizer.step()
+
+        The schedule adds the gradients of its micro batches one after another, in its own order, and divides the
+        sum by their number, unless it was made with ``scale_grads=False``. Then they are added over the replicas
+        as ``micro_batches`` does it, each with the weight of its samples. Within ``torch.no_grad()`` the schedule
+        only evaluates: there are losses, no gradients, and nothing is exchanged with other replicas.
+
+        Args:
+            schedule: Any of torch.distributed.pipelining, made with a ``loss_fn``.
+            batch: As of :meth:`micro_batches`. A loader with ``accumulation=8`` has the micro batches of a
+                schedule with ``n_microbatches=8``, or of two runs of one with 4; one without accumulation leaves
+                it to the schedule to cut its samples. All must be of one size, in all steps: make it with
+                ``drop_last=True``.
+            accumulation: How often the schedule runs for each replica, where the batch is no loader's.
+            arguments: Gives for samples of the batch the inputs of the first stage, keyword arguments for all
+                stages, and the target. None, where they are tuples of inputs with the target at the end.
+            share_losses: Give the losses to all instances of the replica, which wait for its last stage.
+            reduction: As of :meth:`micro_batches`; ``"sum"`` for sums over samples, with ``scale_grads=False``.
+            add: As of :meth:`micro_batches`.
+
+        Returns:
+            The losses of the replica's micro batches, in float64, where its last stage is; None elsewhere.
+
+        Raises:
+            BatchError: Also if the stages lie on other instances than this replica's, or the micro batches differ.
+            WeightsError: Also if a stage has no parameters, or others than the model, or those of another stage.
+            OptimizerError: In the closure of an optimizer, as LBFGS takes one.
+        """
+        steps: ModelSteps = self._model_steps
+        pipeline, number = pipeline_of(steps.pipelines, schedule, steps.module), steps.layout.num_local_replicas
+        split = pipeline.split(number, accumulation, arguments)
+        num_runs = pipeline.num_runs(batch, number, accumulation)
+        if torch.is_grad_enabled():
+            asked = WholeStep(batch, num_runs, reduction, None, split, add)
+            runs = steps.run_micro_batches(asked, partial(pipeline.run, schedule.step))
+        else:
+            runs = [pipeline.evaluate(schedule, to_device(it, steps.gradients.device)) for it in split(batch)]
+        return pipeline.losses(runs, number * num_runs * pipeline.num_micro_batches, share=share_losses)
+
+    def micro_batch(
+        self, index: int, *, weight: float = 1.0, accumulation: int = 1
+    ) -> AbstractContextManager[None]:
+        """Within it, this process is the replica that micro batch ``index`` belongs to; for loops of your own.
+
+        ``micro_batches`` is made of this and :meth:`reduce_gradients`. A step is all of an instance's micro
+        batches, or fewer, in order, each with any number of backward passes::
+
+            for i, (x, y) in enumerate(parts):
+                with model.micro_batch(i, weight=len(x)):
+                    loss_fn(model(x), y).backward()
+            model.reduce_gradients()
+
+        The first one takes away the gradients that were there, as ``micro_batches`` does; whether the step adds to
+        them, :meth:`reduce_gradients` says. Leaving it by an exception abandons the step, as leaving
+        ``micro_batches`` does.
+
+        Args:
+            index: Among this instance's micro batches, replica by replica: local replica x accumulation + step.
+            weight: What the gradient counts. At least 0; 0 drops it.
+            accumulation: Micro batches of each replica in this step.
+
+        Raises:
+            BatchError: If there is no such micro batch, it is done already, or the weight is negative.
+        """
+        index = whole_number("index", index, BatchError, minimum=0)
+        accumulation = whole_number("accumulation", accumulation, BatchError, maximum=MOST_PARTS)
+        return self._model_steps.micro_batch(index, weight, accumulation)
+
+    def reduce_gradients(self, reduction: MeanOrSum = "mean", *, add: bool = False) -> None:
+        """End a step: ``.grad`` of each parameter becomes that of all replicas, and buffers are made equal.
+
+        Micro batches that were left out count as empty ones. Every instance calls it, also one without any.
+
+        Args:
+            reduction: ``"mean"`` divides the sum of the weighted gradients by the sum of the weights; ``"sum"``
+                does not.
+            add: As of ``micro_batches``.
+
+        Raises:
+            BatchError: If the weights of the whole job add up to 0; and as ``micro_batches``.
+        """
+        self._model_steps.reduce_gradients(reduction, add=add)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients down to a norm of ``max_norm``, after the loop: see ``popdist.clip_grad_norm_``."""
+        return clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, ``backward()`` outside the loop leaves this instance's gradients as they are.
+
+        As under DistributedDataParallel: they are reduced with the next backward pass outside it. And the way to
+        say that this model's gradients play no part, as those of a discriminator when its generator is trained.
+        """
+        return self._model_steps.automatic.suspended()
+
+    def state_dict(  # type: ignore[override]  # torch's stubs leave out the positional arguments it takes
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The module's own state dict: it loads into the bare module and the other way round.
+
+        Raises:
+            WeightsError: While the buffers hold what a pass in training mode outside of the loop wrote, unless
+                ``keep_vars`` asks for the model's own tensors.
+        """
+        if not kwargs.get("keep_vars"):
+            check_buffers(self.module)
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the module, on this instance only."""
+        loaded = self.module.load_state_dict(state_dict, *args, **kwargs)
+        self._model_steps.buffers.clear_outside_writes()
+        return loaded
+
+
+def _inside_another_module(_model: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: object) -> None:
+    """Before a module that holds the model loads: its children are found by attribute, so put that name in."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

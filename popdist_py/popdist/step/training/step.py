@@ -1,0 +1,353 @@
+"""One step of a model on this instance, and how far it has come for whoever must know, such as an optimizer.
+
+A step is begun, each micro batch is added to the gradient of its replica, and then the step is finished or
+abandoned.
+"""
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from popdist.errors import BatchError, GradientError, name_instances
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
+from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients, is_finite
+from popdist.gradients.optimizer_steps import mark_used, parameters_of
+from popdist.gradients.reduction import NO_SAMPLES, GradientSum, NotFinite, not_finite_error
+from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
+from popdist.ground.progress import progress_page
+from popdist.ground.tree import TreeSum
+from popdist.job import context
+from popdist.job.collectives import gather_bytes
+
+
+class Step:
+    """One step: made when it starts, given each micro batch's gradient, then finished or abandoned."""
+
+    def __init__(
+        self,
+        memory: GradientMemory,
+        buffers: ReplicaBuffers,
+        total: GradientSum,
+        checks: StepChecks,
+        *,
+        accumulation: int,
+        checks_finite: bool,
+    ) -> None:
+        self.accumulation = accumulation  # micro batches of each local replica
+        self.checks = checks
+        self._memory = memory
+        self._gradients = memory.gradients
+        self._buffers = buffers
+        self._checks_finite = checks_finite
+        self._sum = total
+        self._num_micro_batches = memory.layout.num_local_replicas * accumulation
+        self._position = 0  # the micro batch that is next
+        self._has_run = False  # whether one of them had samples
+        self._not_finite: NotFinite | None = None
+        self._current: FlatGradient | None = None
+        self._open: dict[int, _ReplicaSum] = {}
+        self._streams = set[torch.Stream]()  # in which gradients of the current micro batch were made
+        memory.begin_step()
+        if memory.layout.num_replicas > 1:
+            buffers.begin_step(is_checked=checks.is_on)
+
+    def begin(self, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool) -> None:
+        """Say to the others that a step of a whole batch begins; see :meth:`GradientSum.begin`."""
+        self._sum.begin(self.accumulation, heaviest, reduction, position, add=add)
+
+    def wait_for_others(self) -> None:
+        """Wait until all instances have begun their steps."""
+        self._sum.weight_scale()
+
+    def begin_micro_batch(self, index: int, weight: float) -> int:
+        """Begin micro batch ``index``; those left out before it have no samples. Gives its replica in the job."""
+        if not self._position <= index < self._num_micro_batches:
+            num_local_replicas = self._memory.layout.num_local_replicas
+            raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
+        self._skip_to(index)
+        self._current = self._next_room()
+        if self._sum.goes_early and index + 1 == self._num_micro_batches:
+            self._sum.begin_last(self._sum_of_replica().gradients, weight)
+        return self._replica
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Move a gradient that was just accumulated in ``.grad`` to where it will be added."""
+        if self._current is not None:
+            if not parameter.is_cpu:
+                self._streams.add(torch.accelerator.current_stream(parameter.device))
+            self._current.move_in(parameter, even_small=self._sum.goes_early)
+            if self._sum.goes_early:
+                self._sum.add_gradient(parameter)
+
+    def add(self, weight: float) -> None:
+        """Add the gradients that the backward passes of the next micro batch left in ``.grad``."""
+        scale, self._has_run = self._sum.weight_scale(), True
+        for stream in self._streams:  # a program may compute its backward pass in a stream of its own
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
+        if self._checks_finite and weight and self._not_finite is None:
+            parameter = self._gradients.not_finite()
+            self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
+        room, self._current = self._current or self._next_room(), None
+        if weight:
+            self._sum.used |= self._gradients.fill(room, times=weight / scale, clears=True)
+        else:
+            room.clear()
+            self._gradients.clear()
+        self._add_to_replica(room, weight, has_run=True)
+
+    def add_in_turn(self, index: int, weight: float | None) -> None:
+        """Add micro batch ``index``, where replicas take turns; a weight of None is one without samples."""
+        self._position = index
+        if weight is None:
+            self._skip_to(index + 1)
+        else:
+            self.add(weight)
+
+    def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
+        """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
+        self._sum.weight_scale()
+        self._skip_to(self._num_micro_batches)
+        if self._checks_finite:
+            raise_not_finite_of_parts(self._not_finite, self._gradients)
+        fault = self._buffers.fault or self.checks.fault()
+        self._sum.finish(reduction, self._not_finite, fault, add=add)
+        self._buffers.end_step()
+
+    def abandon(self) -> None:
+        """Leave without a gradient, and say so to the others, unless all know already. Never raises."""
+        self._gradients.clear()
+        self._buffers.undo()
+        self._buffers.end_step()
+        self._sum.abandon()
+
+    @property
+    def _replica(self) -> int:
+        """Job-wide number of the replica whose micro batch is next."""
+        return self._memory.first_replica + self._position // self.accumulation
+
+    def _skip_to(self, index: int) -> None:
+        while self._position < index:
+            room = self._next_room()
+            room.clear()
+            self._add_to_replica(room, 0.0, has_run=False)
+
+    def _next_room(self) -> FlatGradient:
+        return self._memory.room_for(*divmod(self._position, self.accumulation))
+
+    def _add_to_replica(self, gradient: FlatGradient, weight: float, *, has_run: bool) -> None:
+        """Add the next micro batch to its replica, and a finished replica to the job."""
+        if self.accumulation > 1:
+            replica, own = self._position // self.accumulation, self._sum_of_replica()
+            own.gradients.push(gradient)
+            own.weights.push(weight)
+            own.has_run |= has_run
+            if own.gradients.position < self.accumulation:
+                self._position += 1
+                return
+            del self._open[replica]
+            gradient, weight, has_run = own.gradients.total, own.weights.total, own.has_run
+        self._position += 1
+        self._sum.add(gradient, weight)
+        self._buffers.end_replica(has_run=has_run)
+
+    def _sum_of_replica(self) -> "_ReplicaSum":
+        """The sums over the micro batches so far of the replica whose micro batch is next."""
+        replica = self._position // self.accumulation
+        if replica not in self._open:
+            self._open[replica] = _ReplicaSum(
+                TreeSum(self.accumulation, self._memory.of_micro_batches.add),
+                TreeSum(self.accumulation, operator.add),
+            )
+        return self._open[replica]
+
+
+@dataclass(slots=True)
+class _ReplicaSum:
+    """The sums over the micro batches of one replica, and whether one of these had samples."""
+
+    gradients: TreeSum[FlatGradient]
+    weights: TreeSum[float]
+    has_run: bool = False
+
+
+def _out_of_order(index: int, position: int, num_local_replicas: int, accumulation: int) -> BatchError:
+    """The error of a micro batch that is not at or after ``position``, the next one of this instance."""
+    return BatchError(
+        f"micro_batch({index}), where {position} is the next of this instance's "
+        f"{num_local_replicas * accumulation} micro batches ({num_local_replicas} local replicas x "
+        f"accumulation {accumulation}): take them in order, then call reduce_gradients()"
+    )
+
+
+def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout) -> None:
+    """Raise on all instances what one has found, where several share a replica: each sees its part only."""
+    if not context.environment().contract.parallelism.is_shared:
+        return
+    group, said = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
+    received = gather_bytes(group, "look for NaN and infinity in all parts of the model", said.encode())
+    if faults := {instance: it.decode() for instance, it in zip(group.instances, received, strict=True) if it}:
+        raise GradientError(f"{next(iter(faults.values()))} (found on {name_instances(faults)})")
+
+
+class LoneStep:
+    """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays where it is."""
+
+    accumulation = 1
+
+    def __init__(
+        self, gradients: ModelGradients, old: OldGradients, checks: StepChecks, *, checks_finite: bool
+    ) -> None:
+        self.checks = checks
+        self._gradients = gradients
+        self._old = old
+        self._checks_finite = checks_finite
+        self._weight: float | None = None
+
+    def begin(self, heaviest: float, _reduction: MeanOrSum, _position: BatchPosition, *, add: bool) -> None:
+        """Check that the micro batch weighs something, and what becomes of the gradients of before."""
+        self._drop_old_unless_added(add=add)
+        if not heaviest:
+            raise BatchError(NO_SAMPLES)
+
+    def begin_micro_batch(self, index: int, _weight: float) -> int:
+        """Begin micro batch 0, the only one; gives the number of its replica."""
+        if index or self._weight is not None:
+            position = 0 if self._weight is None else 1
+            raise _out_of_order(index, position, num_local_replicas=1, accumulation=1)
+        return 0
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Leave the gradient where it is."""
+
+    def add(self, weight: float) -> None:
+        """Note the weight of the micro batch, whose gradient stays where it is."""
+        self._weight = weight
+
+    def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
+        """Leave each ``.grad`` as it is; for a sum, multiply it by the weight."""
+        self._drop_old_unless_added(add=add)
+        if reduction == "mean" and not self._weight:
+            raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
+        if self._checks_finite and self._weight:
+            layout = self._gradients.layout()
+            parameter = layout.not_finite()
+            found = None if parameter is None else NotFinite(0, parameter)
+            raise_not_finite_of_parts(found, layout)
+            if found is not None:
+                raise not_finite_error(found, layout)
+        if reduction == "sum" and self._weight != 1:
+            layout = self._gradients.layout()
+            used, room = layout.used(), layout.make_wide()
+            layout.fill(room, times=self._weight or 0.0)
+            layout.set_gradients(room, used)
+        if add:
+            self._old.add_to_new()
+        progress_page.count_step()
+
+    def _drop_old_unless_added(self, *, add: bool) -> None:
+        if self._old.kept and (number := self._old.number(add=add)):
+            self._old.drop_unless_added({0: number}, add=add)
+
+    def abandon(self) -> None:
+        """Leave without a gradient."""
+        self._gradients.remove()
+
+
+class StepState:
+    """How far a model's last step has come, running, complete or lost, as long as its ``owner`` is there."""
+
+    def __init__(self, owner: object, module: nn.Module) -> None:
+        self.reference = weakref.ref(module)
+        self._owner = weakref.ref(owner)
+
+    def begin(self) -> None:
+        """From now on the gradients of the module are incomplete."""
+        lost_steps.discard(self)
+        running_steps.add(self)
+
+    def end(self) -> None:
+        """The gradients are complete, or gone."""
+        running_steps.discard(self)
+
+    def lose(self) -> None:
+        """The step has left no gradient on any instance, so until the next one there is nothing to step on."""
+        self.end()
+        lost_steps.add(self)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, if it and the owner are still there."""
+        return None if self._owner() is None else self.reference()
+
+
+running_steps: Final[set[StepState]] = set()
+lost_steps: Final[set[StepState]] = set()
+"""The states of models in the middle of a step, and of those whose last step was lost."""
+
+reduced_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]] = weakref.WeakKeyDictionary()
+"""The modules whose gradients popdist reduces, by the object that does it."""
+
+joint_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]] = weakref.WeakKeyDictionary()
+"""The modules that all instances have, by the object that makes their steps."""
+
+
+def modules_in(registry: "weakref.WeakKeyDictionary[object, weakref.ref[nn.Module]]") -> list[nn.Module]:
+    """The modules of one of these two that are still there."""
+    return [module for reference in tuple(registry.values()) if (module := reference()) is not None]
+
+
+def is_in_step() -> bool:
+    """Whether a model is in the middle of a step."""
+    return any(state.module is not None for state in tuple(running_steps))
+
+
+@cache
+def watch_scalers() -> None:
+    """From now on all instances have a GradScaler's scale, and all parts of a model step or skip the step."""
+    for name in ("unscale_", "step"):
+        setattr(GradScaler, name, _watched(getattr(GradScaler, name)))
+
+
+def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
+    is_step = method.__name__ == "step"
+
+    @wraps(method)
+    def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        parameters = parameters_of(optimizer)
+        # torch makes it with the first loss, which a stage that is not the last, or one without samples, has not
+        scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters[0].device))
+        looks = not is_step or getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )  # else torch calls unscale_()
+        if looks and scaler.is_enabled() and context.environment().contract.parallelism.is_shared:
+            _share_infinity(parameters)
+        result = method(scaler, optimizer, *args, **kwargs)
+        if is_step:
+            mark_used(parameters)  # in a step that is skipped, too
+        return result
+
+    return call
+
+
+def _share_infinity(parameters: Sequence[Tensor]) -> None:
+    """Make all gradients NaN if one is not finite that another part of the model has; all instances call it."""
+    joint = {id(it) for module in modules_in(joint_modules) for it in module.parameters()}
+    if joint.isdisjoint(map(id, parameters)):
+        return
+    gradients = [it.grad for it in parameters if it.grad is not None]
+    text = "GradScaler: look for NaN and infinity in all parts of the model"
+    found = context.current_group().start(text, [all(map(is_finite, gradients))]).wait()
+    if not all(is_here for (is_here,) in found):
+        for gradient in gradients:
+            gradient.mul_(math.nan)

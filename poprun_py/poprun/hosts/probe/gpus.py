@@ -1,0 +1,140 @@
+"""The devices of this machine: asks the tools and drivers of their makers, each only where its driver is."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.launch.process.limits import read_text
+from poprun.launch.process.spawn import Answer, answers_of
+from poprun.makers.listings import Listed
+from poprun.makers.maker import DEFAULT_MAKER, MAKERS, Maker
+from poprun.makers.masks import visible_devices
+from poprun.plan.topology import Gpu, Occupant
+
+PCI: Final = "/sys/bus/pci/devices"
+
+_TOOL_SECONDS: Final = 10.0
+_MOST_LETTERS: Final = 200  # of what a tool says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevices:
+    """The devices that a job may use, all of one maker."""
+
+    gpus: tuple[Gpu, ...] = ()  # in slot order
+    maker: str = DEFAULT_MAKER
+    source: str = ""  # what has told of them, such as the name of a tool; empty where there are none
+    problems: tuple[str, ...] = ()  # why devices cannot be used, a sentence each that says what to do
+
+
+def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the devices that the masks of ``environment`` leave, in slot order."""
+    return find_devices(environment).gpus
+
+
+def find_devices(environment: Mapping[str, str], root: str = "/") -> FoundDevices:
+    """Ask the drivers below ``root``; of several makers with usable devices the first one's are returned."""
+    found = [_devices_of(it, environment, root) for it in MAKERS.values() if _is_here(it, environment, root)]
+    usable = [it for it in found if it.gpus]
+    if not usable:
+        problems = tuple(problem for it in found for problem in it.problems)
+        return FoundDevices(problems=problems)
+    first, *others = usable
+    problems = tuple(
+        f"devices of {first.maker} and of {it.maker} are here, and a job uses those of one maker: {first.maker}; "
+        "{}={} hides these".format(*MAKERS[first.maker].hiding)
+        for it in others
+    )
+    return FoundDevices(
+        gpus=first.gpus, maker=first.maker, source=first.source, problems=(*first.problems, *problems)
+    )
+
+
+def _is_here(maker: Maker, environment: Mapping[str, str], root: str) -> bool:
+    """Whether the driver of a maker, or its tool, is here."""
+    folders = environment.get("PATH", os.defpath).split(os.pathsep)
+
+    def is_there(sign: str) -> bool:
+        if sign.startswith("/"):
+            return os.path.exists(_below(root, sign))
+        return any(os.path.exists(os.path.join(folder, sign)) for folder in folders)
+
+    return all(any(map(is_there, group)) for group in maker.signs)
+
+
+def _devices_of(maker: Maker, environment: Mapping[str, str], root: str) -> FoundDevices:
+    masks = {name for it in MAKERS.values() for name in it.masks}  # which some tools heed
+    unmasked = {name: text for name, text in os.environ.items() if name not in masks}
+    answers = answers_of(maker.commands, _TOOL_SECONDS, unmasked)
+    texts = [it.text if it.code == 0 else "" for it in answers]
+    listed = maker.read(texts, _read_files(maker.patterns, root))
+    problem = _problem_of(maker, listed, answers, root)
+    if problem:
+        return FoundDevices(maker=maker.name, problems=(problem,))
+    visible = visible_devices(maker, listed, environment)
+    gpus = gpus_of(visible.devices, _below(root, PCI))
+    return FoundDevices(gpus=gpus, maker=maker.name, source=maker.source, problems=visible.problems)
+
+
+def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer], root: str) -> str:
+    """Why the devices of a maker cannot be used, or an empty text."""
+    if maker.access and not os.access(_below(root, maker.access), os.R_OK | os.W_OK):
+        return (
+            f"{maker.access}, through which programs reach the {maker.name} GPUs, cannot be opened: join the "
+            "group that owns it (usermod -aG render,video USER, then log in again)"
+        )
+    if listed:
+        return ""
+    if not answers:
+        return (
+            f"{maker.source} shows no {maker.name} GPU that this process may open: give the container its devices"
+        )
+    said = next((line for line in answers[0].text.splitlines() if line.strip()), "").strip()[:_MOST_LETTERS]
+    return (
+        f"{maker.source} finds no GPU, and says: {said or 'nothing'}: check the driver and the permissions, or "
+        f"hide the GPUs with {'='.join(maker.hiding)}"
+    )
+
+
+def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
+    """Return the rows of a tool as devices, with who holds memory there but for the callers of poprun."""
+    from poprun.launch.process.process_tree import ancestors, user_of
+
+    callers = {*ancestors(os.getpid())} if any(it.pids for it in devices) else set()
+    return tuple(
+        Gpu(
+            name=it.name,
+            uuid=it.uuid,
+            occupants=tuple(Occupant(pid=pid, user=user_of(pid)) for pid in it.pids if pid not in callers),
+            node=_node_of(it.address, pci) if it.address else None,
+            model=it.model,
+            memory_bytes=it.memory_bytes,
+        )
+        for it in devices
+    )
+
+
+def _node_of(address: str, pci: str) -> int | None:
+    """The NUMA node of a device, or None where the kernel does not know; a driver may write longer addresses."""
+    domain, _, rest = address.lower().partition(":")
+    with suppress(OSError, ValueError):
+        node = int(read_text(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
+        return node if node >= 0 else None
+    return None
+
+
+def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
+    """The texts of the files below ``root`` that may be read, by their paths from there."""
+    from glob import glob
+
+    found = {}
+    for path in (path for pattern in patterns for path in glob(_below(root, pattern))):
+        with suppress(OSError, ValueError):
+            found[f"/{os.path.relpath(path, root)}"] = read_text(path)
+    return found
+
+
+def _below(root: str, path: str) -> str:
+    return os.path.join(root, path.lstrip("/"))

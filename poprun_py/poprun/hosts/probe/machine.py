@@ -1,0 +1,224 @@
+"""Where poprun runs: the machine with its cores, and the allocation of Slurm.
+
+Cores: the kernel's Documentation/admin-guide/cputopology.rst; the affinity of a process and ``Mems_allowed_list``
+never leave the cpuset of its control group. Slurm: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"; inside a step
+srun(1) tells more.
+"""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from popdist.errors import ContractError
+from popdist.ground.contract import (
+    HYDRA_SIZE,
+    NUM_REPLICAS,
+    NUM_THREADS,
+    OMPI_SIZE,
+    RUN_ID,
+    WORLD_SIZE,
+    read_node_counts,
+)
+from poprun.errors import PlanError
+from poprun.hosts.probe.gpus import find_devices
+from poprun.hosts.probe.mpi_runtimes import find_mpi
+from poprun.launch.process.limits import cpu_quota, read_text
+from poprun.plan.topology import Allocation, Cpu, MachineFacts
+from poprun.text.ranges import parse_hosts, parse_numbers
+
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
+
+_JOB: Final = "SLURM_JOB_ID"
+_NODES: Final = "SLURM_JOB_NODELIST"
+_NODE_HERE: Final = "SLURMD_NODENAME"
+_TASKS: Final = "SLURM_NTASKS"
+_TASKS_PER_NODE: Final = "SLURM_TASKS_PER_NODE"
+_MOST_PER_NODE: Final = "SLURM_NTASKS_PER_NODE"
+_CPUS_PER_NODE: Final = "SLURM_JOB_CPUS_PER_NODE"
+_GPUS_PER_NODE: Final = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")
+_STEP_TASKS: Final = "SLURM_STEP_NUM_TASKS"
+_STEP_TASK: Final = "SLURM_PROCID"
+
+
+def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
+    """The facts of this machine, found quickly and without the network; with MPI runtimes only if ``with_mpi``."""
+    hostname = socket.gethostname()
+    path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
+    mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
+    devices = find_devices(environment)
+    return MachineFacts(
+        hostname=hostname,
+        host_aliases=own_names(hostname),
+        cores=usable_cores(),
+        cpus=read_cpus(os.sched_getaffinity(0)),
+        memory_nodes=read_memory_nodes(),
+        gpus=devices.gpus,
+        maker=devices.maker,
+        gpu_source=devices.source,
+        gpu_problems=devices.problems,
+        mpi=mpi,
+        unknown_mpi=unknown,
+        user_num_threads=environment.get(NUM_THREADS),
+    )
+
+
+def own_names(hostname: str) -> frozenset[str]:
+    """The names that mean this machine whatever the resolver says."""
+    return frozenset((*_LOOPBACK, hostname, hostname.partition(".")[0]))
+
+
+def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
+    """The names that mean this machine; a single one of ``hosts`` is among them if it resolves to here."""
+    names = own_names(socket.gethostname())
+    if len(hosts) == 1 and hosts[0] not in names and _is_here(hosts[0]):
+        return names | {hosts[0]}
+    return names
+
+
+def _is_here(host: str) -> bool:
+    """Whether ``host`` resolves to an address of this machine: only those can be bound."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
+
+
+def _can_bind(family: int, address: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """The allocation that ``environment`` describes; None outside Slurm."""
+    if not environment.get(_JOB) or not environment.get(_NODES):
+        return None
+    gpu_counts = (_last_number(environment.get(name, "")) for name in _GPUS_PER_NODE)
+    try:
+        tasks_per_node = read_node_counts(environment, _TASKS_PER_NODE) if _TASKS in environment else ()
+        cpus_per_node = read_node_counts(environment, _CPUS_PER_NODE)
+    except ContractError as error:
+        raise PlanError(str(error)) from None
+    return Allocation(
+        job_id=environment[_JOB],
+        nodes=parse_hosts(environment[_NODES]),
+        node_here=environment.get(_NODE_HERE),
+        tasks_per_node=tasks_per_node,
+        most_tasks_per_node=_last_number(environment.get(_MOST_PER_NODE, "")),
+        cpus_per_node=cpus_per_node,
+        num_gpus_per_node=next(filter(None, gpu_counts), 0),
+        task=_task(environment),
+    )
+
+
+def starter_of_many(environment: Mapping[str, str]) -> str:
+    """The launcher that has started poprun several times; empty for none, and in a program of a job of poprun."""
+    if NUM_REPLICAS in environment:
+        return ""
+    names = {"mpiexec": (HYDRA_SIZE, OMPI_SIZE), "torchrun": (WORLD_SIZE,) if RUN_ID in environment else ()}
+    return next((it for it in names if any(_last_number(environment.get(one, "")) > 1 for one in names[it])), "")
+
+
+def _last_number(text: str) -> int:
+    """The count in ``4``, ``a100:4`` or ``gpu:a100:4``; 0 without one."""
+    match = re.search(r"([0-9]{1,6})$", text)
+    return int(match[1]) if match else 0
+
+
+def _task(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Index and count of the tasks of the step that poprun is a task of; None unless there are several."""
+    rank, size = environment.get(_STEP_TASK, ""), environment.get(_STEP_TASKS, "")
+    return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
+
+
+SYSTEM: Final = "/sys/devices/system"
+STATUS: Final = "/proc/self/status"
+
+_ALLOWED: Final = "Mems_allowed_list:"
+_SIBLINGS: Final = ("core_cpus_list", "thread_siblings_list")
+_INSTRUCTIONS: Final = "Instruction"
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The numbers of the cores that this process may use, ascending; no more than the control group grants."""
+    cores = sorted(os.sched_getaffinity(0))
+    quota = cpu_quota()  # threads past it would only wait for each other
+    return tuple(cores if quota is None else cores[: max(1, int(quota))])
+
+
+def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
+    """The map of the cores ``allowed`` that are online; where the machine is silent they share one cache."""
+    online = _numbers(os.path.join(system, "cpu", "online")) or allowed
+    node_of = _node_of_cores(os.path.join(system, "node"))
+    return tuple(
+        _cpu(os.path.join(system, "cpu", f"cpu{number}"), number, node_of)
+        for number in sorted(set(allowed).intersection(online))
+    )
+
+
+def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, ...]:
+    """The NUMA nodes whose memory this process may use, ascending; none where the kernel does not say."""
+    having = _numbers(os.path.join(system, "node", "has_memory"))
+    with suppress(OSError, ValueError):
+        lines = read_text(status).splitlines()
+        allowed = next((line.removeprefix(_ALLOWED).strip() for line in lines if line.startswith(_ALLOWED)), "")
+        return tuple(node for node in parse_numbers(allowed) if node in having)
+    return having
+
+
+def _cpu(folder: str, number: int, node_of: Mapping[int, int]) -> Cpu:
+    topology = os.path.join(folder, "topology")
+    siblings = next(filter(None, (_numbers(os.path.join(topology, name)) for name in _SIBLINGS)), (number,))
+    return Cpu(
+        number=number,
+        core=siblings[0],
+        cache=max(_caches(os.path.join(folder, "cache")), default=(0, -1))[1],
+        node=node_of.get(number, 0),
+        socket=max(0, _number(os.path.join(topology, "physical_package_id"))),
+    )
+
+
+def _caches(folder: str) -> Iterator[tuple[int, int]]:
+    """The level of each cache of a core that holds data, and the first core that shares it."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            cache = os.path.join(folder, name)
+            sharers = _numbers(os.path.join(cache, "shared_cpu_list"))
+            if sharers and _text(os.path.join(cache, "type")) != _INSTRUCTIONS:
+                yield _number(os.path.join(cache, "level")), sharers[0]
+
+
+def _node_of_cores(folder: str) -> dict[int, int]:
+    return {
+        core: node
+        for node in _numbers(os.path.join(folder, "online"))
+        for core in _numbers(os.path.join(folder, f"node{node}", "cpulist"))
+    }
+
+
+def _numbers(path: str) -> tuple[int, ...]:
+    """The numbers of a file that lists them; none when it is not there or holds something else."""
+    with suppress(OSError, ValueError):
+        return parse_numbers(read_text(path).strip())
+    return ()
+
+
+def _number(path: str) -> int:
+    """The number that a file holds; -1 when it is not there or holds something else."""
+    with suppress(OSError, ValueError):
+        return int(read_text(path))
+    return -1
+
+
+def _text(path: str) -> str:
+    with suppress(OSError):
+        return read_text(path).strip()
+    return ""

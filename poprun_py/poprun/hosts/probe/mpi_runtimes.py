@@ -1,0 +1,60 @@
+"""The MPI runtimes of this machine, told apart by what their launchers print about their version."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from poprun.launch.process.spawn import answer_of
+from poprun.plan.topology import MpiKind, MpiRuntime
+
+_VERSION_SECONDS: Final = 10.0
+_LAUNCHERS: Final = ("mpiexec", "mpirun")
+_FORKER: Final = "mpiexec.gforker"
+_VERSIONS: Final = (
+    (MpiKind.MPICH, re.compile(r"HYDRA build details:\s+Version:\s*(\S+)")),
+    (MpiKind.OPEN_MPI, re.compile(r"\((?:Open MPI|OpenRTE)\)\s+(\S+)")),
+)
+
+
+def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
+    """The first MPI runtime in the folders of ``path``, then ``own_folder``, and unknown launchers before it."""
+    unknown: list[str] = []
+    for launcher in _candidates([*path.split(os.pathsep), own_folder]):
+        runtime = read_version(launcher, answer_of((launcher, "--version"), _VERSION_SECONDS) or "")
+        if runtime is not None:
+            return replace(runtime, forker=_forker_beside(runtime)), tuple(unknown)
+        unknown.append(launcher)
+    return None, tuple(unknown)
+
+
+def read_version(launcher: str, output: str) -> MpiRuntime | None:
+    """The runtime that prints ``output`` about itself, or None when it is of no known family."""
+    for kind, pattern in _VERSIONS:
+        match = pattern.search(output)
+        if match:
+            return MpiRuntime(kind=kind, path=launcher, version=match[1])
+    return None
+
+
+def _candidates(folders: Sequence[str]) -> Iterator[str]:
+    """Every launcher in ``folders``, each file once under whichever of its names comes first."""
+    seen = set()
+    for folder in filter(None, folders):
+        for name in _LAUNCHERS:
+            launcher = os.path.abspath(os.path.join(folder, name))
+            file = os.path.realpath(launcher)
+            if _is_program(file) and file not in seen:
+                seen.add(file)
+                yield launcher
+
+
+def _forker_beside(runtime: MpiRuntime) -> str | None:
+    """MPICH's launcher for one machine, which lies beside the one for many, or None."""
+    forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
+    return forker if runtime.kind is MpiKind.MPICH and _is_program(forker) else None
+
+
+def _is_program(file: str) -> bool:
+    return os.path.isfile(file) and os.access(file, os.X_OK)

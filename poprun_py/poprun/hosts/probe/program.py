@@ -1,0 +1,300 @@
+"""The user's program: its words made ready to execute, what its Python file says, and which Python ran it.
+
+A word with a slash is a path. Any other is looked for on PATH, as a shell does, and then in the working directory,
+so that `poprun train.py` works; a Python file that cannot be executed by itself runs under poprun's own Python.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.launch.process.spawn import answer_of
+
+if TYPE_CHECKING:
+    import ast
+
+_INTERPRETER: Final = re.compile(r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)")
+_LONG_WITH_VALUE: Final = ("--rcfile", "--init-file", "--check-hash-based-pycs")
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
+
+_HEAD_BYTES: Final = 256  # as much of a script as Linux reads for its ``#!`` line (execve(2))
+
+
+def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -> tuple[str, ...]:
+    """The argv that runs ``words``, in ``working_directory``; its first word is an absolute path."""
+    if not words:
+        return ()
+    program, *arguments = words
+    if not program:
+        raise ProgramNotFoundError("the name of the program is empty: poprun [OPTIONS] PROGRAM [ARGS]...")
+    file = _find(program, working_directory, path)
+    if file is None:
+        raise _not_found(words, working_directory, path)
+    if os.path.isdir(file):
+        raise ProgramNotExecutableError(f"{program} is a directory: give the program inside it")
+    if file.endswith(".py") and not _runs_by_itself(file):
+        *on_path, _ = _places(program, working_directory, path)
+        return (sys.executable, file if file in on_path else program, *arguments)
+    if not os.access(file, os.X_OK):
+        raise ProgramNotExecutableError(
+            f"{program} is not executable: make it so with chmod +x {shlex.quote(program)}, or name the program "
+            f"that runs it, as in poprun python {shlex.quote(program)}"
+        )
+    _check_interpreter(program, file, working_directory)
+    return (file, *arguments)
+
+
+def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The argv that runs ``words`` on a machine that poprun cannot see: a Python file runs under its Python."""
+    return ("python", *words) if words and words[0].endswith(".py") else words
+
+
+def script_of(program: Sequence[str]) -> str:
+    """The script that Python or a shell is given in ``program``'s words: ``-`` for its input, empty for none."""
+    if not program or not (known := _INTERPRETER.fullmatch(os.path.basename(program[0]))):
+        return ""
+    words = iter(program[1:])
+    for word in words:
+        if word == "-" or (word == "-s" and known["shell"]):
+            return "-"
+        if not word.startswith("-"):
+            return word
+        if word in ("--help", "--version"):
+            return ""
+        no_script, with_value = ("c", "[oO]") if known["shell"] else ("cmhV?", "[WX]")
+        letters, *values = re.split(with_value, word, maxsplit=1)
+        if not word.startswith("--") and set(no_script).intersection(letters):
+            return ""
+        if values == [""] or word in _LONG_WITH_VALUE:  # else the value is joined to its letter
+            next(words, None)
+    return "-"
+
+
+def _places(program: str, working_directory: str, path: str) -> list[str]:
+    """Where a program may be, in the order in which they are looked at."""
+    here = os.path.join(working_directory, program.removeprefix("./"))
+    folders = [] if "/" in program else filter(None, path.split(os.pathsep))
+    return [*(os.path.join(working_directory, folder, program) for folder in folders), here]
+
+
+def _find(program: str, working_directory: str, path: str) -> str | None:
+    *on_path, here = _places(program, working_directory, path)
+    found = (file for file in on_path if os.path.isfile(file) and os.access(file, os.X_OK))
+    return next(found, here if os.path.exists(here) else None)
+
+
+def _closed_folder(file: str) -> str:
+    """The folder above ``file`` that this user may not enter; empty if there is none."""
+    try:
+        os.stat(file)
+    except PermissionError:
+        names = os.path.realpath(file).split("/")
+        folders = ("/".join(names[:number]) or "/" for number in range(1, len(names)))
+        return next((folder for folder in folders if not os.access(folder, os.X_OK)), "")
+    except OSError:  # there is no such file
+        pass
+    return ""
+
+
+def _runs_by_itself(file: str) -> bool:
+    """Whether the system can execute a script: it has the permission and, as far as one can see, a ``#!`` line."""
+    if not os.access(file, os.X_OK):
+        return False
+    try:
+        with open(file, "rb") as script:
+            return script.read(2) == b"#!"
+    except OSError:
+        return True
+
+
+def _check_interpreter(program: str, file: str, working_directory: str) -> None:
+    """Check that the interpreter in a script's ``#!`` line exists; execve(2) would name the script instead."""
+    try:
+        with open(file, "rb") as script:
+            head = script.read(_HEAD_BYTES)
+    except OSError:  # a program may be executed without being readable
+        return
+    line, ending, _ = head.removeprefix(b"#!").partition(b"\n")
+    words = line.strip(b" \t").replace(b"\t", b" ").split(b" ")
+    if not head.startswith(b"#!") or not ending or not words[0]:
+        return
+    interpreter = os.fsdecode(words[0])
+    place = os.path.join(working_directory, interpreter)
+    if os.path.exists(place):
+        return
+    if folder := _closed_folder(place):
+        raise _unreachable(f"{interpreter}, which {program} is a script for", folder)
+    if interpreter.endswith("\r"):
+        raise ProgramNotFoundError(
+            f"{program} has lines that end as on Windows, so its interpreter would be {interpreter!r}: "
+            f"mend it with sed -i 's/\\r$//' {shlex.quote(program)}"
+        )
+    raise ProgramNotFoundError(
+        f"{program} is a script for {interpreter}, which is not there: change its first line, or name the program "
+        f"that runs it, as in poprun python {shlex.quote(program)}"
+    )
+
+
+def _unreachable(what: str, folder: str) -> ProgramNotExecutableError:
+    return ProgramNotExecutableError(
+        f"you may not reach {what}: the folder {folder} is closed to you: have it opened, as with "
+        f"chmod a+x {shlex.quote(folder)}, or name a program that you may reach"
+    )
+
+
+def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> PoprunError:
+    """The error for a program that is not there, or not for this user, with what to write in its place."""
+    from difflib import get_close_matches
+
+    program = words[0]
+    if _ASSIGNMENT.match(program):
+        return UsageError(f"{program} is no program: write poprun [OPTIONS] env {shlex.join(words)}")
+    closed = ""
+    for file in _places(program, working_directory, path):
+        folder = _closed_folder(file)
+        if folder and ("/" in program or os.path.lexists(file)):
+            return _unreachable(file, folder)
+        closed = closed or (f"; {os.path.dirname(file)} on it is closed to you" if folder else "")
+    if program.split()[1:]:
+        return UsageError(
+            f"there is no program of the name {program!r}, with blanks: write its words without quotes around "
+            f"them all: poprun [OPTIONS] {' '.join((program, *words[1:]))}"
+        )
+    if "/" in program:
+        folder = os.path.dirname(program.removeprefix("./"))
+        names = {os.path.join(folder, name) for name in _names_in(os.path.join(working_directory, folder))}
+        looked = f"there is no file {program}"
+    else:
+        folders = [working_directory, *filter(None, path.split(os.pathsep))]
+        names = {name for folder in folders for name in _names_in(folder)}
+        looked = f"there is no program {program} on PATH and no file of that name in {working_directory}{closed}"
+    nearest = get_close_matches(program, sorted(names), n=3)
+    return ProgramNotFoundError(f"{looked}{'; nearest: ' + ', '.join(nearest) if nearest else ''}")
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+_USED: Final = "LT_CLI_USED"
+_DEVICES: Final = "LT_DEVICES"
+_NODES: Final = "LT_NUM_NODES"
+_ACCELERATOR: Final = "LT_ACCELERATOR"
+_MOST_LETTERS: Final = 1_000_000
+_POSITIONS: Final = {"accelerator": 0, "devices": 2, "num_nodes": 3}
+"""Where Fabric's own arguments stand when they are not named."""
+
+_ASK_SECONDS: Final = 10.0
+_MISSING: Final = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+_PYTHON: Final = re.compile(r"python[\d.]*$")
+_IMPORT: Final = re.compile(r"^\s*(?:import|from)\s+(torch|popdist)\b", re.MULTILINE)
+
+
+def fabric_variables(
+    program: Sequence[str],
+    working_directory: str,
+    counts: tuple[int, int],
+    user: Mapping[str, str],
+    *,
+    on_cpu: bool,
+) -> dict[str, str]:
+    """What `fabric run` would set for a script; ``counts`` are the instances of each host, and the hosts."""
+    # Fabric() leaves it to its launcher how many devices there are; without these variables each instance would
+    # train alone. They are errors for a script that says something else.
+    file = next((word for word in program if word.endswith(".py")), "")
+    calls = _calls(_source(file, working_directory))
+    given = _arguments_of_fabric(calls)
+    # whoever sets one of these variables sets them all
+    if given is None or given & {"devices", "num_nodes"} or counts == (1, 1) or {_USED, _DEVICES} & user.keys():
+        return {}
+    variables = {_DEVICES: str(counts[0]), _NODES: str(counts[1])}
+    if not any(_name(call.func) == "launch" for call in calls):  # `fabric run` launches in place of the script
+        variables[_USED] = "1"
+    if on_cpu and "accelerator" not in given:
+        variables[_ACCELERATOR] = "cpu"
+    return variables
+
+
+def _source(file: str, working_directory: str) -> str:
+    """The text of a Python file; empty where there is none, or none that can be read."""
+    try:
+        with open(os.path.join(working_directory, file), encoding="utf-8", errors="replace") as stream:
+            return stream.read(_MOST_LETTERS)
+    except OSError:
+        return ""
+
+
+def _calls(source: str) -> "list[ast.Call]":
+    """Every call in a file that calls Fabric; none in others."""
+    if "Fabric(" not in source:
+        return []
+    import ast
+
+    try:
+        return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+
+
+def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
+    """Which of the arguments that count are given to `Fabric(…)`; None where it is not called, or not plainly."""
+    made = [call for call in calls if _name(call.func) == "Fabric"]
+    if not made or any(word.arg is None for call in made for word in call.keywords):  # **options: anything
+        return None
+    named = {word.arg for call in made for word in call.keywords if word.arg}
+    placed = {name for name, place in _POSITIONS.items() if any(len(call.args) > place for call in made)}
+    return named | placed
+
+
+def _name(function: "ast.expr") -> str:
+    """The last part of a function's name; empty for what is no name."""
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
+def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
+    """What to write for a program that ``said`` that its Python lacks a module, which poprun's own Python has."""
+    own_folder = os.path.dirname(sys.executable)
+    if not program or os.path.dirname(program[0]) == own_folder:
+        return ""
+    # a program that wrote past poprun has said nothing: its file is looked at
+    missing = _missing_module(said) if said else _missing_import(program, working_directory)
+    if not missing or not _can_find(missing):
+        return ""
+    first, *arguments = program
+    if _PYTHON.fullmatch(os.path.basename(first)):
+        write = f"poprun [OPTIONS] {shlex.join((sys.executable, *arguments))}"
+    else:
+        write = f"PATH={shlex.quote(own_folder)}:$PATH poprun [OPTIONS] {shlex.join(program)}"
+    return f"{first} has no {missing}, and poprun's own Python has: write {write}"
+
+
+def _missing_module(said: Sequence[str]) -> str:
+    found = [match[1] for line in said if (match := _MISSING.search(line))]
+    return found[-1] if found else ""
+
+
+def _missing_import(program: Sequence[str], working_directory: str) -> str:
+    """The first of torch and popdist that a Python file imports and its Python cannot find; empty for none."""
+    if not _PYTHON.fullmatch(os.path.basename(program[0])):
+        return ""
+    wanted = sorted(set(_IMPORT.findall(_source(script_of(program), working_directory))))
+    asked = f"import importlib.util as u; print(*(n for n in {wanted!r} if u.find_spec(n) is None))"
+    answer = answer_of((program[0], "-c", asked), _ASK_SECONDS) if wanted else None
+    return next(iter((answer or "").split()), "")
+
+
+def _can_find(module: str) -> bool:
+    """Whether this Python has a module, without importing it."""
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

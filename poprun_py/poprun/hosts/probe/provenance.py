@@ -1,0 +1,31 @@
+"""What a job runs: the versions of what its program uses, and the revision of its folder, as far as they show."""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from poprun.launch.process.spawn import answer_of
+
+_PACKAGES: Final = ("torch", "numpy", "mpi4py")
+_GIT_SECONDS: Final = 2.0
+
+
+def provenance(program: Sequence[str], working_directory: str) -> dict[str, str]:
+    """Names and values: ``python`` and packages where the program runs in poprun's environment, ``revision``."""
+    found = {}
+    if program and os.path.dirname(program[0]) == os.path.dirname(sys.executable):
+        found = {"python": platform.python_version(), **{it: _version_of(it) for it in _PACKAGES}}
+    git = ("git", "-C", working_directory, "describe", "--always", "--dirty", "--abbrev=12")
+    answer = answer_of(git, _GIT_SECONDS) or ""
+    found["revision"] = answer.strip() if len(answer.splitlines()) == 1 else ""
+    return {name: value for name, value in found.items() if value}
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,146 @@
+"""How far other clocks are ahead of ours, by messages that are answered with the other clock's time.
+
+Between the moment at which a question is sent and the one at which its answer is heard lies the moment at which it
+was answered. So each exchange bounds the offset, whatever the ways there and back take.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from poprun.launch.messages.control import Message
+
+ROUND_SECONDS: Final = 5.0
+"""How often the clocks of other hosts are asked."""
+
+_QUESTIONS_OF_ROUND: Final = 6
+_RECENT_ROUNDS: Final = 12
+_MOST_ROUNDS: Final = 512
+_NANOSECONDS: Final = 1e9
+
+
+class Exchange(NamedTuple):
+    """A question that was sent and whose answer was heard by our clock, answered at a time of the other clock."""
+
+    sent_ns: int
+    answered_ns: int
+    heard_ns: int
+
+    @property
+    def middle_ns(self) -> int:
+        """The middle between question and answer."""
+        return (self.sent_ns + self.heard_ns) // 2
+
+    @property
+    def offset_seconds(self) -> float:
+        """How far the other clock is ahead, if the answer was given in the middle."""
+        return (self.answered_ns - self.middle_ns) / _NANOSECONDS
+
+    @property
+    def uncertainty_seconds(self) -> float:
+        """The largest error of the offset."""
+        return (self.heard_ns - self.sent_ns) / 2 / _NANOSECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockFit:
+    """A straight line through the offsets of another clock."""
+
+    at_ns: int  # a time of our clock
+    offset_seconds: float  # how far the other clock was ahead then
+    drift: float  # how much it gains, in seconds a second
+    drift_uncertainty: float  # the largest error of that; 0 where one exchange cannot show a drift
+    uncertainty_seconds: float  # the largest error of offsets between the first and the last exchange
+
+    def offset_at(self, our_ns: int) -> float:
+        """How many seconds the other clock is ahead at a time of ours."""
+        return self.offset_seconds + self.drift * (our_ns - self.at_ns) / _NANOSECONDS
+
+    def to_theirs(self, our_ns: int) -> int:
+        """What the other clock shows when ours shows ``our_ns``."""
+        return our_ns + round(self.offset_at(our_ns) * _NANOSECONDS)
+
+    def to_ours(self, their_ns: int) -> int:
+        """What our clock shows when the other shows ``their_ns``."""
+        without_drift_ns = their_ns - round(self.offset_seconds * _NANOSECONDS)
+        return without_drift_ns - round((without_drift_ns - self.at_ns) * self.drift / (1 + self.drift))
+
+
+def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
+    """The line through the best exchanges among the first and the last of ``exchanges``, ordered by time."""
+    share = max(1, len(exchanges) // 4)
+    first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
+    last = min(exchanges[-share:], key=lambda it: it.uncertainty_seconds)
+    errors = first.uncertainty_seconds, last.uncertainty_seconds
+    seconds = (last.middle_ns - first.middle_ns) / _NANOSECONDS
+    drift = (last.offset_seconds - first.offset_seconds) / seconds if seconds else 0.0
+    line = ClockFit(
+        at_ns=first.middle_ns,
+        offset_seconds=first.offset_seconds,
+        drift=drift,
+        drift_uncertainty=sum(errors) / seconds if seconds else 0.0,
+        uncertainty_seconds=max(errors),
+    )
+    # before the first of the two exchanges and after the last the errors of both count
+    outside = max(first.middle_ns - exchanges[0].sent_ns, exchanges[-1].heard_ns - last.middle_ns) / _NANOSECONDS
+    bend = max(abs(line.offset_at(it.middle_ns) - it.offset_seconds) - it.uncertainty_seconds for it in exchanges)
+    more = outside * line.drift_uncertainty + max(0.0, bend)
+    return replace(line, uncertainty_seconds=line.uncertainty_seconds + more)
+
+
+class HostClocks:
+    """Asks one agent of each other host for its clock, in rounds, and keeps what they answer."""
+
+    def __init__(
+        self,
+        host_of: Mapping[int, str],
+        send_order: Callable[[int, Message], object],
+        round_seconds: float = ROUND_SECONDS,
+    ) -> None:
+        self._host_of = host_of  # of the instances on other hosts
+        self._send_order = send_order
+        self._round_seconds = round_seconds
+        # for each host the best exchange of each round; of long jobs only some of the earlier ones
+        self.rounds: dict[str, list[Exchange]] = {host: [] for host in host_of.values()}
+        self._num_open: dict[str, int] = {}
+        self._due_seconds: dict[str, float] = {}
+
+    def ask(self, reachable: Collection[int], now_seconds: float) -> None:
+        """Begin the rounds that are due, of the hosts that have a reachable instance."""
+        for index, host in self._host_of.items():
+            if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
+                self._due_seconds[host] = now_seconds + self._round_seconds
+                self._num_open[host] = _QUESTIONS_OF_ROUND
+                self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
+
+    def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
+        """Add the event of an agent that has answered; until its round is complete it is asked again."""
+        exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
+        host = self._host_of.get(instance, "")
+        num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)
+        if not num_open or rounds is None or not exchange.sent_ns <= exchange.heard_ns:
+            return
+        if num_open == _QUESTIONS_OF_ROUND:
+            rounds.append(exchange)
+            if len(rounds) > _MOST_ROUNDS:
+                del rounds[1:-1:2]
+        elif exchange.uncertainty_seconds < rounds[-1].uncertainty_seconds:
+            rounds[-1] = exchange
+        self._num_open[host] -= 1
+        if self._num_open[host]:
+            self._send_order(instance, {"order": "clock", "sent_ns": time.time_ns()})
+
+    def round_trips(self) -> dict[str, float]:
+        """The shortest time in which each host that has answered has done so of late, in seconds."""
+        pairs = {host: rounds[-_RECENT_ROUNDS:] for host, rounds in self.rounds.items() if rounds}
+        return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
+
+    def fits(self) -> dict[str, ClockFit]:
+        """The clock of each host that has answered, as `recent_fits` has it."""
+        return recent_fits(self.rounds)
+
+
+def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
+    """The clock of each host that has answered, by its last rounds: about a minute."""
+    return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}

@@ -1,0 +1,282 @@
+"""The control channel: what poprun, its agents and its monitors say to each other, and the connection they use.
+
+An agent sends *events*, poprun sends *orders*. On one machine the connection is a unix socket, whose other end the
+kernel vouches for; between hosts a TCP socket on which both ends prove that they know the job's key (`proofs`).
+Messages are JSON objects, one a line. Standard library only, and little of it: each shim of an MPI job loads this
+in a bare interpreter. So not the package `json`, but the part of it in C, with the arguments that `json` gives it.
+"""
+
+from __future__ import annotations
+
+from _json import encode_basestring_ascii, make_encoder, make_scanner
+from _struct import Struct
+
+from poprun.launch.messages import ProtocolError
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+    from typing import NamedTuple
+
+    from poprun.launch.messages.proofs import Seal
+else:
+    import _socket as socket  # socket itself loads enum, selectors and more
+
+    from poprun.launch.process import NamedTuple
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # room for the largest environment that Linux lets a program have
+Message = dict[str, object]
+
+_BLANKS = " \t\r"
+
+VIEW_EVENT = "view"  # a monitor's, in place of an agent's hello; it is sent views of the job until it hangs up
+LOST = "lost"  # the event that poprun makes up when an agent's connection closes
+RECEIVE_BYTES = 64 * 1024
+
+EVENT_FIELDS: dict[str, dict[str, type]] = {
+    "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
+    "stream": {"instance": int, "stream": int},  # this socket is one of the program's streams, on another host
+    "agent_lost": {"instance": int, "errno": int},  # a shim's agent ended, or cannot go on; errno or 0
+    "runtime_lost": {"instance": int},  # who started the shim was killed, and the shim lives
+    VIEW_EVENT: {},
+    "started": {"pid": int},
+    "failed_to_hold": {"errno": int},  # nobody keeps the job's lease on its host any more
+    "failed_to_bind": {"errno": int, "cores": list},
+    "failed_to_start": {"errno": int, "place": str},
+    "stats": {"progress": str},  # what the program's tree uses and how far it is
+    "signal_unhandled": {"signal": int},  # no process of the program handles a signal
+    "stacks": {"text": str, "processes": list},  # where the program stands
+    "clock": {"sent_ns": int, "answered_ns": int},  # poprun's clock as it asked, and the agent's
+    "calls": {"groups": dict, "page": str},  # when it has called its last collectives, and its whole page
+    "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
+    "machine": {"killed": list, "limits": dict},  # what another host's kernel has killed, and what it grants
+    "left": {"processes": list, "is_ended": bool},  # what a program has left running after a good end
+    "shim_lost": {},  # the MPI runtime killed the shim
+    "ended": {},  # nothing of the program's tree is left
+}
+"""What each event must hold; more may come with it."""
+
+_TCP = "tcp://"
+_LOOPBACK = "127.0.0.1"
+_DEAD_MILLISECONDS = 6_000
+_IDLE_SECONDS = 1
+_MAX_DESCRIPTORS = 6  # three streams, and leases on virtual IPUs, on GPUs and on cores
+_DESCRIPTOR = Struct("i")
+_CREDENTIALS = Struct("iII")
+
+
+class _Grammar:
+    """What the scanner asks for, as `json.JSONDecoder` has it: Python's own numbers, no hooks."""
+
+    strict = True
+    object_hook = None
+    object_pairs_hook = None
+    parse_float = float
+    parse_int = int
+    parse_constant = float
+
+
+def _refuse(value: object) -> object:
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+_scan = make_scanner(_Grammar)  # type: ignore[arg-type]  # it asks for these attributes, and no more
+_encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)  # noqa: FBT003
+
+
+def encode(message: Message) -> bytes:
+    """One message as a line of bytes."""
+    return "".join(_encode(message, 0)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line; a ProtocolError if it is no JSON object."""
+    try:
+        text = line.decode().strip(_BLANKS)
+        message, end = _scan(text, 0)
+    except (ValueError, RecursionError, StopIteration):
+        message = None
+    if not isinstance(message, dict) or end != len(text):
+        raise ProtocolError(f"a control message is no JSON object: {line[:80]!r}")
+    return message
+
+
+class LineReader:
+    """Cuts a byte stream into lines, and drops those that grow too long."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_too_long = False
+
+    def feed(self, data: bytes) -> tuple[list[bytes], int]:
+        """Every line that ``data`` completes, without its ending, and how many were too long and are lost."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        num_lost = 0
+        if self._is_too_long and lines:
+            lines.pop(0)
+            self._is_too_long = False
+            num_lost = 1
+        kept = [line for line in lines if len(line) <= MAX_MESSAGE_BYTES]
+        if len(self._rest) > MAX_MESSAGE_BYTES:
+            self._rest, self._is_too_long = b"", True
+        elif self._is_too_long:
+            self._rest = b""
+        return kept, num_lost + len(lines) - len(kept)
+
+
+def check_event(message: Message) -> None:
+    """Check that a message is an event with all its fields, or raise a ProtocolError."""
+    kind = message.get("event")
+    fields = EVENT_FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        raise ProtocolError(f"a control message is no event that poprun knows: {kind!r:.80}")
+    for name, wanted in fields.items():
+        if type(message.get(name)) is not wanted:
+            raise ProtocolError(f"the {name} of a control message is {message.get(name)!r:.80}, in event {kind}")
+
+
+def abstract_address(name: str) -> str:
+    """The socket address for a control socket's name (Linux's abstract namespace starts with a zero byte)."""
+    return "\0" + name
+
+
+def peer_user(connection: socket.socket) -> int:
+    """User id of the process at the other end, as the kernel tells it (unix(7), SO_PEERCRED)."""
+    return _peer(connection)[1]
+
+
+def peer_process(connection: socket.socket) -> int:
+    """Process id of the process at the other end, as the kernel tells it."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(raw)
+    return process, user
+
+
+class Received(NamedTuple):
+    """The messages that came over a link at once, why others are none, and the descriptors that came along."""
+
+    messages: list[Message]
+    refusals: list[str]
+    descriptors: list[int]
+
+
+def receive_descriptors(
+    connection: socket.socket, num_bytes: int, max_descriptors: int
+) -> tuple[bytes, list[int]]:
+    """What has come over a unix socket, and the descriptors that came along (unix(7), SCM_RIGHTS)."""
+    data, ancillary, _, _ = connection.recvmsg(num_bytes, socket.CMSG_LEN(max_descriptors * _DESCRIPTOR.size))
+    descriptors = [
+        descriptor
+        for level, kind, block in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(block[: len(block) - len(block) % _DESCRIPTOR.size])
+    ]
+    return data, descriptors
+
+
+class Link:
+    """The connection between poprun and one agent or monitor, which owns the socket; a TCP one has a ``seal``."""
+
+    def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
+        self.connection = connection
+        self._seal = seal
+        self._lines = LineReader()
+        self.is_sealed = seal is not None  # then the other end may be on another host
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for selectors; negative when it is closed."""
+        return self.connection.fileno()
+
+    def own_address(self) -> str:
+        """The address of this end, at which others reach this host; a loopback address on a unix socket."""
+        return _LOOPBACK if self._seal is None else str(self.connection.getsockname()[0])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def send(self, *messages: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send messages, and descriptors with them if the other end is on this machine; an OSError if gone."""
+        lines = [encode(message) for message in messages]
+        if self._seal is not None:
+            lines = [self._seal.seal(line) for line in lines]
+        data = b"".join(lines)
+        sent = 0
+        if descriptors:
+            block = b"".join(map(_DESCRIPTOR.pack, descriptors))
+            sent = self.connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, block)])
+        self.connection.sendall(data[sent:])
+
+    def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
+        """The messages that came, or None when the other end is gone; ``check`` raises a ProtocolError."""
+        try:
+            data, descriptors = self._read()
+        except OSError:
+            return None
+        if not data:
+            return None
+        lines, num_lost = self._lines.feed(data)
+        received = Received([], ["a control message is too long"] * num_lost, descriptors)
+        for line in lines:
+            try:
+                message = decode(line if self._seal is None else self._seal.open(line))
+                if check is not None:
+                    check(message)
+            except ProtocolError as error:
+                received.refusals.append(str(error))
+            else:
+                received.messages.append(message)
+        return received
+
+    def _read(self) -> tuple[bytes, list[int]]:
+        if self._seal is not None:
+            return self.connection.recv(RECEIVE_BYTES), []
+        return receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
+
+
+def connect(address: str, key: str, timeout_seconds: float) -> Link:
+    """Connect an agent with poprun: an OSError if nobody is there, a ProtocolError if it is another job's."""
+    if not address.startswith(_TCP):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_seconds)
+        connection.connect(abstract_address(address))
+        connection.settimeout(None)
+        return Link(connection)
+    return _connect_over_network(address, key, timeout_seconds)
+
+
+def _connect_over_network(address: str, key: str, timeout_seconds: float) -> Link:
+    from socket import create_connection
+
+    from poprun.launch.messages.proofs import prove
+
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    connection = create_connection((host.strip("[]"), int(port)), timeout_seconds)
+    seal = prove(connection, key)
+    connection.settimeout(None)
+    return Link(connection, seal)
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The ``CONTROL_ADDRESS`` of a TCP socket."""
+    return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
+
+
+def is_remote(address: str) -> bool:
+    """Whether ``address`` is one of the network."""
+    return address.startswith(_TCP)
+
+
+def notice_death(connection: socket.socket) -> None:
+    """Let the kernel find out when the other host is gone, whether or not there is something to send (tcp(7))."""
+    # Not for a program's output: there, an end that does not read would count as dead, too.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MILLISECONDS)

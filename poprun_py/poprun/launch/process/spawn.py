@@ -1,0 +1,233 @@
+"""Starting processes: with the descriptors they need, an end when their parent dies, and a bounded time to answer.
+
+Not with `subprocess`, whose import costs each start of a job more than the usual question does. Standard library
+only, and little of it: each shim of an MPI job loads this in a bare interpreter.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import time
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from threading import Thread
+    from typing import NamedTuple, NoReturn
+else:
+    import _signal as signal  # signal itself loads enum and more
+
+    from poprun.launch.process import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MPOL_BIND = 2
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The number of the call, for which the C library has no function (asm/unistd_64.h, asm-generic/unistd.h)."""
+
+# The first two are ignored by every Python, the others by agents; an ignored signal stays so across exec.
+_TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
+_NUM_STREAMS = 3
+_READ_BYTES = 64 * 1024
+_LEAST_STACK_BYTES = 2**21  # of a thread where ``ulimit -s`` says nothing: pthread_create(3)
+
+
+def become_subreaper() -> None:
+    """Adopt every descendant whose own parent dies, so that none escapes by losing its parent."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send ``signum`` to this process when the *thread* that forked it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def take_memory_from(nodes: Collection[int]) -> None:
+    """Have the kernel take this process's memory from these NUMA nodes only, or raise an OSError."""
+    import ctypes
+
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    mask = sum(1 << node for node in nodes).to_bytes(8 * (max(nodes) // 64 + 1), "little")
+    c_library = ctypes.CDLL(None, use_errno=True)
+    # The kernel reads one bit less than it is told to.
+    if c_library.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(8 * len(mask) + 1)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _prctl(option: int, argument: int) -> None:
+    # Of ctypes the part that calls functions: the rest of it takes longer to load than a shim to start.
+    from _ctypes import call_function, dlopen, dlsym
+
+    this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
+    call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))
+
+
+class ProcessStart(NamedTuple):
+    """A process to be started."""
+
+    words: Sequence[str]  # its argv; the first is a path or a name on PATH
+    working_directory: str  # where it starts
+    environment: Mapping[str, str]  # its whole environment
+    streams: Sequence[int]  # the three descriptors that become its standard input, output and error
+    death_signal: int  # what the kernel sends it when the process that starts it dies
+    kept: Iterable[int] = ()  # further descriptors that it inherits under their own numbers
+    open_files: int = 0  # its soft limit of open files; 0 for that of the process that starts it
+
+
+def start_process(start: ProcessStart) -> int:
+    """Fork and execute, from the main thread; the id of process and session, or an OSError with the path."""
+    # the death signal comes when the *thread* that forked ends
+    parent = os.getpid()
+    pipe: tuple[int, ...] = ()
+    try:
+        pipe = reader, writer = os.pipe()
+        pid = os.fork()
+    except OSError as error:
+        for descriptor in pipe:
+            os.close(descriptor)
+        raise OSError(error.errno, error.strerror, start.words[0]) from None
+    if pid == 0:
+        _run_child(start, parent, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as failure:
+        problem = failure.read()
+    if problem:
+        os.waitpid(pid, 0)
+        number, _, place = problem.decode(errors="replace").partition(" ")
+        raise OSError(int(number), os.strerror(int(number)), place)
+    return pid
+
+
+def _run_child(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
+    place = start.words[0]
+    try:
+        os.setsid()
+        die_with_parent(start.death_signal)
+        if os.getppid() != parent:  # it died between the fork and the line above
+            os._exit(1)
+        _arrange_descriptors(start.streams, set(start.kept), failure_pipe)
+        signal.set_wakeup_fd(-1)
+        for signum in _TO_DEFAULT:
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if start.open_files > 0:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (start.open_files, hard))
+        place = start.working_directory
+        os.chdir(place)
+        place = start.words[0]
+        os.execvpe(place, list(start.words), dict(start.environment))  # noqa: S606 - starting programs is the purpose
+    except (OSError, ValueError) as error:  # a word that no program can be given is a ValueError
+        number = error.errno if isinstance(error, OSError) else errno.EINVAL
+        os.write(failure_pipe, f"{number} {place}".encode(errors="replace"))
+    finally:
+        os._exit(127)
+
+
+def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: int) -> None:
+    # First out of the way of 0, 1 and 2, so that no stream is overwritten before it is moved.
+    moved = [os.dup(descriptor) for descriptor in streams]
+    for number, descriptor in enumerate(moved):
+        os.dup2(descriptor, number)
+    close_others({*kept, failure_pipe})
+    for descriptor in kept:
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
+
+
+def close_others(kept: Collection[int]) -> None:
+    """Close all descriptors of this process but its standard streams and those that are ``kept``."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= _NUM_STREAMS and int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:  # the listing's own descriptor is closed by now
+                continue
+
+
+def start_thread(thread: Thread) -> None:
+    """Start a thread; an OSError says that there can be no more, where Python raises a RuntimeError."""
+    try:
+        thread.start()
+    except RuntimeError:
+        number = thread_shortage()
+        raise OSError(number, os.strerror(number)) from None
+
+
+def thread_shortage() -> int:
+    """Why a thread could not be started, as an error number: no address space for its stack, else no process."""
+    limit, stack = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    has_room = limit == resource.RLIM_INFINITY or used + max(stack, _LEAST_STACK_BYTES) < limit
+    return errno.EAGAIN if has_room else errno.ENOMEM
+
+
+class Answer(NamedTuple):
+    """What a program has said, and how it ended."""
+
+    text: str  # what it has printed on both streams; or why it could not be run
+    code: int | None  # its exit code, negative for a signal; None where it could not be run, or took too long
+
+
+def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
+    """The text that a program prints on both streams; None when it cannot be run, fails, or takes too long."""
+    (answer,) = answers_of((words,), timeout_seconds, os.environ)
+    return answer.text if answer.code == 0 else None
+
+
+def answers_of(
+    commands: Sequence[Sequence[str]], timeout_seconds: float, environment: Mapping[str, str]
+) -> list[Answer]:
+    """Run several programs at once, and return what each answers within the time that they have together."""
+    deadline_seconds = time.monotonic() + timeout_seconds
+    asked = [_ask(words, environment) for words in commands]
+    return [
+        it if isinstance(it, Answer) else _await_answer(*it, deadline_seconds, timeout_seconds) for it in asked
+    ]
+
+
+def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple[int, int]:
+    """Start a program; its id and the descriptor that it prints to, or why it cannot be run."""
+    reader, writer = os.pipe()
+    null = os.open(os.devnull, os.O_RDONLY)
+    try:
+        start = ProcessStart(words, "/", environment, (null, writer, writer), signal.SIGKILL)
+        return start_process(start), reader
+    except OSError as error:
+        os.close(reader)
+        return Answer(error.strerror or str(error), None)
+    finally:
+        os.close(writer)
+        os.close(null)
+
+
+def _await_answer(pid: int, reader: int, deadline_seconds: float, timeout_seconds: float) -> Answer:
+    """Wait for what a program prints, and for its end; kill it where it takes too long."""
+    end = os.pidfd_open(pid)
+    text = _read_all(reader, deadline_seconds).decode(errors="replace")
+    is_late = not _is_ready(end, deadline_seconds)
+    if is_late:
+        os.killpg(pid, signal.SIGKILL)
+    for descriptor in (reader, end):
+        os.close(descriptor)
+    _, status = os.waitpid(pid, 0)
+    if is_late:
+        return Answer(f"no answer within {timeout_seconds:g} s", None)
+    return Answer(text, os.waitstatus_to_exitcode(status))
+
+
+def _read_all(reader: int, deadline_seconds: float) -> bytes:
+    answer = b""
+    while _is_ready(reader, deadline_seconds) and (data := os.read(reader, _READ_BYTES)):
+        answer += data
+    return answer
+
+
+def _is_ready(descriptor: int, deadline_seconds: float) -> bool:
+    return bool(select.select((descriptor,), (), (), max(0.0, deadline_seconds - time.monotonic()))[0])

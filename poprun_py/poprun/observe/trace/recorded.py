@@ -1,0 +1,204 @@
+"""What the program of one instance has recorded of some steps (`popdist.startup.recording`), as values. Pure.
+
+Times are nanoseconds since 1970 by the program's own clock, or by poprun's once they have been converted.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from poprun.launch.messages.clock import Exchange
+from poprun.text.ranges import fold_numbers
+
+DATA_NAME: Final = "enumerate(DataLoader)"
+"""How torch names the time in which a loop waits for its DataLoader."""
+
+COLLECTIVE_NAME: Final = "c10d::"
+POPDIST_GROUP: Final = "popdist"
+"""How the names of popdist's own groups begin; the members follow if they are not all instances."""
+
+GPU_ANNOTATION: Final = "gpu_user_annotation"
+GPU_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", GPU_ANNOTATION)
+_KEPT_ARGUMENTS: Final = ("stream", "device", "bytes")
+_NS_PER_US: Final = 1000
+
+
+CallKey = tuple[str, int, str]
+"""The group, number and name of a collective, which it has on all instances."""
+
+
+class Slice(NamedTuple):
+    """An operation, from its begin to its end, on a row: a thread, or a stream of a GPU."""
+
+    row: str
+    name: str
+    category: str
+    begin_ns: int
+    end_ns: int
+    arguments: Mapping[str, object]
+
+
+class Arrow(NamedTuple):
+    """One end of an arrow that torch has drawn, such as from a forward operation to its backward one."""
+
+    row: str
+    name: str
+    number: int
+    is_end: bool
+    at_ns: int
+
+
+class CollectiveCall(NamedTuple):
+    """A collective that an instance has come to; of popdist's own ones the end is known from the start."""
+
+    group: str
+    number: int
+    name: str
+    begin_ns: int
+    end_ns: int = 0
+
+    @property
+    def key(self) -> CallKey:
+        """What the same collective has on all instances."""
+        return self.group, self.number, self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a program tells of its recording, beside the events."""
+
+    pid: int
+    num_steps: int  # optimizer steps until it wrote this
+    problem: str = ""  # why there is no trace, or not the whole of it
+    thread: str = ""  # the main thread, as the kernel numbers it
+    first_step: int = 0
+    begun_ns: int = 0
+    ended_ns: int = 0
+    exchanges: tuple[Exchange, ...] = ()  # with its agent, before and after
+    calls: tuple[CollectiveCall, ...] = ()  # by time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The events of one instance."""
+
+    slices: Sequence[Slice]
+    arrows: Sequence[Arrow]
+    row_names: Mapping[str, str]
+
+
+def read_about(text: str) -> About:
+    """What ``text``, which a program wrote, tells of its recording; a ValueError if it is damaged."""
+    values = _object(text)
+    try:
+        pid, num_steps, problem = int(values["pid"]), int(values["num_steps"]), str(values["problem"])
+        about = About(pid=pid, num_steps=num_steps, problem=problem)
+        if "calls" not in values:
+            return about
+        calls = [
+            CollectiveCall(str(group), int(number), str(name), int(at))
+            for group, number, name, at in values["calls"]
+        ]
+        waits = [
+            CollectiveCall(_popdist_group(members), int(number), str(name), int(begin), int(end))
+            for members, number, name, begin, end in values["waits"]
+        ]
+        return replace(
+            about,
+            thread=str(int(values["thread"])),
+            first_step=int(values["first_step"]),
+            begun_ns=int(values["begun_ns"]),
+            ended_ns=int(values["ended_ns"]),
+            exchanges=tuple(Exchange(*map(int, it)) for it in values["exchanges"] if it),
+            calls=tuple(sorted((*calls, *waits), key=lambda it: it.begin_ns)),
+        )
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"it is damaged: {error}") from None
+
+
+def _popdist_group(members: Sequence[int]) -> str:
+    return f"{POPDIST_GROUP} {fold_numbers(members)}" if members else POPDIST_GROUP
+
+
+def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[int], int]) -> Recorded:
+    """What torch's profiler and the loaders' workers wrote, by poprun's clock; a ValueError if damaged."""
+    names = {thread: "main thread"}
+    slices, arrows = _read_profile(profile, names)
+    loads = _read_workers(workers)
+    names.update({it.row: f"loader {it.row}" for it in loads})
+    return Recorded(
+        # a clock never runs backwards, so that all stay nested
+        slices=_nested(
+            it._replace(begin_ns=to_ours(it.begin_ns), end_ns=to_ours(it.end_ns)) for it in (*slices, *loads)
+        ),
+        arrows=[it._replace(at_ns=to_ours(it.at_ns)) for it in arrows],
+        row_names=names,
+    )
+
+
+def _read_profile(text: str, names: dict[str, str]) -> tuple[list[Slice], list[Arrow]]:
+    """The events in what torch's profiler wrote, without those about itself; adds the names of their rows."""
+    values = _object(text)
+    slices, arrows = [], []
+    try:
+        base_ns = int(values["baseTimeNanoseconds"])
+        for event in values["traceEvents"]:
+            kind, category = event["ph"], event.get("cat")
+            if kind == "X" and category not in (None, "Trace", "Traces"):
+                slices.append(_slice(event, base_ns, names))
+            elif kind in "sf" and category is not None:
+                row, at_ns = _row(event, names), base_ns + round(event["ts"] * _NS_PER_US)
+                arrows.append(Arrow(row, category, int(event["id"]), kind == "f", at_ns))
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"it is damaged: {error}") from None
+    return slices, arrows
+
+
+def _slice(event: Mapping[str, Any], base_ns: int, names: dict[str, str]) -> Slice:
+    begin_ns = base_ns + round(event["ts"] * _NS_PER_US)
+    category, given = event["cat"], event.get("args", {})
+    arguments = {key: given[key] for key in _KEPT_ARGUMENTS if key in given} if category in GPU_CATEGORIES else {}
+    row = _row(event, names)
+    return Slice(row, event["name"], category, begin_ns, begin_ns + round(event["dur"] * _NS_PER_US), arguments)
+
+
+def _row(event: Mapping[str, Any], names: dict[str, str]) -> str:
+    """The row of an event: a thread, or a stream of a GPU, whose process is the number of the GPU."""
+    is_of_gpu = event["cat"] in GPU_CATEGORIES or (event["cat"] == "ac2g" and event["ph"] == "f")
+    row = f"gpu {event['pid']} {event['tid']}" if is_of_gpu else str(event["tid"])
+    names.setdefault(row, f"GPU {event['pid']} stream {event['tid']}" if is_of_gpu else f"thread {row}")
+    return row
+
+
+def _read_workers(text: str) -> list[Slice]:
+    """What the workers of loaders have loaded; lines that are damaged are left out."""
+    slices = []
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError):
+            pid, name, begin_ns, end_ns = json.loads(line)
+            slices.append(Slice(f"worker {int(pid)}", str(name), "loader", int(begin_ns), int(end_ns), {}))
+    return slices
+
+
+def _nested(slices: Iterable[Slice]) -> list[Slice]:
+    """The slices by row and time; one that begins within another ends within it: torch rounds their lengths."""
+    made: list[Slice] = []
+    around: list[Slice] = []
+    for one in sorted(slices, key=lambda it: (it.row, it.begin_ns, -it.end_ns)):
+        while around and (around[-1].row != one.row or around[-1].end_ns <= one.begin_ns):
+            around.pop()
+        end_ns = min(one.end_ns, around[-1].end_ns) if around else one.end_ns
+        around.append(one._replace(end_ns=max(one.begin_ns, end_ns)))
+        made.append(around[-1])
+    return made
+
+
+def _object(text: str) -> dict[str, Any]:
+    if not text:
+        raise ValueError("it is empty, as what is written to a full disk")
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")  # noqa: TRY004 - of the text, as other damage
+    return values

@@ -1,0 +1,95 @@
+"""What a picture shows of a plan, and what it draws in a frame together.
+
+Folded means: of many things that are alike the first ones and the last are shown, and a gap stands for the others.
+A frame is drawn around whole hosts or instances, and never in a folded picture, which shows few of many.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.plan.inventory import IPUS_PER_MACHINE
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.render.words import instances_of_host
+
+MAX_IPUS: Final = 1024  # virtual IPUs up to which nothing is folded
+FOLDED_IPUS: Final = 256  # virtual IPUs that a folded picture shows of a plan, of a host, and of an instance
+Shown = Sequence[int | range]
+"""Things that are alike, by their indices; a range is a gap, which stands for all in it. The first is no gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A plan, and how much of it is shown; of all hosts, and of all instances, as much."""
+
+    plan: LaunchPlan
+    max_ipus: int  # about how many virtual IPUs are shown
+
+    @property
+    def hosts(self) -> Shown:
+        """The hosts that are shown."""
+        return _shown(range(len(self.plan.hosts)), self.max_ipus // self.plan.num_ipus_per_host)
+
+    def instances(self, host: int) -> Shown:
+        """Return the instances that are shown of a host."""
+        return _shown(instances_of_host(self.plan, host), self.max_ipus // self.plan.num_ipus_per_instance)
+
+    def ipus(self, instance: int) -> Shown:
+        """Return the virtual IPUs that are shown of an instance."""
+        return _shown(self.plan.instance(instance).ipus, self.max_ipus)
+
+    @property
+    def num_ipus(self) -> int:
+        """How many virtual IPUs are shown; a gap counts as one."""
+        return len(self.hosts) * len(self.instances(0)) * len(self.ipus(0))
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether anything is left out."""
+        return any(isinstance(part, range) for part in (*self.hosts, *self.instances(0), *self.ipus(0)))
+
+
+def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int = FOLDED_IPUS) -> Scene:
+    """Return what to show of ``plan``: about ``folded_ipus`` virtual IPUs of more than ``max_ipus``, else all."""
+    num_ipus = plan.num_replicas * plan.ipus_per_replica
+    return Scene(plan, folded_ipus if num_ipus > max_ipus else num_ipus)
+
+
+def _shown(items: range, most: int) -> Shown:
+    """Return ``items`` if they are no more than ``most``, or 3; else the first ones, a gap, and the last."""
+    most = max(3, most)
+    return items if len(items) <= most else [*items[: most - 2], items[most - 2 : -1], items[-1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framing:
+    """What the frames of a picture hold: how many of each; 1 is no frame."""
+
+    hosts_per_domain: int = 1  # hosts in the frame of an IPU-Link domain
+    domains_per_host: int = 1  # frames of IPU-Link domains in each host
+    instances_per_machine: int = 1  # instances in the frame of an IPU-Machine
+    has_machines: bool = False  # whether the virtual IPUs of an instance are whole IPU-Machines, and drawn so
+    is_shaded: bool = False  # whether virtual IPUs of odd IPU-Link domains are darker, for want of a frame
+
+    @property
+    def has_domains(self) -> bool:
+        """Whether IPU-Link domains have frames."""
+        return self.hosts_per_domain > 1 or self.domains_per_host > 1
+
+
+def framing(scene: Scene) -> Framing:
+    """Return the frames of ``scene``."""
+    plan = scene.plan
+    num_hosts, num_domains = len(plan.hosts), plan.num_ilds
+    if scene.is_folded or (num_hosts % num_domains and num_domains % num_hosts):
+        return Framing(is_shaded=num_domains not in (1, num_hosts))
+    domains_per_host = max(1, num_domains // num_hosts)
+    per_machine, rest = divmod(IPUS_PER_MACHINE, plan.num_ipus_per_instance)
+    fits = not rest and not plan.num_instances_per_host // domains_per_host % per_machine
+    has_pod = plan.vipu.pod is not None
+    return Framing(
+        hosts_per_domain=max(1, num_hosts // num_domains) if num_domains > 1 else 1,
+        domains_per_host=domains_per_host,
+        instances_per_machine=per_machine if has_pod and fits else 1,
+        has_machines=has_pod and not plan.num_ipus_per_instance % IPUS_PER_MACHINE,
+    )
