@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from popdist.ground import progress
+from popdist.data import epoch
+from popdist.exchange import groups
+from popdist.exchange.transport import channel
+from popdist.ground import layout
 from popdist.ground.progress import (
     COUNTED_BYTES,
     PAGE_BYTES,
@@ -24,6 +27,8 @@ from popdist.ground.progress import (
     read_stamps,
     read_step_ends,
 )
+from popdist.job import collectives
+from popdist.optim import pieces
 from popdist.startup import phase_sampler
 from popdist.startup.phase_sampler import CollectorPause, PhaseSampler, StackReader
 from popdist.startup.recording import Recording
@@ -82,9 +87,9 @@ def test_messages_are_noticed() -> None:
     """Those of a pipeline, and the program's own; not those of which popdist's collectives are made."""
     reader = StackReader()
     seen = []
-    channel = (f"{Path(progress.__file__).parent}/transport/channel.py", "send")
+    channel_send = (channel.__file__, "send")
     schedule = (f"{TORCH}/distributed/pipelining/schedules.py", "_step")
-    for call in (schedule, (COLLECTIVE[0], "irecv"), COLLECTIVE, channel):
+    for call in (schedule, (COLLECTIVE[0], "irecv"), COLLECTIVE, channel_send):
         reader.read(stack(MINE, call))
         seen.append(reader.has_messages)
 
@@ -93,11 +98,18 @@ def test_messages_are_noticed() -> None:
 
 def test_popdists_own_files_are_known_by_their_folders() -> None:
     """Wherever popdist lies; none of them is the program's."""
-    folder = Path(progress.__file__).parent
-    files = {name: phase_sampler.phases_of(f"{folder}/{name}") for name in ("data/x.py", "groups.py", "layout.py")}
+    expected = {
+        epoch: "data",
+        pieces: "optimizer",
+        channel: "communication",
+        groups: "communication",
+        collectives: "communication",
+    }
 
-    assert files == {"data/x.py": {"": "data"}, "groups.py": {"": "communication"}, "layout.py": {}}
-    assert not phase_sampler.is_own(f"{folder}/layout.py")
+    for module, phase in expected.items():
+        assert phase_sampler.phases_of(str(module.__file__)) == {"": phase}, module
+    assert phase_sampler.phases_of(layout.__file__) == {}
+    assert not phase_sampler.is_own(layout.__file__)
     assert not phase_sampler.is_own(threading.__file__)
 
 

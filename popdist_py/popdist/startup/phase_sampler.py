@@ -59,13 +59,9 @@ _OWN_PARTS = {
     "/data/": {"": DATA},
     "/packing/": {"": DATA},
     "/optim/": {"": OPTIMIZER},
-    "/sharded/": {"": OPTIMIZER},
     "/checkpoint/": {"": CHECKPOINT},
-    "/transport/": {"": COMMUNICATION},
-    "/host_memory/": {"": COMMUNICATION},
-    "/process_group/": {"": COMMUNICATION},
-    "/groups.py": {"": COMMUNICATION},
-    "/collectives.py": {"": COMMUNICATION},
+    "/exchange/": {"": COMMUNICATION},
+    "/job/collectives.py": {"": COMMUNICATION},
 }
 """Which phase the functions of a file belong to, by a part of its path: torch's, and popdist's."""
 
