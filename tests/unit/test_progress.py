@@ -180,7 +180,7 @@ def test_the_hook_writes_what_the_page_says(descriptor: int) -> None:
     assert stack_signal.announced_pid(descriptor) == os.getpid()
     assert sitecustomize.PROGRESS_DESCRIPTOR == PROGRESS_DESCRIPTOR
     assert sitecustomize.FINALIZE.decode() == FINALIZE
-    assert sitecustomize.load_module("stack_signal").PAGE_NAME == PAGE_NAME == _PAGE_NAME
+    assert sitecustomize.load_module("startup", "stack_signal").PAGE_NAME == PAGE_NAME == _PAGE_NAME
 
 
 @pytest.mark.parametrize(("has_joined", "is_taken"), [(True, False), (False, True)])
