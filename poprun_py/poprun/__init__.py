@@ -1,11 +1,11 @@
-"""poprun: partition virtual IPUs into instances and replicas, start them, and see them to their end.
+"""The package poprun: a launcher that starts the instances of a job and supervises them until the job ends.
 
-``make_plan(LaunchRequest(...), facts)`` is the command line's own way from what is asked to what will be done.
-Each public name loads its module on first use: the agents of a job import this package in a bare interpreter.
+``make_plan(LaunchRequest(...), facts)`` returns the same plan that the command line makes. A public name loads its
+module when the name is first used, because the agents of a job import this package in a bare interpreter.
 """
 
-TYPE_CHECKING = False  # as typing has it, which takes longer to import than all of poprun that an agent needs
-if TYPE_CHECKING:  # for type checkers and editors, what the table below says
+TYPE_CHECKING = False  # not imported from typing, which takes longer to import than all that an agent needs
+if TYPE_CHECKING:  # tells type checkers and editors the same modules as _MODULE_OF
     from poprun.plan.plan import LaunchPlan
     from poprun.plan.planner import make_plan
     from poprun.plan.request import LaunchRequest
@@ -17,7 +17,7 @@ _MODULE_OF = {
     "LaunchRequest": "poprun.plan.request",
     "make_plan": "poprun.plan.planner",
 }
-"""The module of each public name."""
+"""The name of the module that defines each public name of the package."""
 
 __all__ = ["LaunchPlan", "LaunchRequest", "__version__", "make_plan"]
 

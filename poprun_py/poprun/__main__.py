@@ -1,18 +1,18 @@
-"""The `poprun` program: words in, an exit code out, and for every mistake one message.
+"""The program `poprun`: it reads the command line, returns an exit code, and prints one message for an error.
 
-Until Ctrl-C ends poprun as any command, nothing is imported that Python has not loaded at its start: an import is
-where Python shows a traceback for it, or loses it.
+Until ``main`` makes Ctrl-C end poprun at once, the module imports only what Python loads at its own start. During
+an import, Ctrl-C would show a traceback or be lost.
 """
 
-import _signal  # type: ignore[import-not-found]  # signal of the standard library stands on it, and loads more
+import _signal  # type: ignore[import-not-found]  # signal would load more modules
 import os
 import sys
 
-_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h, as of all that there is too little of
+_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h, the exit code for every lack of memory
 
 
 def main() -> None:
-    """Run poprun with the words of this process and end it."""
+    """Run poprun with the arguments of this process, then end the process with poprun's exit code."""
     _end_at_interrupt()
     exit_code = run_command(sys.argv[1:])
     try:
@@ -20,14 +20,17 @@ def main() -> None:
         sys.stderr.flush()
     except (OSError, ValueError):
         pass
-    os._exit(exit_code)  # nothing is left to be torn down, and the interpreter would take a tenth of a short job
+    os._exit(exit_code)  # the interpreter's own exit would take a tenth of a short job's time
 
 
 def run_command(words: list[str]) -> int:
-    """Run poprun with ``words``, without its name; returns the exit code: the job's, or that of an error."""
+    """Run poprun with the arguments ``words``; return the exit code of the job or of the error.
+
+    The arguments ``words`` do not contain the name of the program.
+    """
     try:
         from poprun.text.screen import exit_code_of, log, write_any_letter
-    except (MemoryError, SystemError):  # the second is Python's own, where an import finds no memory
+    except (MemoryError, SystemError):  # Python raises SystemError if an import finds no memory
         os.write(2, b"poprun: error: too little address space or memory: raise `ulimit -v`\n")
         return _SOFTWARE
 
@@ -42,14 +45,14 @@ def run_command(words: list[str]) -> int:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C end poprun like any command, with 130 in a shell, until a job has to be ended in order."""
-    # Python's own handler raises an exception, which is lost when it is raised in a callback of an import
+    """Let Ctrl-C end poprun at once with exit code 130, until a job runs that poprun must end in order."""
+    # Python's own handler raises an exception, which is lost if a callback of an import raises the exception
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed, before another file gets its number."""
+    """Open /dev/null for each standard stream that is closed, so that no other file gets the stream's number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

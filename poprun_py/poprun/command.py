@@ -1,4 +1,4 @@
-"""From a command line to what it asks for: a help page, a plan, a print-out or a job."""
+"""What poprun does for a command line: it prints a help page, a version or a plan, or starts a job."""
 
 import os
 import re
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from poprun.start import JobOutcome
 
 _OF_POPRUN: Final = re.compile("(-n|--num-instances|--num-replicas)(=.*)?")
-_ENGINES_OWN: Final = ("host", "num-instances", "image")  # what a batch script asks Slurm for in place of poprun
+_ENGINES_OWN: Final = ("host", "num-instances", "image")  # options that a batch script gives to Slurm
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what ``words``, without the name of poprun, ask for; returns poprun's exit code."""
+    """Do what the arguments ``words``, which lack poprun's name, ask for; return poprun's exit code."""
     if (instruction := os.environ.get(COMPLETION)) is not None:
         from poprun.cli.completion import answer
 
@@ -70,7 +70,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _no_program(line: CommandLine) -> UsageError:
-    """The error for a call that names no program."""
+    """Return the error for a command line that names no program."""
     has_switch = any(one.option.kind.is_switch for one in line.given)
     hint = "\n  true, 1 and the like after a switch are its value: write -- before the program"
     return UsageError(
@@ -82,7 +82,7 @@ def _no_program(line: CommandLine) -> UsageError:
 
 
 def _examine_machine(line: CommandLine) -> int:
-    """Print what jobs find here and on the named hosts, and what is missing; returns 1 if none can run, else 0."""
+    """Print what this machine and the named hosts have and lack; return 0 if a job can run here, otherwise 1."""
     from poprun.hosts.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
     from poprun.hosts.doctor.facts import examine
 
@@ -96,7 +96,7 @@ def _examine_machine(line: CommandLine) -> int:
 
 
 def _problems_of_hosts(line: CommandLine) -> str:
-    """Why a job cannot run on the hosts that ``line`` names; empty where it can."""
+    """Return why a job cannot run on the hosts that ``line`` names; an empty text if it can run there."""
     from poprun.start import find_network, forget_key
 
     try:
@@ -109,7 +109,10 @@ def _problems_of_hosts(line: CommandLine) -> str:
 
 
 def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
-    """The plan that ``line`` asks for, made or read; with the facts that it was made from."""
+    """Return the plan that ``line`` asks for, and the facts from which the plan was made.
+
+    The facts are None if the plan was read from a file.
+    """
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if plan.num_instances > 1 and script_of(plan.program) == "-":
         raise UsageError(
@@ -122,7 +125,7 @@ def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
 
 
 def _start(line: CommandLine, outcome: "JobOutcome") -> int:
-    """Plan the job, lease what it needs, start it, and wait for its end; returns poprun's exit code."""
+    """Plan the job, lease its devices, start the job and wait for its end; return poprun's exit code."""
     from poprun.start import find_network, forget_key, run_job
 
     check_system()
@@ -152,14 +155,14 @@ def _start(line: CommandLine, outcome: "JobOutcome") -> int:
                 network = leased.network
             if line.prints_topology:
                 screen.print_out(_rendered(plan if leased is None else leased.shown_plan, line))
-        except BaseException:  # Ctrl-C while it waits, too
+        except BaseException:  # also at Ctrl-C, while poprun waits for devices
             forget_key(plan, network)
             raise
         return run_job(plan, network, verbosity=line.verbosity, leased=leased, outcome=outcome)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
-    """Make the plan for ``line``; advice goes to standard error. The facts that it was made from come with it."""
+    """Make the plan for ``line``, and log advice; return the plan and the facts from which the plan was made."""
     try:
         working_directory = os.getcwd()
     except FileNotFoundError:
@@ -190,7 +193,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 
 def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
-    """The plan with the trace that a program's variables for PopVision ask for, if they do."""
+    """Return ``plan`` with the trace that the program's variables for PopVision ask for, if they ask for any."""
     variables = {**os.environ, **plan.variables_of(0)}
     if not any(name in variables for name in ("POPLAR_ENGINE_OPTIONS", "PVTI_OPTIONS")):
         return plan
@@ -204,7 +207,7 @@ def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
-    """Log what ``-v`` adds: options without effect, MPI runtimes that are not used, and why this launcher."""
+    """Log what ``-v`` adds: options without effect, unused MPI runtimes, and why this launcher was chosen."""
     idle = idle_options(plan)
     for option in (one.option for one in line.given):
         if why := option.why_no_effect or idle.get(option.name):
@@ -227,7 +230,7 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """``facts`` with GPUs that other jobs hold marked, and the pod to plan for, or None."""
+    """Return ``facts``, in which GPUs of other jobs are marked, and the pod to plan for; None if no pod."""
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
     from poprun.devices.lease.pool_client import facts_under_pool
@@ -236,7 +239,10 @@ def _seen_by_pool(
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """The program's words with its absolute path; in a dry run a program that is not here is only a warning."""
+    """Return the program's command line with the absolute path of the program.
+
+    In a dry run a missing program is only a warning.
+    """
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:
@@ -257,7 +263,7 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
-    """Read the plan in ``file``; if it names no program, the command line's is taken."""
+    """Read the plan in ``file``; if the plan names no program, use the program of the command line."""
     from poprun.plan.plan_file import read_plan
     from poprun.text.input_files import read_text
 
@@ -273,7 +279,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """Check that this machine has what a plan counts on that was made at another time or place."""
+    """Raise PlanError if this machine lacks something that the plan in ``file`` names; log what will be slow."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.log(f"warning: {difference}")
 
@@ -283,7 +289,7 @@ def _name_of(plan_file: str) -> str:
 
 
 def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
-    """Log what the job would lease from the pool of this machine, if it would lease anything."""
+    """Log which devices the job would lease from this machine's pool, if the job would lease any device."""
     if line.emitted is not None:
         return
     if plan.asks_server:
@@ -298,7 +304,7 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
 
 
 def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
-    """``plan`` as text, in the form that the command line asks for."""
+    """Return ``plan`` as text in the format that the command line asks for."""
     if line.emitted is not None:
         from poprun.plan.emit import emit_job
 
@@ -317,7 +323,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 
 
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
-    """What ``-v`` adds to the table of a plan: the command, the variables, and where each option came from."""
+    """Return what ``-v`` adds to a plan's table: the command, the variables, and the origin of each option."""
     from poprun.launch.launchers import launch_commands
     from poprun.plan.frameworks import by_framework, example_start
     from poprun.plan.program_environment import program_environment
@@ -336,7 +342,7 @@ def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
 
 
 def _options_again(line: CommandLine) -> tuple[str, ...]:
-    """The options with which a batch script makes the same plan; it takes the hosts from its allocation."""
+    """Return the options with which a batch script makes the same plan on the hosts of its allocation."""
     if line.plan_file is not None:
         return (f"--plan={os.path.abspath(line.plan_file)}",)
     kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)

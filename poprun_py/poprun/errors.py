@@ -1,7 +1,8 @@
-"""What poprun raises, as one tree; each branch has an exit code of its own.
+"""All exceptions that poprun raises, as one tree of classes; each class has an exit code.
 
-2, 126 and 127 are the shell's own; 68, 69, 70, 73 and 74 are EX_NOHOST, EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT
-and EX_IOERR of sysexits.h. A job that was started ends with the code of its first failing instance instead.
+The codes 2, 126 and 127 are the shell's. The codes 68, 69, 70, 73 and 74 are EX_NOHOST, EX_UNAVAILABLE,
+EX_SOFTWARE, EX_CANTCREAT and EX_IOERR of sysexits.h. A job that was started returns the exit code of the instance
+that failed first.
 """
 
 import errno
@@ -10,83 +11,83 @@ from typing import ClassVar, Final
 
 
 class PoprunError(Exception):
-    """Base of every error that poprun raises on purpose; its text is all that the user sees."""
+    """Base class of all errors that poprun raises on purpose; the user sees only the text of the error."""
 
     exit_code: ClassVar[int] = 2
 
 
 class UsageError(PoprunError):
-    """An option or an argument cannot be read."""
+    """Error for an option or an argument that poprun cannot read."""
 
 
 class PlanError(PoprunError):
-    """The request fits no plan: the message says which rule it breaks and the nearest legal choices."""
+    """Error for a request that fits no plan; the message names the broken rule and the nearest legal choices."""
 
 
 class HostsError(PoprunError):
-    """Some hosts cannot take part in a job: the message has a table with all of them, with cause and remedy."""
+    """Error for hosts that cannot take part in a job; the message has a table with all causes and remedies."""
 
     exit_code = 68
 
 
 class MpiNotFoundError(PoprunError):
-    """MPI was asked for and no runtime was found."""
+    """Error for a request of MPI on a machine where poprun finds no MPI runtime."""
 
     exit_code = 69
 
 
 class LaunchError(PoprunError):
-    """The instances could not be brought to life."""
+    """Error for instances that could not be started."""
 
     exit_code = 70
 
 
 class OutputError(PoprunError):
-    """What poprun prints, or the programs print through it, cannot be written: the disk is full, for example."""
+    """Error for output of poprun or of a program that cannot be written, for example because the disk is full."""
 
     exit_code = 73
 
 
 class ProgramNotExecutableError(PoprunError):
-    """The program exists and cannot be executed."""
+    """Error for a program that exists but cannot be executed."""
 
     exit_code = 126
 
 
 class ProgramNotFoundError(PoprunError):
-    """There is no such program."""
+    """Error for a program that does not exist."""
 
     exit_code = 127
 
 
 class PoolError(PoprunError):
-    """The pool of this machine cannot be used: its file is damaged, foreign, unreachable, or in a bad place."""
+    """Error for a pool that cannot be used: its file is damaged, foreign, unreachable, or in a bad place."""
 
     exit_code = 74
 
 
 class IpusTakenError(PoprunError):
-    """Others hold the virtual IPUs that the job needs; the message says who, and since when."""
+    """Error for virtual IPUs that the job needs and other jobs use; the message says which jobs, since when."""
 
     exit_code = 69
 
 
 class ServerError(PoprunError):
-    """The server of virtual IPUs refuses this client, is another kind of server, or its answer makes no sense."""
+    """Error for a server of virtual IPUs that refuses this client, is of another kind, or answers nonsense."""
 
     exit_code = 69
 
 
 class ServerLostError(ServerError):
-    """The server of virtual IPUs is not there, is busy, or does not answer in time; it may later."""
+    """Error for a server of virtual IPUs that is absent, busy or too slow; a later attempt may succeed."""
 
 
 class LeaseEndedError(ServerError):
-    """The server has ended the lease of a job, because the job was silent for too long or gave it back."""
+    """Error for a lease that the server ended because the job was silent for too long or released the lease."""
 
 
 class PartitionError(PoprunError):
-    """There is no such partition, there is one already, or it does not fit."""
+    """Error for a partition that does not exist, exists already, or does not fit."""
 
 
 SHORTAGES: Final = {
@@ -95,19 +96,19 @@ SHORTAGES: Final = {
     errno.EAGAIN: "too many processes: raise the limit with `ulimit -u`, or that of the control group",
     errno.ENOMEM: "too little address space or memory: raise `ulimit -v`, or the limit of the control group",
 }
-"""What there is too much of, by error number, and what to do."""
+"""Messages for error numbers that mean a lack of some resource; each message says which limit to raise."""
 
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def describe_error(number: int) -> str:
-    """An error number (errno(3)) in words, with the limit to raise where there is one."""
+    """Return the message for an error number (errno(3)) and, if there is one, the limit that a user must raise."""
     return SHORTAGES.get(number) or os.strerror(number)
 
 
 def error_of_system(error: OSError | MemoryError) -> PoprunError:
-    """What to say of an error that nobody expected: what there is too little of, or the file that it is about."""
+    """Return the PoprunError for an unexpected error of the system: it names the lacking resource or the file."""
     if isinstance(error, MemoryError):
         return LaunchError(SHORTAGES[errno.ENOMEM])
     if error.errno in SHORTAGES:

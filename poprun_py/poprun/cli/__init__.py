@@ -1,1 +1,1 @@
-"""The command line: the table of options, and how words, variables and files become values of poprun's own."""
+"""The command line: the table of options; parsing of arguments, environment variables and files of options."""

@@ -1,7 +1,7 @@
-"""The command line of poprun: its words, the variables and a file of options become values, and its help pages.
+"""The command line of poprun: it parses arguments, environment variables and a file of options; help pages.
 
-click reads one word at a time, so that what PopRun's users write has its place in between: beginnings of names,
-``--vv``, a boolean word behind a switch. Whatever stands behind the first word that is no option is the program's.
+click parses one argument at a time, so that poprun can also accept PopRun's forms: abbreviated names, ``--vv``,
+and a boolean value after a switch. The first argument that is no option begins the program's command line.
 """
 
 import os
@@ -42,7 +42,7 @@ from poprun.text.ranges import read_host_file
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
-"""What variables and files may hold, by name."""
+"""The options, by name, that environment variables and files of options may contain."""
 
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"
@@ -76,46 +76,46 @@ _HABITS: Final = (
     ),
     ("--oversubscribe", "leave it out: poprun starts as many instances as are asked for"),
 )
-"""What users of other launchers write, and how it is done here."""
+"""Options of other launchers, each with the advice how to do the same with poprun."""
 
-_NEXT: Final = "\0"  # stands for the words behind the one that click reads; no program can be given such a word
+_NEXT: Final = "\0"  # a mark for "the next word"; a program's argument cannot contain this character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A command line that was read and checked; the section ``line`` of the options says what its fields are."""
+    """A command line after parsing and checking; the section ``line`` of the table of options sets the fields."""
 
-    program: tuple[str, ...] = ()  # with its arguments, as written; may be empty
+    program: tuple[str, ...] = ()  # the program and its arguments, as written; may be empty
     given: tuple[OptionValue, ...] = ()
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by section and name
     shows_help: bool = False
     shows_whole_help: bool = False
     prints_version: bool = False
-    version_format: VersionFormat | None = None  # prints the version, too, where it is not None
+    version_format: VersionFormat | None = None  # if this is not None, the version is printed too
     verbosity: int = 0
     config_file: str | None = None
     exported_file: str | None = None
     may_overwrite: bool = False
     host_file: str | None = None
-    parallelism: str | None = None  # sizes in words, or a file with a mapping
+    parallelism: str | None = None  # text with sizes, or the name of a file with a mapping
     prints_topology: bool = False
     topology_format: TopologyFormat = TopologyFormat.TABLE
     is_dry_run: bool = False
     asks_doctor: bool = False
     report_format: ReportFormat = ReportFormat.TABLE
-    emitted: EmitKind | None = None  # the kind of job to write for a cluster in place of starting one
+    emitted: EmitKind | None = None  # the kind of job to print for a cluster; nothing starts then
     image: str | None = None
     plan_file: str | None = None  # "-" is standard input
 
     @property
     def starts_job(self) -> bool:
-        """Whether the job is to be started; else its plan is printed, or written for a cluster."""
+        """Whether poprun starts the job; otherwise poprun only prints the plan or a job for a cluster."""
         return not (self.is_dry_run or self.emitted)
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """Make the request, for ``program`` as it was resolved in ``working_directory``."""
+        """Return the request of this command line, with ``program`` as found from ``working_directory``."""
         asked = self.values.get("request", {})
-        # where nobody has said how many instances there are, several hosts have one each
+        # if the user does not give the number of instances, each of several hosts has one instance
         if len(asked.get("hosts", ())) > 1:
             asked = {"num_instances": len(asked["hosts"]), **asked}
         return LaunchRequest(
@@ -131,9 +131,13 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
-    """Read ``words``, without the name of poprun; weaker than they are ``environ`` and a file of options."""
+    """Return the command line in ``words``; options in ``words`` override the variables and the file of options.
+
+    The arguments ``words`` do not contain poprun's name. The variables in ``environ`` override the file. Raises
+    UsageError if an option cannot be read.
+    """
     texts, program = read_words(words)
-    if texts.keys() & {"help", "help-all"}:  # whatever else is there, right or wrong
+    if texts.keys() & {"help", "help-all"}:  # the help page is shown even if other words are wrong
         return CommandLine(shows_help=True, shows_whole_help="help" not in texts)
     flags = [OptionValue(option=option, texts=texts[option.name]) for option in OPTIONS if option.name in texts]
     if _PLAN in texts:
@@ -155,7 +159,7 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
 
 
 def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
-    """The options that variables of ``environ`` give; an empty variable gives nothing."""
+    """Yield a value for each option whose environment variable is set in ``environ`` and is not empty."""
     for option in NOT_LOCAL.values():
         if text := environ.get(option.variable):
             yield OptionValue(option=option, texts=(text,), place=option.variable)
@@ -169,7 +173,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """Join layers of options, of which the last one is the strongest; the result is in the order of the table."""
+    """Join layers of option values in the order of the table; a later layer's value replaces an earlier value."""
     found = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
@@ -187,7 +191,7 @@ def _add_hosts(request: dict[str, Any], host_file: str) -> None:
 
 
 def _read_mapping(text: str) -> AskedMapping:
-    """The mapping in the words ``text``, or in the file that is called so."""
+    """Return the mapping of instances to replicas that ``text`` contains, or that the file ``text`` contains."""
     from poprun.plan.parallelism import mapping_in_file, mapping_in_words
     from poprun.text.input_files import read_text
 
@@ -209,7 +213,7 @@ def _refuse_beside_plan(given: Sequence[OptionValue]) -> None:
 
 
 def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
-    """Refuse a format for something that will not be printed."""
+    """Raise UsageError if the user gave a format for output that poprun will not print."""
     if _TOPOLOGY_FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
         raise UsageError(
             f"--{_TOPOLOGY_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
@@ -222,7 +226,7 @@ def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
 
 
 class _Parameter(click.Option):
-    """An option of the table as an option of click; a switch has a second one for ``--no-…``."""
+    """An option of the table as an option of click; a switch has a second such object for ``--no-…``."""
 
     def __init__(self, option: Option, *, is_negated: bool = False) -> None:
         self.option = option
@@ -246,12 +250,12 @@ def _parse() -> Callable[[list[str]], tuple[dict[str, Any], list[str], list[clic
 
 @cache
 def long_names() -> tuple[str, ...]:
-    """Every long option that may be written, ``--no-…`` of the switches among them."""
+    """Return all long options that a user may write, also ``--no-…`` for each switch."""
     return tuple(sorted(name for one in _command().params for name in one.opts if name.startswith("--")))
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Read options up to the program: the texts given to each option, by its name, and the program's words."""
+    """Parse options up to the program; return the texts of each option by its name, and the program's words."""
     rest = deque(words)
     texts: dict[Option, list[str]] = {}
     while begins_with_option(rest):
@@ -269,12 +273,15 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[
 
 
 def begins_with_option(words: Sequence[str]) -> bool:
-    """Whether the first of ``words`` is an option, not the program or the ``--`` before it."""
+    """Whether the first word of ``words`` is an option; the program's name and ``--`` are no options."""
     return bool(words) and words[0].startswith("-") and words[0] not in ("-", "--")
 
 
 def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Take the first of ``words``, with its value: its options and their texts; None is a missing value."""
+    """Remove the first option and its value from ``words``; return its options with their texts.
+
+    Several short options in one word are several options. The text is None if the value is missing.
+    """
     written, equals, value = words.popleft().partition("=")
     if _habit(written):
         raise _unknown(written)
@@ -296,7 +303,10 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | None:
-    """The text of an option: what click read, or the next of ``words``; a switch takes only yes or no of them."""
+    """Return the text of one option: the text that click read, or the next word; None if there is no next word.
+
+    A switch uses the next word only if this word means yes or no.
+    """
     if not parameter.option.kind.is_switch:
         return text if text != _NEXT else words.popleft() if words else None
     if text == _NEXT:
@@ -308,7 +318,7 @@ def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | No
 
 
 def _whole_name(written: str) -> str:
-    """The one long option that equals ``written`` or begins with it; short options are returned unchanged."""
+    """Return the one long option that begins with ``written``; a short option is returned unchanged."""
     if not written.startswith("--"):
         if f"-{written}" in long_names():
             raise _unknown(written)
@@ -324,7 +334,7 @@ def _whole_name(written: str) -> str:
 
 
 def _habit(written: str) -> str:
-    """What to write in place of an option of another launcher; empty if ``written`` is none of theirs."""
+    """Return the advice for ``written``, an option of another launcher; an empty text for any other word."""
     name = written.replace("_", "-").rstrip("0123456789")
     return next((here for there, here in _HABITS if name in there.split()), "")
 
@@ -340,7 +350,7 @@ def _unknown(written: str) -> UsageError:
 
 
 def origins(given: Iterable[OptionValue], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
-    """Name, value and origin of every option in ``given``, or of every option that there is."""
+    """Return the name, value and origin of each option in ``given``; ``with_defaults`` adds all other options."""
     by_name = {one.option.name: one for one in given}
     rows = []
     for option in OPTIONS:
@@ -352,7 +362,7 @@ def origins(given: Iterable[OptionValue], *, with_defaults: bool) -> tuple[tuple
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """A warning for each variable that is almost an option's."""
+    """Yield a warning for each ``POPRUN_*`` variable whose name is similar to an option's variable."""
     known = {option.variable for option in OPTIONS}
     unknown = [name for name in environ if name.startswith(VARIABLE_PREFIX) and name not in known]
     if not unknown:
@@ -365,7 +375,7 @@ def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def help_page(*, is_whole: bool) -> str:
-    """The help page: of all options, or of those that most jobs use."""
+    """Return the help page: with all options if ``is_whole``, otherwise with the options that most jobs use."""
     context = click.Context(_command(), info_name="poprun", max_content_width=80)
     formatter = context.make_formatter()
     context.command.format_usage(context, formatter)
@@ -389,7 +399,7 @@ def help_page(*, is_whole: bool) -> str:
 
 
 def _write_sections(formatter: click.HelpFormatter, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Write tables of options and their meaning, all with columns of the same width."""
+    """Write one table of options and explanations per section; the columns of all tables have the same width."""
     widest = max(len(usage) for rows in sections.values() for usage, _ in rows)
     for heading, rows in sections.items():
         with formatter.section(heading):
@@ -397,7 +407,7 @@ def _write_sections(formatter: click.HelpFormatter, sections: Mapping[str, Seque
 
 
 def _usage(option: Option) -> str:
-    """How a help page writes an option: ``-n, --num-instances N``, ``--[no-]dry-run``."""
+    """Return an option as a help page shows it, such as ``-n, --num-instances N`` or ``--[no-]dry-run``."""
     short = f"-{option.short}, " if option.short else ""
     negation = "[no-]" if option.kind.is_switch else ""
     return f"{short}--{negation}{option.name} {option.kind.metavar}".rstrip()

@@ -1,6 +1,6 @@
-"""What the shell offers when Tab is pressed behind `poprun`: options, their values, hosts and partitions.
+"""Completions of poprun's command line for a shell: options, values of options, hosts and partitions.
 
-click has the scripts for the shells; what stands before the word is read as poprun reads it.
+click provides the scripts for the shells. The words before the completed word are parsed as poprun parses them.
 """
 
 import os
@@ -24,7 +24,7 @@ _MAX_BYTES: Final = 2**20
 
 
 def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
-    """The names of hosts in some files, sorted; files that cannot be read are left out."""
+    """Return the sorted names of hosts in ``files``; a file that cannot be read is ignored."""
     names: set[str] = set()
     for file in files:
         try:
@@ -36,7 +36,7 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
 
 
 def host_names_in(kind: str, text: str) -> Iterator[str]:
-    """The names of hosts in the text of a file whose name is ``kind``, without patterns and addresses."""
+    """Yield the host names in ``text``, the content of a file named ``kind``, without patterns and addresses."""
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if kind == "config":
@@ -54,17 +54,17 @@ def _partitions() -> Sequence[str]:
 
     try:
         state = Pool(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL, busy_seconds=1.0).state()
-    except (PoprunError, OSError):  # there is nobody to tell: the shell shows no messages
+    except (PoprunError, OSError):  # an error is ignored because the shell shows no messages
         return ()
     return sorted(partition.name for partition in state.partitions)
 
 
 NAMES: Final = {"host": known_hosts, "vipu-partition": _partitions}
-"""What finds the values of an option that only this machine knows."""
+"""Functions that list the possible values of an option, for options whose values depend on this machine."""
 
 
 def answer(instruction: str) -> str:
-    """Answer a shell: ``bash_source`` asks for the script to install, ``bash_complete`` for completions."""
+    """Return what a shell asks for: ``bash_source`` the script to install, ``bash_complete`` the completions."""
     shell, _, what = instruction.partition("_")
     known = get_completion_class(shell)
     if known is None or what not in ("source", "complete"):
@@ -77,8 +77,8 @@ def answer(instruction: str) -> str:
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[CompletionItem[str]]":
-    """The completions of the word ``incomplete`` that follows the words ``args``."""
-    rest, awaiting = deque(word for word in args if word != "="), None  # bash takes a stroke for a word of its own
+    """Return the completions of the word ``incomplete``, which follows the words ``args``."""
+    rest, awaiting = deque(word for word in args if word != "="), None  # bash makes "=" a word of its own
     while begins_with_option(rest):
         awaiting = next((option for option, text in _options(rest) if text is None), None)
     word = "" if incomplete == "=" else incomplete
@@ -96,7 +96,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[Com
 
 
 def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """The options of the first word with their texts; an empty list if the word is wrong."""
+    """Remove the first option from ``words``; return its options with their texts, [] if the option is wrong."""
     try:
         return take_options(words)
     except UsageError:
@@ -104,7 +104,10 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
-    """The completions of a value of ``option``; in a list of hosts the last host is completed."""
+    """Return the completions of ``begun``, the beginning of a value of ``option``.
+
+    In a list of hosts only the last host is completed.
+    """
     if option.kind in (FILE, FOLDER, SIZES):
         return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)

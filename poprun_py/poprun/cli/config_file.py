@@ -1,6 +1,6 @@
-"""A file of options: YAML such as ``host: node[0-3]``, with what a flag would be given as the value.
+"""A file of options: YAML such as ``host: node[0-3]``, in which each value is written as on the command line.
 
-:func:`read_config` and :func:`config_text` are inverse to each other. Errors name the line.
+:func:`read_config` reads what :func:`config_text` writes. Error messages contain the number of the line.
 """
 
 import os
@@ -22,7 +22,10 @@ _SEQUENCE: Final = "tag:yaml.org,2002:seq"
 
 
 def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
-    """Read options from ``text``, the content of the file ``source``; their values are not checked here."""
+    """Read options from ``text``, the content of the file ``source``; the values of options are not checked here.
+
+    Raises UsageError if ``text`` is not YAML, or if an option is unknown or comes twice.
+    """
     try:
         root = compose_yaml(text)
     except YamlError as error:
@@ -43,7 +46,10 @@ def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[
 
 
 def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: bool) -> None:
-    """Write options to a file at ``path``."""
+    """Write the options ``given`` to a file at ``path``.
+
+    Raises UsageError if the file exists and ``may_overwrite`` is false, or if the file cannot be written.
+    """
     if not may_overwrite and os.path.lexists(path):
         raise UsageError(f"--export-config {path}: there is such a file: give another name, or --overwrite-config")
     try:
@@ -54,7 +60,7 @@ def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: boo
 
 
 def config_text(given: Iterable[OptionValue]) -> str:
-    """The content of a file of options, in ASCII."""
+    """Return the content of a file of options that contains the options ``given``; ASCII only."""
     writer = yaml.SafeDumper(StringIO())
     pairs = [
         (_scalar(one.option.name, writer), _value(one.texts, writer, is_list=one.option.kind.read_all is not None))
@@ -80,7 +86,7 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
 
 
 def _texts(option: Option, value: yaml.Node, place: str) -> tuple[str, ...]:
-    """The texts of one option: the value as it stands in the file, or a list of them for a repeated option."""
+    """Return the texts of one option: the items of ``value`` if it is a list, otherwise its only text."""
     if isinstance(value, yaml.SequenceNode) and option.kind.read_all is not None and value.value:
         return tuple(_text(option, item, place) for item in value.value)
     return (_text(option, value, place),)
@@ -103,7 +109,7 @@ def _value(texts: tuple[str, ...], writer: yaml.SafeDumper, *, is_list: bool) ->
 
 
 def _scalar(text: str, writer: yaml.SafeDumper) -> yaml.ScalarNode:
-    """A YAML scalar that reads back as ``text``: quoted where YAML would read null, bare for numbers and yes."""
+    """Return a YAML scalar that is read again as ``text``; quoted if YAML would read null, otherwise unquoted."""
     tag = writer.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]  # the stubs' gap
     return yaml.ScalarNode(_TEXT if tag == _NULL else tag, text)
 

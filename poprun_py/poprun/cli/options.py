@@ -1,8 +1,8 @@
-"""The table of all options of poprun, and the kinds of value that they have. Pure.
+"""The table of all options of poprun, and the kinds of values that options have. Pure.
 
-The help pages, the words of the command line, the ``POPRUN_*`` variables and the keys of a file of options follow
-from the rows, and a value is read alike wherever it is written. To add an option: a row here, and a field for it
-where its value is used.
+From the rows of the table follow the help pages, the command line, the ``POPRUN_*`` variables and the keys of a
+file of options; a value is parsed in the same way everywhere. A new option needs a row here and a field where its
+value is used.
 """
 
 import shlex
@@ -18,15 +18,15 @@ from poprun.text.ranges import parse_hosts, parse_numbers
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat, visible
 
 LINE: Final = "line"
-"""The section of the values that stay on the command line: what is printed, and what is read from files."""
+"""The section of the values that are not part of a request: what to print, and what to read from files."""
 
-REQUEST: Final = "request"  # the section of the fields of a :class:`LaunchRequest` itself
+REQUEST: Final = "request"  # the section of the direct fields of :class:`LaunchRequest`
 VARIABLE_PREFIX: Final = "POPRUN_"
 
 HELP_ALL: Final = "--help-all"
 
 COMPLETION: Final = "_POPRUN_COMPLETE"
-"""What a shell's script sets to ask for completions; who wants a script calls with ``bash_source`` in it."""
+"""The variable in which a shell asks for completions; a user who wants the script writes ``bash_source`` there."""
 
 BOOLEANS: Final = dict.fromkeys(("yes", "on", "1", "true"), True) | dict.fromkeys(
     ("no", "off", "0", "false"), False
@@ -35,22 +35,22 @@ BOOLEANS: Final = dict.fromkeys(("yes", "on", "1", "true"), True) | dict.fromkey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of value, such as a number of seconds."""
+    """A kind of option value, such as a number of seconds, and how to parse it."""
 
     metavar: str
-    read: Callable[[str], Any]  # the ValueError that it raises says what to write instead
-    read_all: Callable[[Sequence[str]], Any] | None = None  # of what may be repeated; else the last text counts
-    is_switch: bool = False  # on without a value; --no-… is off
-    is_counted: bool = False  # without a value: how often it is written counts
-    choices: tuple[str, ...] = ()  # all values, where they are few
+    read: Callable[[str], Any]  # raises ValueError with the advice what to write instead
+    read_all: Callable[[Sequence[str]], Any] | None = None  # parses all texts; None: the last text counts
+    is_switch: bool = False  # without a value it is on; --no-… switches it off
+    is_counted: bool = False  # it has no value; the number of times it is written counts
+    choices: tuple[str, ...] = ()  # all possible values, if there are few
 
     def value(self, texts: Sequence[str]) -> Any:
-        """The value of an option that was given ``texts``, in this order."""
+        """Return the value of an option whose texts are ``texts``, in the order of the command line."""
         return self.read_all(texts) if self.read_all else self.read(texts[-1])
 
 
 def _number(convert: Callable[[str], float], cure: str, *, none: str = "") -> Callable[[str], float | None]:
-    """A function that reads a number; it reads the word ``none``, if given, as None."""
+    """Return a function that parses a number; the function returns None for the word ``none`` if it is given."""
 
     def read(text: str) -> float | None:
         try:
@@ -81,7 +81,7 @@ def _name(text: str) -> str:
 
 
 def _words(texts: Sequence[str]) -> tuple[str, ...]:
-    """The words of each text, as a shell splits them."""
+    """Split all texts into words as a shell does; return the words of all texts together."""
     try:
         return tuple(word for text in texts for word in _split(text))
     except ValueError as error:
@@ -89,15 +89,15 @@ def _words(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Split ``text`` into words as a shell does; a line that ends with a backslash goes on."""
+    """Split ``text`` into words as a shell does; a line that ends with a backslash continues on the next line."""
     words = shlex.split(text.replace("\\\n", " "))
-    # people write quotes around the whole text, for their shell
+    # users often put two pairs of quotes around the whole text
     is_quoted = len(words) == 1 and words[0].lstrip().startswith("-") and " " in words[0].strip()
     return shlex.split(words[0]) if is_quoted else words
 
 
 def _words_of_instances(texts: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Pairs of an instance and its words, from texts such as ``0:"-x A=1"``."""
+    """Return pairs of an instance and its list of words, parsed from texts such as ``0:"-x A=1"``."""
     pairs = []
     for text in texts:
         index, colon, words = text.partition(":")
@@ -153,7 +153,7 @@ WORDS_OF_INSTANCES: Final = Kind(metavar="N:ARGS", read=str, read_all=_words_of_
 
 
 def one_of(choices: type[Enum], metavar: str = "") -> Kind:
-    """The kind whose values are the members of ``choices``; without a ``metavar`` the help page lists them."""
+    """Return the kind of value that is a member of ``choices``; the help page shows ``metavar`` or all members."""
     names = [choice.value for choice in choices]
 
     def read(text: str) -> Enum:
@@ -169,31 +169,31 @@ class Option:
     """An option of the command line."""
 
     name: str
-    field: str  # the value that it sets: request.…, a section of the request such as vipu.…, or line.…
+    field: str  # the field that the option sets: request.…, a section of the request such as vipu.…, or line.…
     kind: Kind
-    help: str  # with the default, where it is neither a number nor a name that the request has
+    help: str  # contains the default, if the default is neither a number nor a name of the request
     short: str = ""
-    is_local: bool = False  # no file of options and no variable holds it
+    is_local: bool = False  # only the command line can set it: no file of options and no variable
     goes_with_plan: bool = False
-    why_no_effect: str = ""  # of an option without a field, which is accepted
+    why_no_effect: str = ""  # the reason, for an option that is accepted but sets no field
     group: str = ""
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets the option where the command line does not."""
+        """The environment variable that sets the option if the command line does not set it."""
         return VARIABLE_PREFIX + self.name.replace("-", "_").upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionValue:
-    """The texts given to one option: one for each time it was written."""
+    """The texts that a user gave to one option: one text for each time that the option was written."""
 
     option: Option
     texts: tuple[str, ...]
     place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
     def value(self) -> Any:
-        """The value that the texts stand for. An error names the place where they were written."""
+        """Return the value of the texts. Raises an error with the place of the texts if parsing fails."""
         where = f"{self.place}: " if self.place else ""
         try:
             return self.option.kind.value(self.texts)
@@ -205,7 +205,7 @@ class OptionValue:
 
 
 def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]:
-    """The values of options by section and field; where two options set one field, the later one counts."""
+    """Return the values of options by section and field; if two options set one field, the later option counts."""
     values: dict[str, dict[str, Any]] = {}
     for one in given:
         section, _, name = one.option.field.partition(".")
@@ -216,7 +216,7 @@ def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]
 
 
 def default_of(option: Option) -> str | None:
-    """The default of ``option`` as a user would write it; None if the option is no part of a request."""
+    """Return the default of ``option`` as a user would write it; None if the option is not part of a request."""
     section, _, name = option.field.partition(".")
     if section in ("", LINE):
         return None
@@ -231,7 +231,10 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """Put ``options`` under a heading of the help page; defaults that are numbers or names join their help."""
+    """Put ``options`` under a heading of the help page, and append to each help text the option's default.
+
+    Only a default that is a number or a name is appended.
+    """
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 
@@ -421,13 +424,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
 )
 # fmt: on
-"""Every option, in the order of the help page."""
+"""All options of poprun, in the order of the help page."""
 
 COMMON: Final = (
     *("num-instances", "num-replicas", "ipus-per-replica", "host", "max-restarts", "log-dir"),
     *("monitor", "dry-run", "doctor", "verbose"),
 )
-"""The options that most jobs use, as the short help page lists them: their help has one line of it."""
+"""The names of the options on the short help page. The page shows only one line of help for each option."""
 
 INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
