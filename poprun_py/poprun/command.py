@@ -109,10 +109,7 @@ def _problems_of_hosts(line: CommandLine) -> str:
 
 
 def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
-    """Return the plan that ``line`` asks for, and the facts from which the plan was made.
-
-    The facts are None if the plan was read from a file.
-    """
+    """Return the plan for ``line`` and the facts of the machine; the facts are None if a file has the plan."""
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if plan.num_instances > 1 and script_of(plan.program) == "-":
         raise UsageError(
@@ -239,10 +236,7 @@ def _seen_by_pool(
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """Return the program's command line with the absolute path of the program.
-
-    In a dry run a missing program is only a warning.
-    """
+    """Return the program's command line with an absolute path; in a dry run a missing program is a warning."""
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:

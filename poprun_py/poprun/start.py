@@ -1,4 +1,4 @@
-"""From a plan to the end of its job: its hosts looked at, then attempt after attempt, until one ends well."""
+"""The run of a planned job: check the hosts, then run attempts until the job succeeds or may not restart."""
 
 import os
 import select
@@ -41,7 +41,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
-    """Examine the hosts of ``plan``: how they reach each other, or None if there is only this machine."""
+    """Check the hosts of ``plan`` and return the network of the job; None if it runs only on this machine."""
     if plan.launcher is LauncherKind.SRUN and plan.remote.slurm_job is None:
         raise PlanError(
             "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
@@ -57,7 +57,7 @@ def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
             f"--launcher local starts processes on this machine only, and {fold_hosts(plan.hosts)} is not: use "
             "MPI, or leave out --host"
         )
-    raise_open_files(plan.num_instances)  # a connection to each host has some
+    raise_open_files(plan.num_instances)  # each connection to a host needs open files
     network, reason = _examine(plan)
     routes = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts]
     shown = ", ".join([*routes[:_MAX_SHOWN_ROUTES], *(["..."] if len(routes) > _MAX_SHOWN_ROUTES else [])])
@@ -75,7 +75,7 @@ def _examine(plan: LaunchPlan) -> "tuple[JobNetwork, str]":
 
 
 def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
-    """Have the other hosts remove the key of a job that is not started after all."""
+    """Make the other hosts remove the key of a job that is not started after all."""
     if network is not None:
         from poprun.hosts import preflight
 
@@ -84,19 +84,19 @@ def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """What has become of a job until now, and who writes its report."""
+    """The ends of a job's attempts until now, with the writers of the job's report and metrics."""
 
-    files: Sequence[str] = ()  # for its report, as they were asked for
+    files: Sequence[str] = ()  # names of the report files, as the user wrote the names
     job_id: str = field(default_factory=lambda: wished_job_id(os.environ) or os.urandom(6).hex())
-    plan: LaunchPlan | None = None  # None until it is made
+    plan: LaunchPlan | None = None  # None before poprun has made the plan
     leased: "LeasedPlan | None" = None
     ends: list[JobEnd] = field(default_factory=list)
     provenance: Mapping[str, str] = field(default_factory=dict)
-    writer: "ReportWriter | None" = None  # None before the plan, and where no report is to be written
-    metrics: "MetricsServer | None" = None  # None where nobody asked for it
+    writer: "ReportWriter | None" = None  # None before the plan, and if nobody asked for a report
+    metrics: "MetricsServer | None" = None  # None if nobody asked for metrics
 
     def begin(self, plan: LaunchPlan) -> None:
-        """Keep the plan of the job; check that its report can be written, and serve metrics, if asked to."""
+        """Keep ``plan``, check that a report can be written, and serve metrics if ``plan`` names a port."""
         self.plan, self.files = plan, ()
         if plan.ending.report_files:
             self._begin_report(plan)
@@ -113,7 +113,7 @@ class JobOutcome:
         self.provenance = provenance(plan.program, plan.working_directory)
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Write now and then how a running attempt stands, and let metrics tell it."""
+        """Write the state of a running attempt to the report from time to time, and update the metrics."""
         is_due = self.writer is not None and self.writer.is_due(time.monotonic())
         if self.plan is None or not (self.metrics or is_due):
             return
@@ -124,10 +124,10 @@ class JobOutcome:
             self.writer.write(self._to_dict([*self.ends, end], ""))
 
     def write(self, error: str) -> None:
-        """Write the report of a job that is over, and end all else; ``error`` says why poprun gave up."""
+        """Write the report of a job that is over and stop the metrics; ``error`` says why poprun gave up."""
         if self.metrics is not None:
             self.metrics.close()
-        if self.files:  # there is no plan
+        if self.files:  # the files are still there if no plan was made
             from poprun.job.report.report_writer import ReportWriter
 
             self.writer, self.files = ReportWriter(self.files, os.curdir), ()
@@ -158,7 +158,7 @@ def _serve_metrics(port: int) -> "MetricsServer":
 
 @contextmanager
 def reported(outcome: JobOutcome) -> Iterator[None]:
-    """Write the report of a job at the end of the block, also when poprun gives up in it."""
+    """Return a context that writes the job's report at the end, even if an exception ends the context."""
     error = ""
     try:
         yield
@@ -180,7 +180,7 @@ def run_job(
     leased: "LeasedPlan | None" = None,
     outcome: JobOutcome | None = None,
 ) -> int:
-    """Run the job, again after a failure as often as the plan says; returns the exit code of its last attempt."""
+    """Run the job, restart it after failures as the plan allows, and return the exit code of the last attempt."""
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
         screen.log(f"warning: {problem}")
     if problem := find_tmpdir_problem(os.environ.get("TMPDIR", "")):
@@ -221,7 +221,7 @@ def _run_attempt(
     verbosity: int,
     on_look: Callable[[Attempt], object] | None,
 ) -> JobEnd:
-    """Run one attempt; where it starts no program, no agent removes the key that the hosts hold."""
+    """Run one attempt and return its end; if no program has started, remove the job's key from the hosts."""
     has_started = False
     try:
         if plan.trace.folder is not None:
@@ -237,7 +237,7 @@ def _run_attempt(
 
 
 def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
-    """Merge what the programs of an attempt have recorded, and say where it is; a further signal ends this."""
+    """Merge what the programs of an attempt recorded and log where the trace is; a further signal stops this."""
     if plan.trace.folder is None:
         return
     from poprun.observe.trace.collection import collect_trace
@@ -253,7 +253,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
 
 
 def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
-    """Variables for a script of Lightning Fabric that leaves the number of devices to its launcher."""
+    """Return variables for a script of Lightning Fabric that takes the number of devices from its launcher."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
     counts = plan.num_instances_per_host, len(plan.hosts)
@@ -261,8 +261,8 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """How long to wait before a job that ended with ``end`` starts again, at most 30 s; None if it does not."""
-    # one that was asked to end stays ended; nor does it help one whose program says so, or cannot be executed
+    """Return the pause, at most 30 s, before the restart of a job that ended with ``end``; None for no restart."""
+    # poprun does not restart a job that somebody asked to end, or whose program forbids this or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
     is_hopeless = failed is not None and failed.cannot_run
@@ -278,13 +278,13 @@ def _next_attempt(
     signals: ReceivedSignals,
     leased: "LeasedPlan | None",
 ) -> JobIdentity | None:
-    """Wait, and give the hosts a new key: the identity of the next attempt, or None if there is none."""
+    """Wait, give the hosts a new key, and return the identity of the next attempt; None if no attempt follows."""
     network = identity.network
     while True:
         pause_seconds = restart_pause_seconds(ends[-1], identity.restart_count, plan.ending.max_restarts)
         if pause_seconds is None or (not plan.ending.restarts_anyway and _is_in_vain(ends)):
             return None
-        # one at which hosts are missing counts, too: the next may find them again
+        # an attempt without some hosts also counts as a restart: a later attempt may find these hosts again
         identity = replace(identity, restart_count=identity.restart_count + 1)
         screen.log(
             f"restart {identity.restart_count} of at most {plan.ending.max_restarts} in {pause_seconds:g} s"
@@ -305,7 +305,7 @@ def _next_attempt(
 
 
 def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
-    """Whether a device of a job of this machine has gone since it started; what is left is logged."""
+    """Whether a device of the job has disappeared from this machine since the start; log the devices left."""
     if not plan.devices or identity.network is not None:
         return False
     from poprun.hosts.probe.gpus import find_devices
@@ -323,7 +323,7 @@ def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
 
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
-    """Whether another attempt would fail like the last one; the reason is logged."""
+    """Whether another attempt would fail as the last attempt did; if so, log the reason."""
     from poprun.job.restarts import reason_to_end
 
     reason = reason_to_end(ends)
@@ -333,7 +333,7 @@ def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
 
 
 def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":
-    """The network of the next attempt, on whose hosts the job has its leases; a HostsError if one is missing."""
+    """Check the hosts again and return the network of the next attempt. Raises HostsError if a host is missing."""
     network = replace(network, key=_examine(plan)[0].key)
     try:
         return network if leased is None else leased.reacquire(network)
@@ -343,7 +343,7 @@ def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | 
 
 
 def _pause(seconds: float, signals: ReceivedSignals) -> bool:
-    """Wait; returns False if somebody asked for the end of the job meanwhile."""
+    """Wait ``seconds`` and return True; return False as soon as somebody asks for the end of the job."""
     deadline = time.monotonic() + seconds
     while True:
         signals.drain()
@@ -356,7 +356,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
-    """Log how each attempt ended, and what to know about a job that ended well."""
+    """Log how each attempt ended, and a warning, if there is one, about a job that ended well."""
     if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
     from poprun.job.report.printed_report import render_attempts, render_warning

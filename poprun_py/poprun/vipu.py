@@ -1,6 +1,6 @@
 """The `vipu` program: it lists, makes, resets and removes partitions of virtual IPUs, and serves other hosts.
 
-Its words are those of Graphcore's own program. It works on the pool of this machine, or on that of a server.
+Its commands are the commands of Graphcore's program of this name. It uses the pool of this machine or of a server.
 """
 
 import os
@@ -56,7 +56,7 @@ _IPUS_VARIABLE: Final = "POPRUN_IPUS_PER_HOST"
 
 
 def main() -> None:
-    """Run `vipu` with the words of this process and end it."""
+    """Run `vipu` with the arguments of this process and end the process."""
     sys.exit(run_click(vipu, "vipu"))
 
 
@@ -97,10 +97,10 @@ def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout:
 
 
 class _Nouns(click.Group):
-    """Commands by nouns that may stand in the plural: ``list partition``, ``list partitions``."""
+    """A group of commands with names in singular and plural: ``list partition`` and ``list partitions``."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a noun."""
+        """Return the command for a noun in singular or plural; None if there is no such command."""
         for name in (cmd_name, f"{cmd_name}s", cmd_name.removesuffix("s")):
             if (found := super().get_command(ctx, name)) is not None:
                 return found
@@ -120,7 +120,7 @@ def _with_output(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _verb(name: str, help_text: str) -> click.Group:
-    """A group of commands of `vipu`, one for each noun."""
+    """Add to `vipu` a group of commands for the verb ``name`` and return the group; each command is a noun."""
     group = _Nouns(name, help=help_text)
     vipu.add_command(group)
     return group
@@ -134,7 +134,7 @@ _REMOVE: Final = _verb("remove", "Remove a partition.")
 
 
 def _add_listing(noun: str, help_text: str, rows: Callable[[AnyPool], list[Row]], columns: str) -> None:
-    """Add a command that lists what the pool has; ``columns`` are those of its table, all of which JSON has."""
+    """Add a command that lists ``rows`` of the pool; its table shows only ``columns``, its JSON all columns."""
 
     def show(output: str) -> None:
         found = rows(_pool())
@@ -219,7 +219,7 @@ def _pool() -> AnyPool:
 
 
 def _cluster_here() -> Cluster:
-    """The virtual IPUs of this machine, as the variables say."""
+    """Return the virtual IPUs of this machine, as the environment variables describe them."""
     pod = os.environ.get(_POD_VARIABLE)
     num_ipus = os.environ.get(_IPUS_VARIABLE)
     if num_ipus is not None and not num_ipus.isdecimal():
@@ -234,7 +234,7 @@ def _cluster_here() -> Cluster:
 
 
 _SERVER_BUSY_SECONDS: Final = 10.0
-_REMEMBER_SECONDS: Final = 5.0  # how long the server takes what it has seen of its devices for true
+_REMEMBER_SECONDS: Final = 5.0  # how long the server uses a list of its devices before it lists them again
 _EXTRA: Final = "vipu serve needs two more packages: pip install 'poprun[serve]'"
 _HOST: Final = "127.0.0.1"
 _LEASE_SECONDS: Final = 30
@@ -324,13 +324,13 @@ def _log(*texts: str) -> None:
 
 
 def _served_cluster() -> Cluster:
-    """What a server hands out: of a pod that is described all of it, wherever its hosts are."""
+    """Return the virtual IPUs that a server hands out: the whole pod that a variable names, or this machine."""
     pod = os.environ.get(_POD_VARIABLE)
     return pod_of(pod) if pod else _cluster_here()
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:
-    """``find``, asked every few seconds at most: it may start a program of the driver's."""
+    """Return a function that calls ``find`` at most every 5 s, because ``find`` may start a driver's program."""
     found: list[tuple[float, Cluster]] = []
 
     def find_again() -> Cluster:

@@ -131,11 +131,7 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the command line in ``words``; options in ``words`` override the variables and the file of options.
-
-    The arguments ``words`` do not contain poprun's name. The variables in ``environ`` override the file. Raises
-    UsageError if an option cannot be read.
-    """
+    """Return the command line in ``words``, which override the variables in ``environ`` and a file of options."""
     texts, program = read_words(words)
     if texts.keys() & {"help", "help-all"}:  # the help page is shown even if other words are wrong
         return CommandLine(shows_help=True, shows_whole_help="help" not in texts)
@@ -278,10 +274,7 @@ def begins_with_option(words: Sequence[str]) -> bool:
 
 
 def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Remove the first option and its value from ``words``; return its options with their texts.
-
-    Several short options in one word are several options. The text is None if the value is missing.
-    """
+    """Remove the first option from ``words``; return its options with texts, None instead of a missing text."""
     written, equals, value = words.popleft().partition("=")
     if _habit(written):
         raise _unknown(written)

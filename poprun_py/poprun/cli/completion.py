@@ -104,10 +104,7 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
-    """Return the completions of ``begun``, the beginning of a value of ``option``.
-
-    In a list of hosts only the last host is completed.
-    """
+    """Return the completions of ``begun``, the begun value of ``option``; in a list the last host is completed."""
     if option.kind in (FILE, FOLDER, SIZES):
         return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)

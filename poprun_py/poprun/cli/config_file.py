@@ -46,10 +46,7 @@ def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[
 
 
 def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: bool) -> None:
-    """Write the options ``given`` to a file at ``path``.
-
-    Raises UsageError if the file exists and ``may_overwrite`` is false, or if the file cannot be written.
-    """
+    """Write the options ``given`` to the file ``path``. Raises UsageError if it exists or cannot be written."""
     if not may_overwrite and os.path.lexists(path):
         raise UsageError(f"--export-config {path}: there is such a file: give another name, or --overwrite-config")
     try:

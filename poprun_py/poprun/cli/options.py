@@ -231,10 +231,7 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """Put ``options`` under a heading of the help page, and append to each help text the option's default.
-
-    Only a default that is a number or a name is appended.
-    """
+    """Put ``options`` under a heading of the help page; add defaults that are numbers or names to their help."""
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 

@@ -1,5 +1,5 @@
-"""The other hosts of a job: how they are reached, and the look at each of them before anything starts.
+"""The other hosts of a job: how poprun reaches the hosts, and a check of every host before the job starts.
 
-`preflight` asks the hosts through `questions`, which `remote_side` answers there; `problems` judges the answers.
-`routes` holds what was found, and the words of ssh and srun.
+`preflight` asks the hosts through `questions`; `remote_side` answers on each host; `problems` finds problems in
+the answers. `poprun.launch.routes` has the results and the commands of ssh and srun.
 """

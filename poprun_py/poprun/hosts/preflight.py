@@ -1,8 +1,8 @@
-"""The look at every host before a job starts: whether the job can run there, and how the hosts reach each other.
+"""The check of every host before a job starts: whether the job can run there, and how hosts reach each other.
 
-A host that lacks poprun's virtual environment gets a copy of it at the same place, if the plan says so. Addresses
-and not names go to the programs: what a name means may differ from host to host. All hosts have one of the same
-family, because a connection has one.
+If the plan says so, a host that lacks poprun's virtual environment gets a copy at the same path. Programs get
+addresses, because a name may mean different addresses on different hosts. All addresses have the same IP version,
+because a connection has only one version.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from poprun.launch.routes import HostRoute, JobKey, JobNetwork, Places, ssh_opti
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_hosts
 
-_SILENCE_SECONDS: Final = 60  # after which rsync gives a host up
-_MAX_COPIES: Final = 8  # hosts that are copied to at once
+_SILENCE_SECONDS: Final = 60  # time without data after which rsync ends with an error
+_MAX_COPIES: Final = 8  # number of hosts that receive a copy at the same time
 _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
 _SLOTS_SECONDS: Final = 3.0
@@ -51,20 +51,20 @@ _FOLDERS: Final = (
 )
 _HERE: Final = "this machine"
 _MOST_NAMES: Final = 256
-_NO_SOCKET: Final = "UNKNOWN"  # what sshd says of both ends where it talks over a pipe, such as a ProxyCommand's
+_NO_SOCKET: Final = "UNKNOWN"  # sshd's word for an address if ssh uses a pipe, such as a ProxyCommand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """The routes that were chosen between the hosts."""
+    """The chosen addresses of the hosts, and the hosts without a usable address."""
 
-    routes: Mapping[str, HostRoute]  # a route for each host that has one
-    problems: tuple[Problem, ...]  # the hosts that have none
-    reason: str  # why these, for the user
+    routes: Mapping[str, HostRoute]  # the routes of the hosts, without the hosts that have no route
+    problems: tuple[Problem, ...]  # a problem for each host without a route
+    reason: str  # the reason of the choice, for the user
 
 
 def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], subnet: str | None) -> RouteChoice:
-    """Choose the address at which each host is reached: in the wanted ``subnet``, if one is wanted."""
+    """Choose each host's address: an address in ``subnet`` if it is given, otherwise the address that ssh uses."""
     if subnet is not None:
         network = ipaddress.ip_network(subnet)
         found = {
@@ -89,7 +89,7 @@ def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], s
 
 
 def _usable(own: Places, reached: str | None, version: int) -> list[tuple[str, str]]:
-    """The addresses of a family, best first: where ssh came in, then others of that interface, then the rest."""
+    """Return a host's addresses of an IP version: first ssh's address, then its interface's, then the rest."""
     family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
     interface = next((name for name, address in own if address == reached), None)
     outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
@@ -97,7 +97,7 @@ def _usable(own: Places, reached: str | None, version: int) -> list[tuple[str, s
 
 
 def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
-    """The IP version that ssh used everywhere; else 4 if every host has it, else 6."""
+    """Return the IP version that ssh used for all hosts; otherwise 4 if all hosts have IPv4, otherwise 6."""
     versions = {ipaddress.ip_address(address).version for address in reached.values()}
     if len(versions) == 1:
         return versions.pop()
@@ -105,7 +105,7 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 
 def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
-    """How the hosts of ``plan`` reach each other, and why so; a HostsError has a table of all that is wrong."""
+    """Return how the hosts of ``plan`` reach each other, and why so. Raises HostsError that lists all problems."""
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
@@ -126,7 +126,7 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
 
 
 def forget_key(plan: LaunchPlan, key: JobKey, here: Collection[str]) -> None:
-    """Have each host that answers remove the key of a job none of whose agents was started to do so."""
+    """Make each host that answers remove the job's key; called if no agent, which removes it, was started."""
 
     async def ask() -> None:
         own = next(iter(here), _HERE)
@@ -145,7 +145,7 @@ async def _forget(connections: HostConnections, plan: LaunchPlan, key: JobKey, s
 
 
 class _Examiner:
-    """Examines all hosts of a job once; ``here`` is the name of this machine among them, if it is one."""
+    """One check of all hosts of a job; ``here`` is this machine's name among the hosts, or another name."""
 
     def __init__(self, plan: LaunchPlan, here: str) -> None:
         self._plan = plan
@@ -154,7 +154,7 @@ class _Examiner:
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
-        """How the hosts reach each other, and why so, None when something is wrong; and all problems."""
+        """Return the network and the reason of its addresses, None if there is a problem; and all problems."""
         try:
             answers = await self._ask_for_facts()
             self._record_problems(answers)
@@ -175,7 +175,7 @@ class _Examiner:
         return (network, choice.reason), []
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
-        """The answers of the hosts that answer in time; that the others do not is a problem of theirs."""
+        """Return the answers to ``questions`` by host; a host without an answer in time becomes a problem."""
         answers, failures = await self._connections.ask(questions, seconds)
         in_slurm = self._plan.remote.slurm_job is not None
         for name, error in failures.items():
@@ -209,7 +209,7 @@ class _Examiner:
         self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
-        """Check that the hosts with nothing wrong have the virtual IPUs and the cache that the job uses."""
+        """Check that the hosts without a problem have the cores and the cache folder that the job needs."""
         bad = {problem.host for problem in self._problems}
         asked = [name for name in answers if name in self._plan.hosts and name not in bad]
         question = {"ask": "slots", "folders": list(_FOLDERS), "cache": self._plan.cache_directory or ""}
@@ -217,7 +217,7 @@ class _Examiner:
             self._problems += judge_slots(name, slots, self._plan)
 
     async def _hand_over(self, key: JobKey) -> None:
-        """Have each host hold the job's key for its agents, since what starts them may send it in clear text."""
+        """Give each host the job's key for its agents, because the launcher may send a key in clear text."""
         question = {"ask": "hold", "file": key.file, "key": key.text}
         for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
             if answer["problem"]:
@@ -227,11 +227,11 @@ class _Examiner:
             await _forget(self._connections, self._plan, key, _HOLD_SECONDS)
 
     def _choose(self, answers: Mapping[str, Answer]) -> RouteChoice:
-        """The addresses of the hosts that answered, and of this machine."""
+        """Choose the addresses of this machine and of the hosts that answered."""
         places = {
             name: [(place[0], place[1]) for place in answer["addresses"]] for name, answer in answers.items()
         }
-        in_slurm = self._plan.remote.slurm_job is not None  # its steps have what ssh has set at the user's login
+        in_slurm = self._plan.remote.slurm_job is not None  # Slurm's steps inherit ssh's variables from the login
         ways = {
             name: answer["ssh"]
             for name, answer in answers.items()
@@ -241,14 +241,14 @@ class _Examiner:
         if ways:
             reached[self._here] = next(iter(ways.values()))[0]
         choice = choose_addresses(places, reached, self._plan.remote.subnet)
-        if not in_slurm:  # Slurm's nodes are as many as it says, wherever they are
+        if not in_slurm:  # several nodes of Slurm may be on one machine
             routes = {host: choice.routes[host] for host in self._plan.hosts if host in choice.routes}
             self._problems += judge_places(places, routes)
         return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """Check that every host reaches this machine, and the host of instance 0, from its address for the job."""
-        # Here the agents report, there the instances connect: this machine, if it is a host, tries that way, too.
+        """Check that every host can connect to this machine and to the host of instance 0 by its own address."""
+        # Agents connect to this machine, and instances to instance 0's host; this machine may be a host as well.
         first = self._plan.hosts[0]
         host = routes[self._here].address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -268,7 +268,7 @@ class _Examiner:
 
 
 def _environment_folder() -> str:
-    """The folder of the virtual environment that poprun runs in."""
+    """Return the folder of the virtual environment in which poprun runs. Raises HostsError if there is none."""
     if sys.prefix == sys.base_prefix:
         raise HostsError(
             f"--synchronise-python-venv: poprun runs under {sys.executable}, which is in no virtual environment "
@@ -278,7 +278,7 @@ def _environment_folder() -> str:
 
 
 async def _copy_environment(folder: str, hosts: Sequence[str], ssh_config: str | None) -> list[Problem]:
-    """Make ``folder`` on each of ``hosts`` what it is here, with rsync over ssh; the hosts where that failed."""
+    """Copy ``folder`` to each of ``hosts`` with rsync over ssh; return a problem for each host that failed."""
     turns = asyncio.Semaphore(_MAX_COPIES)
 
     async def copy(host: str) -> Problem | None:
@@ -293,7 +293,7 @@ async def _copy_environment(folder: str, hosts: Sequence[str], ssh_config: str |
 
 
 async def _rsync(folder: str, host: str, ssh_config: str | None) -> str:
-    """Copy ``folder`` to the same place on ``host``; what rsync says when it fails, else nothing."""
+    """Copy ``folder`` to the same path on ``host``; return rsync's error message, or an empty text on success."""
     ssh = " ".join(("ssh", *ssh_options(ssh_config)))
     options = ("--archive", "--delete", "--mkpath", f"--timeout={_SILENCE_SECONDS}", f"--rsh={ssh}")
     target = f"[{host}]" if ":" in host else host

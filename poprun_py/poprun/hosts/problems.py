@@ -1,4 +1,4 @@
-"""What keeps hosts out of a job: cause and remedy of each problem in words, and one table of all. Pure."""
+"""Problems that keep hosts out of a job: the cause and remedy of each problem, and one table of all. Pure."""
 
 import glob
 import os
@@ -13,14 +13,14 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import MpiKind, MpiRuntime
 from poprun.text.ranges import fold_hosts, fold_numbers
 
-HOST: Final = "{host}"  # stands for the host's name in a remedy, so that hosts with the same problem share a row
+HOST: Final = "{host}"  # replaced by the host's name in a remedy, so that hosts with the same problem share a row
 _HEADINGS: Final = ("host", "cause", "remedy")
 
-_SAME_EVERYWHERE: Final = ("torch", "numpy")  # packages of which another version trains other bits
+_SAME_EVERYWHERE: Final = ("torch", "numpy")  # packages whose versions change the results in the last bits
 _SSH_FAILED: Final = 255
 _NO_COMMAND: Final = (126, 127)
 
-_FILES_OF_DAEMON: Final = 96  # what prted of Open MPI 5.0 was seen to need, and for each instance beside that
+_FILES_OF_DAEMON: Final = 96  # open files that prted of Open MPI 5.0 needs, and in addition for each instance
 _FILES_OF_INSTANCE: Final = 8
 
 _SSH_CAUSES: Final = (
@@ -56,16 +56,16 @@ _SSH_CAUSES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason that keeps a host out of a job."""
+    """One reason why a host cannot take part in a job."""
 
     host: str
-    cause: str  # what was found there
-    remedy: str  # what to do about it; ``HOST`` in it is the host's name
-    lacks_environment: bool = False  # whether a copy of poprun's Python environment may be the remedy, too
+    cause: str  # what was found on the host
+    remedy: str  # what the user can do; ``HOST`` in the text is replaced by the host's name
+    lacks_environment: bool = False  # whether a copy of poprun's environment may also help
 
 
 def render_problems(problems: Sequence[Problem], num_hosts: int) -> str:
-    """One table of all problems; hosts with the same one share a row."""
+    """Return one table of all problems; hosts with the same problem share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         rows.setdefault((problem.cause, problem.remedy), []).append(problem.host)
@@ -80,13 +80,13 @@ def render_problems(problems: Sequence[Problem], num_hosts: int) -> str:
 
 
 def program_files(program: Sequence[str]) -> list[str]:
-    """The files that a program's words name: what is executed, and the first word that is a Python file."""
+    """Return the files that the command line ``program`` names: the executable, and the first Python file."""
     script = next((word for word in program[1:] if word.endswith(".py")), None)
     return [program[0], *([script] if script else [])]
 
 
 def package_places(program: Sequence[str], own_packages: str) -> list[str]:
-    """Where packages may stand whose version has to be the same: for poprun, and for a program's own Python."""
+    """Return patterns of folders with packages that all hosts must have alike, for poprun and for the program."""
     environment = os.path.dirname(os.path.dirname(program[0]))
     folders = (
         glob.escape(own_packages),
@@ -98,7 +98,7 @@ def package_places(program: Sequence[str], own_packages: str) -> list[str]:
 def problems_of(
     host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
-    """Every problem that the ``answer`` of ``host`` shows, beside what this machine (``here``) answered."""
+    """Yield every problem of ``host``: what its ``answer`` shows, compared with this machine's answer ``here``."""
     if answer["python"] != here["python"]:
         cause = f"{answer['python_file']} is Python {answer['python']} there, {here['python']} here"
         yield Problem(host, cause, "install the same Python on both")
@@ -113,7 +113,7 @@ def problems_of(
         yield Problem(host, cause, "make it there, or start the job in one that every host has")
     for file, problem in answer["files"].items():
         if here["files"][file]:
-            continue  # a word that names no file here needs to name none there
+            continue  # if the word is not a file on this machine, the host need not have such a file
         if problem == "missing":
             what = "the file of --parallelism" if file == plan.mapping_path else "the program"
             yield Problem(host, f"there is no {file}", f"copy {what} to it")
@@ -122,7 +122,7 @@ def problems_of(
 
 
 def limits_of_open_mpi(host: str, answer: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Yield the limits of ``host`` that keep Open MPI's daemon from working there; of this machine, too."""
+    """Yield a problem for each limit of ``host``, which may be this machine, that stops Open MPI's daemon."""
     if plan.mpi is None or plan.mpi.kind is not MpiKind.OPEN_MPI:
         return
     if answer["temporary"]:
@@ -138,7 +138,7 @@ def _package_problems(
     host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
     for folder, version in here["packages"].items():
-        found = answer["packages"].get(folder, version)  # who lacks it may not need it
+        found = answer["packages"].get(folder, version)  # a host without the package may not need the package
         if found != version:
             cause = f"{os.path.basename(folder)} is {found} there, {version} here, in {os.path.dirname(folder)}"
             yield Problem(host, cause, *_remedy_of_copy(folder, environment))
@@ -156,7 +156,7 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
 
 
 def _remedy_of_copy(folder: str, environment: str) -> tuple[str, bool]:
-    """What to do about another ``folder`` there, and whether it comes with a copy of poprun's ``environment``."""
+    """Return the remedy for a different ``folder`` on a host, and whether ``environment`` contains the folder."""
     is_copied = folder.startswith(os.path.join(environment, ""))
     return (
         f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}",
@@ -181,7 +181,7 @@ def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> I
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Whether ``host``, which answered ``slots``, has the plan's cores and cache. GPUs: see its pool."""
+    """Yield problems of ``host`` with the plan's cores and cache, from its answer ``slots``; not with GPUs."""
     if slots["cache"]:
         yield Problem(host, slots["cache"], "give another --executable-cache-path")
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
@@ -192,9 +192,9 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
 
 
 def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
-    """The names that mean different addresses on different ``hosts``, by each one's answer and this machine's."""
+    """Yield the names of ``hosts`` that mean different addresses on different hosts, including this machine."""
     for name in hosts:
-        # A host's own view of its own name is no matter: it is often a loopback address there.
+        # How a host resolves its own name does not matter: the result is often a loopback address.
         views = {
             host: found
             for host, answer in answers.items()
@@ -209,7 +209,7 @@ def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
 
 
 def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
-    """The hosts that are the same as another: each has the address of the other."""
+    """Yield a problem for each host that is the same machine as another host: each has the other's address."""
     own = {host: {address for _, address in places[host]} for host in routes}
     owners: dict[str, str] = {}
     for host, route in routes.items():
@@ -223,7 +223,7 @@ def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) 
 def judge_routes(
     route: HostRoute, targets: Mapping[str, tuple[str, int]], problems: Sequence[str]
 ) -> Iterator[Problem]:
-    """The ``targets`` that a host does not reach; ``problems`` has a text for each of them, empty for none."""
+    """Yield a problem for each target that a host cannot reach: ``problems`` has a text or "" for each target."""
     for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
         if problem:
             cause = f"it does not reach {name} from {route.address} at {address}: {problem}"
@@ -240,7 +240,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
-    """The problem of a host that did not answer; ``code`` is ssh's or the command's, None when time was over."""
+    """Return the problem of a host that did not answer; ``code`` is the exit code, None if time was over."""
     said = words.splitlines()[-1] if words else ""
     if in_slurm:
         ended = "no answer in time" if code is None else f"exit code {code}"

@@ -1,6 +1,7 @@
-"""Questions to the hosts of a job, and their answers: all hosts at once, each question in a bounded time.
+"""Questions to all hosts of a job at once, each with a time limit, and the hosts' answers.
 
-On each host a Python reads the program `remote_side` from its standard input, and then answers each line with one.
+On each host a Python reads the program `remote_side` from standard input, and then prints one answer for each
+question.
 """
 
 import asyncio
@@ -27,23 +28,23 @@ _MAX_COMPLAINT_BYTES: Final = 2000
 _BOOT: Final = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _PROGRAM: Final = Path(remote_side.__file__).read_bytes()
 _COMMAND: Final = (sys.executable, "-I", "-S", "-c", _BOOT)
-_USUAL_SECONDS: Final = 0.4  # how long this machine takes for its own first answer when it has nothing else to do
+_USUAL_SECONDS: Final = 0.4  # time to the first answer of this machine if the machine is idle
 
 
 class NoAnswerError(Exception):
-    """A host did not answer."""
+    """Error for a host that did not answer a question."""
 
     def __init__(self, code: int | None, words: str) -> None:
         super().__init__(words)
-        self.code = code  # exit code of ssh or of the interpreter there; None when time was over
-        self.words = words  # what ssh or the host said about it
+        self.code = code  # exit code of ssh or of the host's Python; None if the time limit passed
+        self.words = words  # the error message of ssh or of the host
 
 
 Replies = tuple[dict[str, Answer], dict[str, NoAnswerError]]  # by the names of the hosts
 
 
 class HostConnections:
-    """The connections to all hosts. One that does not answer once is closed, and asked no more."""
+    """The connections to all hosts; a host that does not answer once is closed and is not asked again."""
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
         words = {
@@ -54,8 +55,8 @@ class HostConnections:
         self._own = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
-        """The answers of the hosts, and why others gave none; those that failed to before are not asked."""
-        # it may take longer on a machine that is so busy that its own first answer took longer than usual
+        """Ask the hosts in ``questions`` that have not failed before; return answers and failures by host name."""
+        # the time limit grows if this machine is busy, which its own slow first answer shows
         asked = {
             name: asyncio.create_task(self._connections[name].ask(question))
             for name, question in questions.items()
@@ -88,20 +89,20 @@ class HostConnections:
 
 
 class _HostConnection:
-    """A process on one host that answers, started with the first question."""
+    """A process on one host that answers questions; the first question starts the process."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.first_answer_seconds = 0.0  # how long the first answer took; 0 before it
+        self.first_answer_seconds = 0.0  # time until the first answer; 0 before the first answer
         self._words = words
         self._process: Process | None = None
 
     async def ask(self, question: Answer) -> Answer:
-        """The host's answer; a NoAnswerError says that it gives none, or that there is no ssh here."""
+        """Return the host's answer to ``question``. Raises NoAnswerError if the host does not answer."""
         began_at_seconds = time.monotonic()
         process = self._process or await self._start()
         _, output, complaints = _streams(process)
         _send(process, json.dumps(question).encode() + b"\n")
-        with suppress(ConnectionError, ValueError):  # also of who says what is no answer
+        with suppress(ConnectionError, ValueError):  # a ValueError means that the output is not an answer
             while line := await output.readline():
                 _, mark, text = line.decode(errors="replace").partition(remote_side.MARK)
                 if mark:
@@ -112,7 +113,7 @@ class _HostConnection:
         raise NoAnswerError(await process.wait(), complaint.decode(errors="replace").strip())
 
     async def close(self) -> None:
-        """End at once, with what ssh has started (ProxyJump): the other side ends with its standard input."""
+        """Kill the local process and what ssh has started (ProxyJump); the remote process ends with its input."""
         if self._process is not None:
             if self._process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -137,5 +138,5 @@ def _send(process: Process, data: bytes) -> None:
 
 
 def _streams(process: Process) -> tuple[StreamWriter, StreamReader, StreamReader]:
-    """Input, output and errors of a process that was started with pipes."""
+    """Return the standard input, output and error of a process that was started with pipes."""
     return cast("tuple[StreamWriter, StreamReader, StreamReader]", (process.stdin, process.stdout, process.stderr))

@@ -1,8 +1,8 @@
 """The program that answers poprun's questions on each host before a job starts.
 
-Its text is sent there over ssh and run by any Python 3 that the host has. Each line that comes is a question as
-JSON, each that goes an answer with a mark, because a shell's startup files may print lines, too. It uses the
-standard library only, and nothing of poprun until the host has shown that its poprun is the same.
+poprun sends the text of the program over ssh, and any Python 3 of the host runs it. Each input line is a question
+as JSON. Each answer has a mark, because a shell's startup files may print lines too. The program imports only the
+standard library until the host has shown that its poprun is the same as here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
 
 def main() -> None:
-    """Answer each question until standard input ends, or poprun has been out of reach for longer than it asks."""
+    """Answer each question on standard input until it ends, or until ``_LONGEST_SECONDS`` have passed."""
     end = threading.Timer(_LONGEST_SECONDS, os._exit, (1,))
     end.daemon = True
     end.start()
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def facts(question: dict[str, Any]) -> dict[str, Any]:
-    """The facts of this host that decide whether it can take part in a job."""
+    """Return the facts about this host that decide whether the host can take part in a job."""
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "python_file": sys.executable,
@@ -73,7 +73,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest(folder: str) -> str:
-    """A digest of a package's Python files; empty when it is not there."""
+    """Return a digest of the Python files in ``folder``; an empty text if there are no files."""
     hasher = hashlib.sha256()
     files = [
         os.path.join(path, name) for path, _, names in os.walk(folder) for name in names if name.endswith(".py")
@@ -85,7 +85,7 @@ def digest(folder: str) -> str:
 
 
 def version(file: str) -> str:
-    """The version that a file states; empty when it is not there."""
+    """Return the version that the file ``file`` contains; an empty text if there is no such file."""
     try:
         with open(file, encoding="utf-8") as source:
             match = _VERSION.search(source.read())
@@ -95,7 +95,7 @@ def version(file: str) -> str:
 
 
 def package_versions(patterns: list[str]) -> dict[str, str]:
-    """The versions that the packages in folders such as ``/env/lib/python3*/site-packages/torch`` state."""
+    """Return packages' versions by folder; a pattern is such as ``/env/lib/python3*/site-packages/torch``."""
     found: dict[str, str] = {}
     for folder in {path for pattern in patterns for path in glob.glob(pattern)}:
         for file in ("version.py", "__init__.py"):
@@ -106,7 +106,7 @@ def package_versions(patterns: list[str]) -> dict[str, str]:
 
 
 def mpi_version(launcher: str) -> str:
-    """What an MPI launcher says of itself; empty when it cannot be run."""
+    """Return what the MPI launcher ``launcher`` prints about its version; an empty text if it cannot run."""
     if not os.access(launcher, os.X_OK):
         return ""
     try:
@@ -124,19 +124,19 @@ def mpi_version(launcher: str) -> str:
 
 
 def file_problem(file: str) -> str:
-    """Why a file of the program cannot be used here; empty when it can."""
+    """Return why the program's file ``file`` cannot be used on this host; an empty text if it can be used."""
     if not os.path.exists(file):
         return "missing"
     return "" if os.access(file, os.R_OK) or os.access(file, os.X_OK) else "not readable"
 
 
 def temporary_folder() -> str:
-    """The folder in which Open MPI's daemons keep a job's files."""
+    """Return the folder in which Open MPI's daemons keep the files of a job."""
     return next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")
 
 
 def write_problem(folder: str) -> str:
-    """Why nothing can be written in ``folder``, with its name; empty when there is room."""
+    """Return the name of ``folder`` and why nothing can be written there; an empty text if there is room."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_ROOM_BYTES))
@@ -146,7 +146,7 @@ def write_problem(folder: str) -> str:
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Every address of this host as (interface, address), those of IPv4 first; link-local ones are left out."""
+    """Return this host's addresses as (interface, address), first IPv4, then IPv6 without link-local addresses."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         room = array.array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
@@ -167,7 +167,7 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def resolve(names: list[str]) -> dict[str, list[str]]:
-    """The addresses of each name, as far as this host knows them in a bounded time."""
+    """Return the addresses of each name, as far as this host can resolve the names in 3 s."""
     found: dict[str, list[str]] = {}
 
     def stop(*_: object) -> None:
@@ -191,7 +191,7 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 
 
 def slots(question: dict[str, Any]) -> dict[str, Any]:
-    """The cores that a job may use here, as poprun finds them, and why its cache cannot be here, or nothing."""
+    """Return the cores that a job may use on this host, and the problem of the cache folder, or an empty text."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
     from popdist.ground.trusted_paths import own_folder_problem
     from poprun.hosts.probe.machine import usable_cores
@@ -200,14 +200,14 @@ def slots(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def listen(question: dict[str, Any]) -> dict[str, Any]:
-    """Listen at ``host``, an address of this host, so that others can try to reach it; the port."""
+    """Listen at the address ``host`` of this host so that others can try to connect; return the port."""
     family = socket.AF_INET6 if ":" in question["host"] else socket.AF_INET
     _listeners.append(socket.create_server((question["host"], 0), family=family, backlog=socket.SOMAXCONN))
     return {"port": _listeners[-1].getsockname()[1]}
 
 
 def route(question: dict[str, Any]) -> dict[str, Any]:
-    """Why this host does not reach each of ``targets``, hosts and ports, from its address ``from``; or nothing."""
+    """Return for each of ``targets`` why the address ``from`` cannot connect to the target, or an empty text."""
     problems = [""] * len(question["targets"])
 
     def reach(number: int, target: list[Any]) -> None:
@@ -225,7 +225,7 @@ def route(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def hold(question: dict[str, Any]) -> dict[str, Any]:
-    """Write ``key`` to ``file`` for this user alone, and remove old keys; what was wrong, or nothing."""
+    """Write ``key`` to ``file`` for this user only, and remove old keys; return the problem or an empty text."""
     folder, name = os.path.split(question["file"])
     writing = f"{question['file']}.{os.getpid()}"
     try:
@@ -244,20 +244,20 @@ def hold(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget(question: dict[str, Any]) -> dict[str, Any]:
-    """Remove ``file``, a key that nobody will ask for, if it is there."""
+    """Remove ``file``, the key of a job that will not start, if the file exists."""
     with contextlib.suppress(OSError):
         os.unlink(question["file"])
     return {}
 
 
 def remove_old(file: str) -> None:
-    """Remove a key file of this user that is older than the longest start of a job."""
+    """Remove a key file of this user that is older than a week, which is longer than any start of a job."""
     try:
         status = os.lstat(file)
         if status.st_uid == os.getuid() and time.time() - status.st_mtime > _WEEK_SECONDS:
             os.unlink(file)
     except OSError:
-        return  # somebody else was first
+        return  # another process has removed the file
 
 
 _ANSWERS = {"facts": facts, "slots": slots, "hold": hold, "forget": forget, "listen": listen, "route": route}

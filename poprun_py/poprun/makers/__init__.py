@@ -1,4 +1,4 @@
-"""What is particular to a maker of devices: masks, tools, and what the tools print. Pure.
+"""Everything that is specific to a maker of devices: masks, tools, and the output of the tools. Pure.
 
-No other part of poprun names a maker, its runtime or its variables: everything else speaks of devices.
+No other part of poprun names a maker, a maker's runtime or its variables: other parts speak only of devices.
 """

@@ -1,4 +1,4 @@
-"""What errors of devices say, in the words of each maker's runtime, and what to do about them. Pure."""
+"""Recognition of device errors in a program's output by the messages of the makers' runtimes; advice. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ AT_FAULT: Final = re.compile(
     r"|misaligned address|unspecified launch failure|hardware stack error|invalid program counter"
     r"|operation not supported on global/shared address space|the launch timed out and was terminated)"
 )
-"""An exception that says that a kernel has failed, of which lines above the traceback may tell.
+"""The message of an exception after a kernel has failed; lines above the traceback may tell why the kernel failed.
 
-The texts are those of the errors 700 to 719 of the CUDA runtime (cudaError_t in the CUDA runtime's manual).
+The texts are the messages of the errors 700 to 719 of the CUDA runtime (cudaError_t in the CUDA runtime's manual).
 """
 
 SAID_OF_ALL: Final = re.compile(
     r"Search for `(?:cuda|hip)Error|(?:CUDA|HIP) kernel errors might be asynchronously"
     r"|For debugging consider passing |Device-side assertions? |Compile with `?TORCH_USE_"
 )
-"""Lines that torch adds to each error of a device, and that say nothing of the error at hand."""
+"""Lines that torch adds to every error of a device; these lines say nothing about the particular error."""
 
 _ASSERTION: Final = re.compile(r".*\bassertion .*failed", re.IGNORECASE)
 _NO_ROOM: Final = re.compile(r"shared memory segment /dev/shm/nccl\S+.*No space left on device")
@@ -41,14 +41,14 @@ _LARGER: Final = "enlarge /dev/shm: start the container with --shm-size 8g, or m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFailure:
-    """Why a program failed on its device."""
+    """The reason why a program failed on its device, and advice for the user."""
 
-    said: str  # with what the message says
-    advice: str  # what to do
+    said: str  # the reason, in the words of the runtime's message
+    advice: str  # what the user can do
 
 
 def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
-    """Return what the last lines of a program say of its device; None where they say nothing."""
+    """Return why a program failed on its device, found in its last lines; None if the lines do not say so."""
     text = " ".join(lines)
     if memory := _NO_MEMORY.search(text):
         wanted, device, total, free = memory.groups()
@@ -65,5 +65,5 @@ def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
 
 
 def find_assertion(lines: Sequence[str]) -> str:
-    """Return the last line in which a kernel says which assertion has failed; empty where there is none."""
+    """Return the last line in which a kernel says which assertion failed; an empty text if there is none."""
     return next((line.strip() for line in reversed(lines) if _ASSERTION.match(line)), "")

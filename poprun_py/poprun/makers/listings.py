@@ -1,4 +1,4 @@
-"""What the tools and drivers of makers print of their devices, read into rows. Pure."""
+"""Parsing of what the makers' tools and drivers print about devices; each device becomes a row. Pure."""
 
 import os
 import re
@@ -17,19 +17,19 @@ _SLICE_MEMORY: Final = re.compile(r"\.([0-9]+)gb")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A device, or a slice of one, as its maker's tool lists it."""
+    """A device or a slice of a device, as the maker's tool lists it."""
 
-    name: str  # what masks call it: a number, or the UUID of a slice
-    uuid: str  # what it is called by all users of the machine
-    whole: str = ""  # what masks call the device of which it is a slice; empty for a device
-    address: str = ""  # on the PCI bus
+    name: str  # the name in masks: a number, or the UUID of a slice
+    uuid: str  # the name that is the same for all users of the machine
+    whole: str = ""  # for a slice, the name of its device in masks; empty for a device
+    address: str = ""  # the address on the PCI bus
     model: str = ""
-    memory_bytes: int = 0  # 0 where it is not known
-    pids: tuple[int, ...] = ()  # processes that hold memory on it; 0 for one whose number is hidden
+    memory_bytes: int = 0  # 0 if it is not known
+    pids: tuple[int, ...] = ()  # processes with memory on the device; 0 for a process whose id is hidden
 
 
 def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Read three answers of nvidia-smi: the list of GPUs, their processes, and the tree with slices (MIG)."""
+    """Return the GPUs and slices in three ``answers`` of nvidia-smi: GPUs, processes, and the tree of slices."""
     del files
     inventory, processes, tree = answers
     pids: dict[str, tuple[int, ...]] = defaultdict(tuple)
@@ -57,7 +57,7 @@ def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Liste
 
 
 def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
-    """The kind and UUID of each slice, by the number of its GPU."""
+    """Return the kinds and UUIDs of all slices, by the number of the slice's GPU."""
     found: dict[str, list[tuple[str, str]]] = {}
     index = ""
     for line in tree.splitlines():
@@ -69,13 +69,13 @@ def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def _size_of(kind: str) -> int:
-    """The memory of a slice such as ``3g.20gb``."""
+    """Return the memory in bytes of a slice of the kind ``kind``, such as ``3g.20gb``; 0 if it is unknown."""
     match = _SLICE_MEMORY.search(kind)
     return int(match[1]) * _GIB if match else 0
 
 
 def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Read what the driver shows in /sys, in whose order ROCm numbers the GPUs that the process may open."""
+    """Return the GPUs in the driver's ``files`` of /sys that this process may open, in the order of ROCm."""
     del answers
     nodes = sorted(int(path.split("/")[-2]) for path in files if path.endswith("/gpu_id"))
     folder = next((path.rpartition("/")[0].rpartition("/")[0] for path in files if path.endswith("/gpu_id")), "")
@@ -83,7 +83,7 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
     for node in nodes:
         gpu_id = files[f"{folder}/{node}/gpu_id"].strip()
         properties = _properties(files.get(f"{folder}/{node}/properties", ""))
-        if gpu_id in ("", "0") or not properties:  # a processor, or a GPU that this control group may not open
+        if gpu_id in ("", "0") or not properties:  # a processor, or a GPU that is not for this control group
             continue
         minor, place = properties.get("drm_render_minor", 0), properties.get("location_id", 0)
         address = f"{properties.get('domain', 0):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
@@ -109,13 +109,13 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
 
 
 def _properties(text: str) -> dict[str, int]:
-    """The numbers of a file of the kernel's that has a name and a number in each line."""
+    """Return the numbers by name in a file of the kernel that has a name and a number in each line."""
     pairs = (line.partition(" ") for line in text.splitlines())
     return {name: int(number) for name, _, number in pairs if number.isdecimal()}
 
 
 def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Read two answers of xpu-smi, the list of cards and their processes; each tile of a card is a row."""
+    """Return the cards in the two ``answers`` of xpu-smi, a list of cards and of processes; one row per tile."""
     import csv
 
     inventory, processes = answers
@@ -148,7 +148,7 @@ def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed
 
 
 def _holders(processes: str, card: str) -> Iterator[int]:
-    """The processes on a card, but for the tool itself; columns are id, command, card, and two of memory."""
+    """Yield the processes that use the card ``card``, without xpu-smi itself."""
     for line in processes.splitlines():
         cells = line.split()
         if len(cells) < len(("id", "command", "card", "shared", "memory")) or not cells[0].isdecimal():
@@ -158,13 +158,13 @@ def _holders(processes: str, card: str) -> Iterator[int]:
 
 
 def arrange_tiles(devices: Sequence[Listed], environment: Mapping[str, str]) -> Sequence[Listed]:
-    """Return tiles with the names that Level Zero gives them: numbers, or of card and tile."""
+    """Return ``devices`` with the names of Level Zero: consecutive numbers, or card and tile as in ``0.1``."""
     if environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE":
         return devices
     return [replace(it, name=str(number), whole=it.name) for number, it in enumerate(devices)]
 
 
 def _first_number(text: str) -> int:
-    """The first whole number in ``text``, such as ``143771 MiB``; 0 without one."""
+    """Return the first whole number in ``text``, such as ``143771 MiB``; 0 if there is no number."""
     match = _NUMBER.search(text)
     return int(match[0]) if match else 0

@@ -1,7 +1,7 @@
-"""The makers of devices: the variables that say which devices a program sees, and what tells which there are.
+"""The makers of devices: the variables that select a program's devices, and the tools that list the devices.
 
-CUDA: https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), and its MIG user guide.
-ROCm: https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Level Zero: its core programming guide.
+CUDA: https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), and its MIG user guide. ROCm:
+https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Level Zero: its core programming guide.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Final
 
 from poprun.makers.listings import Listed, arrange_tiles, read_amd, read_intel, read_nvidia
 
-Answers = Sequence[str]  # what the commands of a maker print, in their order; empty for one that failed
-Files = Mapping[str, str]  # the texts of a maker's files, by path
+Answers = Sequence[str]  # outputs of a maker's commands, in the order of the commands; empty if a command failed
+Files = Mapping[str, str]  # contents of a maker's files, by path
 
 
 def _as_listed(devices: Sequence[Listed], environment: Mapping[str, str]) -> Sequence[Listed]:
@@ -21,44 +21,42 @@ def _as_listed(devices: Sequence[Listed], environment: Mapping[str, str]) -> Seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
-    """What poprun knows of the devices of one maker."""
+    """The facts that poprun needs about the devices of one maker."""
 
     name: str
-    device_type: str  # torch's name of the type of its devices
+    device_type: str  # torch's name for the type of device
     mask: str  # the variable with which poprun gives a program its devices
-    aliases: tuple[str, ...] = ()  # variables that its runtime reads where ``mask`` is not set
-    outer_masks: tuple[
-        str, ...
-    ] = ()  # variables that hide devices first; the names in ``mask`` count what they leave
+    aliases: tuple[str, ...] = ()  # variables that the runtime reads if ``mask`` is not set
+    outer_masks: tuple[str, ...] = ()  # variables that hide devices first; ``mask`` numbers the devices left
     order: tuple[str, str] | None = None  # the variable and value that number devices as ``read`` does
     hiding: tuple[str, str]  # the variable and value that hide all devices
     slice_mark: str = (
-        ""  # what the name of a slice has; a process sees one slice. Empty for a maker without slices
+        ""  # part of every slice's name; empty for a maker without slices. A process sees only one slice
     )
-    # files or commands: the devices are looked for where each group has one that is there
+    # groups of files or commands: poprun looks for devices if something of each group exists
     signs: tuple[tuple[str, ...], ...]
     access: str = ""  # the file that a user must be able to read and write
-    commands: tuple[tuple[str, ...], ...] = ()  # what to run; without the first one's answer nothing is known
-    patterns: tuple[str, ...] = ()  # the files to read, as patterns of `glob`
+    commands: tuple[tuple[str, ...], ...] = ()  # list devices; without the first answer no device is known
+    patterns: tuple[str, ...] = ()  # patterns of `glob` for the files to read
     read: Callable[[Answers, Files], tuple[Listed, ...]]
     arrange: Callable[[Sequence[Listed], Mapping[str, str]], Sequence[Listed]] = _as_listed
     watch: tuple[
         str, ...
-    ] = ()  # the command that prints every 5 s how busy and full the devices are, if there is one
-    resource: str  # what Kubernetes calls a device
+    ] = ()  # the command, if there is one, that prints the use of the devices and of their memory every 5 s
+    resource: str  # the name of a device in Kubernetes
 
     @property
     def source(self) -> str:
-        """What tells of the devices: the name of a command, or a folder."""
+        """The name of the command or folder that lists the devices."""
         return self.commands[0][0] if self.commands else self.patterns[0].partition("/*")[0]
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """All variables that hide devices, those that are read first at the end."""
+        """All variables that hide devices; the variables that the runtime reads first come last."""
         return (self.mask, *self.aliases, *self.outer_masks)
 
     def is_slice(self, name: str) -> bool:
-        """Whether the device ``name`` is a slice."""
+        """Whether ``name`` is the name of a slice of a device."""
         return bool(self.slice_mark) and self.slice_mark in name
 
 
@@ -87,12 +85,12 @@ NVIDIA: Final = Maker(
 
 AMD: Final = Maker(
     name="AMD",
-    device_type="cuda",  # torch for ROCm calls them so
+    device_type="cuda",  # torch for ROCm calls AMD's devices cuda
     mask="HIP_VISIBLE_DEVICES",
     aliases=("CUDA_VISIBLE_DEVICES",),
     outer_masks=("ROCR_VISIBLE_DEVICES",),
     hiding=("HIP_VISIBLE_DEVICES", "-1"),
-    # a laptop with an integrated GPU has the driver, and no ROCm
+    # a second group, because a laptop with an integrated GPU has the driver but no ROCm
     signs=(("/dev/kfd",), ("rocm-smi", "amd-smi", "/opt/rocm")),
     access="/dev/kfd",
     patterns=(
@@ -123,22 +121,25 @@ INTEL: Final = Maker(
 )
 
 MAKERS: Final = {maker.name: maker for maker in (NVIDIA, AMD, INTEL)}
-"""By name, in the order in which their devices are looked for."""
+"""All makers by name, in the order in which poprun looks for devices."""
 
 DEFAULT_MAKER: Final = NVIDIA.name
-"""Whose devices they are taken to be where nobody has looked, such as on a node that a scheduler describes."""
+"""The maker that poprun assumes if nobody has looked for devices, such as on a node that a scheduler describes."""
 
 PASSED_PREFIXES: Final = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_"),
     *("HIP_", "HSA_", "ROCM_", "MIOPEN_", "RCCL_", "ZE_", "SYCL_", "ONEAPI_", "CCL_"),
 )
-"""How the variables begin that go to programs on other hosts. The outer masks hold for their own host only."""
+"""Beginnings of the names of variables that poprun passes to programs on other hosts.
+
+The outer masks are not passed, because an outer mask is right only on its own host.
+"""
 
 CACHES: Final = {"CUDA_CACHE_PATH": "cuda", "MIOPEN_USER_DB_PATH": "miopen"}
-"""Variables that say where compiled kernels are kept, and the folder of each in the directory for all of them."""
+"""Variables that say where compiled kernels are kept, each with its folder in the common directory of caches."""
 
 DETERMINISM: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""cuBLAS gives the same bits again with workspaces of a fixed size only."""
+"""A variable and its value: cuBLAS returns bitwise equal results only with workspaces of a fixed size."""
 
 TORCH_BUILDS: Final = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
-"""The attributes of ``torch.version`` that say for which runtime a torch was built, and what people call each."""
+"""Attributes of ``torch.version`` that say for which runtime torch was built, each with the runtime's name."""

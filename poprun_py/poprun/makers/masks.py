@@ -1,4 +1,4 @@
-"""Which devices the user's masks leave, as the runtime of their maker reads them, and what is wrong. Pure."""
+"""Evaluation of device masks as the maker's runtime does it: the devices left, and problems of the masks. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,19 +8,19 @@ from poprun.makers.listings import Listed
 from poprun.makers.maker import MAKERS, Maker
 
 _HIDING: Final = ("", "-1", "NoDevFiles", "none", "void")
-"""What a user or a scheduler writes into a mask to hide all devices."""
+"""Values that a user or a scheduler writes into a mask to hide all devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visible:
-    """The devices that masks leave."""
+    """The devices that remain after the masks, and the problems of the masks."""
 
-    devices: tuple[Listed, ...]  # in the order of the innermost mask, with the names that it gives them
-    problems: tuple[str, ...] = ()  # what is wrong with the masks, a sentence each
+    devices: tuple[Listed, ...]  # in the order of the innermost mask and with the names in that mask
+    problems: tuple[str, ...] = ()  # problems of the masks, one sentence for each problem
 
 
 def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping[str, str]) -> Visible:
-    """Return the devices that the masks of ``environment`` leave of those ``listed``."""
+    """Return the devices of ``listed`` that remain after the masks in ``environment``, and the masks' problems."""
     devices, problems = tuple(maker.arrange(listed, environment)), list[str]()
     outer = {name: environment[name] for name in maker.outer_masks if name in environment}
     for name, text in outer.items():
@@ -33,7 +33,7 @@ def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping
             f"{inner[0]}={environment[inner[0]]} counts, and {inner[1]}={environment[inner[1]]} is not read: "
             "unset one of them"
         )
-    # a scheduler writes the same numbers into the masks of all makers, and an alias would count them twice
+    # schedulers write the same numbers into all masks: an alias would apply the numbers a second time
     if inner and not (inner[0] in maker.aliases and environment[inner[0]] in outer.values()):
         devices, problem = _left_by(inner[0], environment[inner[0]], devices, maker)
         problems += problem
@@ -45,7 +45,7 @@ def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping
 def _left_by(
     variable: str, text: str, devices: Sequence[Listed], maker: Maker
 ) -> tuple[tuple[Listed, ...], list[str]]:
-    """The devices that one mask leaves, and what is wrong with it; what follows an unknown name is not read."""
+    """Return the devices that remain after one mask, and its problems; an unknown name ends the mask."""
     found = list[Listed]()
     for word in map(str.strip, text.split(",")):
         matches = _called(word, devices, maker)
@@ -64,7 +64,7 @@ def _left_by(
 
 
 def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
-    """The devices that ``word`` of a mask means: one, or all slices of one."""
+    """Return the devices that ``word`` of a mask means: one device, or all slices of one device."""
     is_uuid = not word.replace(".", "").isdecimal()
     named = [it for it in devices if word == it.name or (is_uuid and word and it.uuid.startswith(word))]
     if len(named) == 1:
@@ -75,7 +75,7 @@ def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
 
 
 def _masks_of_others(maker: Maker, environment: Mapping[str, str]) -> list[str]:
-    """What to say of a mask that the devices here do not read."""
+    """Return a problem if the variables set another maker's mask, which the devices here do not read; else []."""
     foreign = (name for other in MAKERS.values() for name in other.masks if name not in maker.masks)
     name = next((name for name in foreign if environment.get(name, "")), None)
     if name is None:

@@ -1,7 +1,7 @@
-"""Values as text, and text as values: numbers, host names, fields of files, and what poprun writes itself."""
+"""Conversion of values to text and back: numbers, host names, fields of files; the messages of poprun."""
 
 from types import MappingProxyType
 from typing import Final
 
 IF_USED: Final = MappingProxyType({"if_used": True})
-"""The metadata of a field that a file has only where it differs from its default: see `fields`."""
+"""The metadata of a field that a file contains only if the value differs from the default: see `fields`."""

@@ -1,4 +1,4 @@
-"""Files that poprun writes wholly or not at all, where the path leads that a user typed."""
+"""Writing of files in one step at a path that a user typed: a file is complete or is not there."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ from popdist.ground.trusted_paths import open_below, opened_parent
 
 
 def check_target(path: str) -> None:
-    """Check that an ordinary file can be written at ``path``, by making one beside it for a moment."""
+    """Check that an ordinary file can be written at ``path``, by making a temporary file in the same folder."""
     with opened_parent(path) as (folder, name):
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -22,7 +22,7 @@ def check_target(path: str) -> None:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace the file at ``path``; a reader sees the old one or the new one, even after the machine crashed."""
+    """Replace the file at ``path`` in one step: a reader sees the old file or the new file, even after a crash."""
     with opened_parent(path) as (folder, name):
         temporary = _temporary_name()
         descriptor = open_below(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

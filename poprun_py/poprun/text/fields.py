@@ -1,7 +1,7 @@
-"""Values of dataclasses in files and messages, read and written by the table of fields that a dataclass is.
+"""Reading and writing of dataclasses in files and messages, by the fields of each dataclass.
 
-A mapping stands for a dataclass; its keys are the fields, all of them and no others; `_Reader.read` has
-what stands for each type. What is wrong is a PlanError with the name of the file, where in it, and what was found.
+A dataclass is written as a mapping whose keys are exactly the fields; `_Reader.read` shows the form of each type.
+An error is a PlanError with the name of the file, the place in the file, and the value that was found.
 """
 
 import dataclasses
@@ -19,20 +19,23 @@ from poprun.text.ranges import Hosts, fold_hosts, fold_numbers, parse_hosts, par
 Record = TypeVar("Record")
 
 Rule = Callable[[Any], object]
-"""What a value becomes; a ValueError, whose text goes on after the value's name, if it is not possible."""
+"""A function that checks or converts a value. Raises ValueError, whose text follows the value's name, if it fails.
+"""
 
 _RANGES: Final[Mapping[object, tuple[Rule, Callable[[Any], str]]]] = {
     tuple[int, ...]: (parse_numbers, fold_numbers),
     Hosts: (parse_hosts, fold_hosts),
 }
-"""Types that stand in a text in range notation, such as ``0-3,6``, with what reads and writes it."""
+"""Types that a file contains as a text in range notation, such as ``0-3,6``, with functions that read and write
+it.
+"""
 
 _UNIONS: Final = (Union, UnionType)
 _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 def between(least: float, most: float) -> Rule:
-    """The rule for a number from ``least`` to ``most``."""
+    """Return the rule for a number from ``least`` to ``most``, both included."""
 
     def check(number: float) -> float:
         if not least <= number <= most:
@@ -43,7 +46,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """The rule for a text of ``least`` to ``most`` characters that can all be printed."""
+    """Return the rule for a text of ``least`` to ``most`` characters that can all be printed."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):
@@ -54,7 +57,7 @@ def printable(least: int, most: int) -> Rule:
 
 
 def distinct(values: tuple[object, ...]) -> tuple[object, ...]:
-    """The rule for a list in which nothing comes twice."""
+    """Return ``values``, a list in which nothing comes twice. Raises ValueError if a value comes twice."""
     if len(set(values)) < len(values):
         raise ValueError("must name nothing twice")
     return values
@@ -69,9 +72,10 @@ def read_record(
     version: int | None = None,
     is_part: bool = False,
 ) -> Record:
-    """The dataclass ``kind`` that the ``values`` of the file ``source`` state; messages call them ``noun``.
+    """Return the dataclass ``kind`` with the ``values`` of the file ``source``; messages call the file ``noun``.
 
-    Where it is only a part of what the file has, other keys are passed over, and fields may have defaults.
+    If ``is_part`` is true, other keys are ignored and fields may be missing that have defaults. Raises PlanError
+    if a value is wrong.
     """
     reader = _Reader(source=source, noun=noun, is_part=is_part)
     if version is not None:
@@ -81,7 +85,7 @@ def read_record(
 
 
 def write_record(record: Any, *, version: int | None = None) -> dict[str, object]:
-    """The value of a dataclass as values that JSON and YAML know; inverse of :func:`read_record`."""
+    """Return a dataclass as values that JSON and YAML can contain; :func:`read_record` reads these values."""
     written: dict[str, object] = {} if version is None else {"version": version}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -91,7 +95,7 @@ def write_record(record: Any, *, version: int | None = None) -> dict[str, object
 
 
 def _written(kind: Any, value: Any) -> Any:
-    """A value of the type ``kind`` as it stands in a file."""
+    """Return a value of the type ``kind`` as the value that a file contains."""
     if value is None or kind in _WORDS:
         return value
     if kind in _RANGES:
@@ -124,14 +128,14 @@ _WORDS: Final[Mapping[object, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """What reads one file or message called ``source``."""
+    """The reader of one file or message, whose name is ``source``."""
 
     source: str
     noun: str
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """The value of a dataclass whose mapping, which has ``extra`` keys, stands at ``path``."""
+        """Return the dataclass ``kind`` read from the mapping ``values``, which also has the keys ``extra``."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:
             fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
@@ -146,13 +150,13 @@ class _Reader:
             raise PlanError(f"{self.source}: {path.removesuffix('.') or 'the file'}: {error}") from None
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
-        """``values`` if they are a mapping."""
+        """Return ``values`` if it is a mapping. Raises PlanError if it is not."""
         if not isinstance(values, dict):
             raise self._wrong(path.removesuffix(".") or "the file", "a mapping of names to values", values)
         return values
 
     def check_version(self, values: object, version: int) -> None:
-        """Check that the file is of that version, before anything else of it is read."""
+        """Check that the file has the version ``version``, before anything else in the file is read."""
         mapping = self.mapping(values, "")
         self.check_keys({*mapping, "version"}, mapping, "")
         found = self.read(int, mapping["version"], "version")
@@ -160,7 +164,7 @@ class _Reader:
             raise PlanError(f"{self.source}: version {found}: this poprun reads version {version}")
 
     def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
-        """Check that the mapping at ``path`` has exactly these keys."""
+        """Check that the mapping at ``path`` has exactly the keys ``keys``. Raises PlanError if it does not."""
         if missing := [key for key in keys if key not in mapping]:
             raise PlanError(f"{self.source}: {_listed(missing, path)} missing")
         if unknown := [str(key) for key in mapping if key not in keys]:
@@ -168,7 +172,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
     def read(self, kind: Any, value: object, path: str) -> Any:
-        """The value of type ``kind`` that stands at ``path``."""
+        """Return the value of type ``kind`` that the file has at ``path``. Raises PlanError if it is wrong."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
@@ -190,7 +194,7 @@ class _Reader:
         return self._plain_value(kind, value, path)
 
     def _pairs(self, kinds: Sequence[Any], value: object, path: str) -> Iterator[tuple[Any, Any]]:
-        """The keys and values of a mapping, each of its kind."""
+        """Yield the keys and values of a mapping, converted to the two types ``kinds``."""
         for key, each in self.mapping(value, path).items():
             place = f"{path}.{key!s:.60}"
             if kinds[0] is int and not _SHORT_NUMBER.fullmatch(str(key)):
@@ -199,7 +203,7 @@ class _Reader:
             yield name, self.read(kinds[1], each, place)
 
     def _items(self, kind: Any, value: object, path: str) -> Iterator[Any]:
-        """The values of a list."""
+        """Return an iterator over the items of a list, converted to the type ``kind``."""
         if not isinstance(value, list):
             of = "mappings" if dataclasses.is_dataclass(kind) else "texts"
             raise self._wrong(path, f"a list of {of}", value)
@@ -208,7 +212,7 @@ class _Reader:
         return (self.read(kind, each, f"{path}[{number}]") for number, each in enumerate(value))
 
     def _plain_value(self, kind: Any, value: Any, path: str) -> Any:
-        """A value that holds no others."""
+        """Return a value that contains no other values, converted to the type ``kind``."""
         if kind is Any:
             return value
         if kind is range:
@@ -230,7 +234,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """What ``rule`` makes of the value at ``path``; its error becomes one of the file."""
+        """Return ``rule`` applied to the value at ``path``; an error of ``rule`` becomes an error of the file."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:
@@ -246,18 +250,18 @@ def _has_default(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _pair(kind: Any) -> Sequence[Any]:
-    """The kinds of key and value of a tuple of pairs; nothing for any other tuple."""
+    """Return the types of key and value of a tuple of pairs; an empty sequence for any other tuple."""
     (of, *_) = get_args(kind)
     return () if get_origin(of) is not tuple or Ellipsis in get_args(of) else get_args(of)
 
 
 def _listed(names: Sequence[str], path: str) -> str:
-    """Names of keys, and the verb that follows them."""
+    """Return ``names`` of keys, joined by commas, with the verb that follows, "is" or "are"."""
     return f"{', '.join(f'{path}{name:.60}' for name in names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _shown(value: object) -> str:
-    """A value as the file words it where Python words it differently."""
+    """Return a value in the notation of the file, where Python's notation differs: null, true, false."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
 
 
@@ -270,5 +274,5 @@ def _is_utf8(text: str) -> bool:
 
 
 def _can_be_passed(word: object) -> bool:
-    """Whether a program can be given this word."""
+    """Whether ``word`` can be an argument of a program: a text without NUL that UTF-8 can encode."""
     return isinstance(word, str) and "\0" not in word and _is_utf8(word)

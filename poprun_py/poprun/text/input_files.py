@@ -1,8 +1,8 @@
-"""Files that a user names: read whole within bounds, and what JSON or YAML makes of them.
+"""Reading of files that a user names: as text, as JSON or as YAML, with limits.
 
-A file may come from somebody else, by mistake or on purpose. It has :data:`MAX_BYTES` at most, in YAML, which is
-read slowly, :data:`MAX_YAML`, and goes :data:`MAX_DEPTH` deep; YAML has no aliases, with which a few lines stand
-for more values than there is memory.
+A file may come from another person, by mistake or on purpose. So a file has at most :data:`MAX_BYTES` bytes, and
+lists and mappings have at most :data:`MAX_DEPTH` levels. YAML is parsed slowly, so it has at most :data:`MAX_YAML`
+characters. YAML has no aliases, because a few lines with aliases can stand for more values than memory holds.
 """
 
 import json
@@ -25,13 +25,13 @@ STDIN: Final = "-"
 
 
 def read_text(file: str, asked: str, most_bytes: int = MAX_BYTES) -> str:
-    """The text of ``file``, or of standard input for ``-``; a UsageError begins with ``asked``, the option."""
+    """Return the text of ``file``, or of standard input for ``-``. Raises UsageError, which names ``asked``."""
     data = b""
     try:
         with open(file, "rb") if file != STDIN else nullcontext(sys.stdin.buffer) as stream:
             data = stream.read(most_bytes + 1)
         if len(data) <= most_bytes:
-            return data.decode("utf-8-sig")  # some editors write a mark first
+            return data.decode("utf-8-sig")  # some editors write a byte order mark first
         why: object = _too_long(most_bytes)
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
@@ -46,12 +46,12 @@ def _too_long(most: int) -> str:
 
 
 def _readable(error: ValueError) -> str:
-    """What is wrong with a value; Python's own words for a number with too many digits are a riddle."""
+    """Return the message of ``error``, but clearer words if Python refuses a number with too many digits."""
     return "a number has thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
 def parse_json(text: str) -> object:
-    """The value that ``text`` is in JSON; a ValueError if it is none, has a key twice, or is too deep."""
+    """Return the value of ``text`` in JSON. Raises ValueError if it is no JSON, repeats a key, or is too deep."""
     try:
         values: object = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -67,7 +67,7 @@ def parse_json(text: str) -> object:
 
 
 def _inside(value: object) -> list[object]:
-    """The lists and mappings in a list or a mapping; none in any other value."""
+    """Return the lists and mappings that ``value`` contains directly; [] if it is no list and no mapping."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [inner for inner in values if isinstance(inner, (dict, list))]
 
@@ -81,21 +81,21 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def parse_yaml(text: str) -> object:
-    """The value that ``text`` is in YAML; a ValueError of one line if it is none, is too deep, or has an alias."""
+    """Return the value of ``text`` in YAML. Raises ValueError if it is not YAML, is too deep, or has an alias."""
     with _loading(text) as loader:
         value: object = loader.get_single_data()
     return value
 
 
 def compose_yaml(text: str) -> "yaml.Node | None":
-    """The nodes of ``text`` in YAML, with their lines; None for an empty one. Errors are as in `parse_yaml`."""
+    """Return the root node of ``text`` in YAML; None for an empty text. Raises ValueError as `parse_yaml` does."""
     with _loading(text) as loader:
         node: yaml.Node | None = loader.get_single_node()
     return node
 
 
 class YamlError(ValueError):
-    """What is wrong with a text in YAML, in one line, and in which line of it, from 1."""
+    """Error for a text that is not valid YAML: a message of one line, and the number of the wrong line, from 1."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)
@@ -127,7 +127,7 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A loader that goes :data:`MAX_DEPTH` deep and follows no alias."""
+        """A loader that reads at most :data:`MAX_DEPTH` levels and refuses aliases."""
 
         depth = 0
 

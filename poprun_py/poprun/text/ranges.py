@@ -1,6 +1,7 @@
-"""Numbers such as ``0-3,6`` and hosts such as ``node[00-03,07]-ib`` as text; sizes and durations in words. Pure.
+"""Conversion of numbers, hosts, sizes and durations to text, and of numbers and hosts back from text. Pure.
 
-What is folded for a person or for a plan file and then parsed is the same again, in the same order.
+Numbers look like ``0-3,6`` and hosts like ``node[00-03,07]-ib``. Parsing of a folded text returns the same numbers
+or hosts in the same order.
 """
 
 import math
@@ -19,7 +20,7 @@ _SECONDS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 _RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*")
 
-Hosts = Annotated[tuple[str, ...], "in range notation"]  # names of hosts, which stand in files as one text
+Hosts = Annotated[tuple[str, ...], "in range notation"]  # names of hosts, which a file contains as one text
 
 MAX_HOSTS: Final = 65_536
 MAX_NAME_LENGTH: Final = 253
@@ -37,24 +38,24 @@ _CURE: Final = "write hosts like a,b or host[0-2,4]"
 
 
 def counted(count: int, noun: str) -> str:
-    """``count`` with its noun: ``1 host``, ``1,024 hosts``."""
+    """Return ``count`` with the noun in singular or plural, such as ``1 host`` or ``1,024 hosts``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def unit_of_bytes(num_bytes: float) -> tuple[str, int]:
-    """The largest unit that is not larger than a size, and the bytes of that unit."""
+    """Return the largest unit that is not larger than ``num_bytes``, and the number of bytes of this unit."""
     return next((it for it in _BYTES if num_bytes >= it[1]), _BYTES[-1])
 
 
 def describe_bytes(num_bytes: int) -> str:
-    """A size with three digits and its unit: ``11.8 GiB``."""
+    """Return a size with two or three digits and its unit, such as ``11.8 GiB``."""
     unit, factor = unit_of_bytes(num_bytes)
     size = num_bytes / factor
     return f"{size:.0f} {unit}" if size >= 100 or factor == 1 else f"{size:.1f} {unit}"
 
 
 def describe_seconds(seconds: float) -> str:
-    """A duration with its two largest units: ``3.2 s``, ``1 min 20 s``, ``2 h``."""
+    """Return a duration with its one or two largest units, such as ``3.2 s``, ``1 min 20 s`` or ``2 h``."""
     whole = round(seconds)
     for (unit, size), (smaller, smaller_size) in pairwise(_SECONDS):
         if whole >= size:
@@ -64,24 +65,24 @@ def describe_seconds(seconds: float) -> str:
 
 
 def describe_rate(per_second: float) -> str:
-    """A rate with three digits: ``0.125``, ``35.7``; a larger one as a whole number: ``1,234``."""
+    """Return a rate with three digits, such as ``35.7``; as a whole number from 100 on, such as ``1,234``."""
     return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """Ascending ``numbers`` with their noun: ``replica 3``, ``replicas 0-3``."""
+    """Return the noun with ascending ``numbers`` behind it, such as ``replica 3`` or ``replicas 0-3``."""
     return f"{noun}{'' if len(numbers) == 1 else 's'} {fold_numbers(numbers)}"
 
 
 def fold_numbers(numbers: Iterable[int]) -> str:
-    """Write ascending ``numbers`` as ranges: (0, 1, 2, 3, 6) → ``0-3,6``; no numbers → the empty text."""
+    """Return ascending ``numbers`` as ranges, such as ``0-3,6`` for (0, 1, 2, 3, 6); an empty text for none."""
     if isinstance(numbers, range) and numbers.step == 1:
         return _piece(str(numbers[0]), str(numbers[-1])) if numbers else ""
     return _fold_digits(list(map(str, numbers)))
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Read what :func:`fold_numbers` writes; numbers that do not ascend, or are too many, are a `ValueError`."""
+    """Return the numbers in text such as ``0-3,6``. Raises ValueError if they do not ascend or are too many."""
     if not _RANGES.fullmatch(text):
         raise ValueError(f"{text!r} is no list of numbers and ranges such as 0-3,6")
     ranges = [
@@ -105,7 +106,7 @@ def _piece(first: str, last: str) -> str:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """The hosts that a list such as ``a,node[00-03]-ib`` names, in its order; leading zeros are kept."""
+    """Return the hosts in a list such as ``a,node[00-03]-ib``, in the list's order; leading zeros are kept."""
     items = [_read_item(item, text) for item in _split(text)]
     num_hosts = sum(math.prod(map(_size, parts)) for parts in items)
     if num_hosts > MAX_HOSTS:
@@ -116,7 +117,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Check that each host is a name that a shell and ssh take for one, and that none comes twice."""
+    """Check that each host has a name that a shell and ssh accept, and that no host comes twice."""
     for host in hosts:
         if slots := re.fullmatch(_WITH_SLOTS, host):
             raise PlanError(
@@ -141,7 +142,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Write hosts in range notation, in their order; :func:`parse_hosts` reads it back."""
+    """Return hosts as one text in range notation, in their order; :func:`parse_hosts` reads this text."""
     cuts = map(_cut, hosts)
     return ",".join(
         _fold_run(list(run)) for _, run in groupby(cuts, key=lambda cut: (cut[0], cut[1] != "", cut[2]))
@@ -149,7 +150,7 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 
 
 _Cut = tuple[str, str, str]
-"""A name around its last number: what stands before, the number's digits, what stands behind."""
+"""A name, split at its last number: the text before the number, the digits, and the text after the number."""
 
 
 def _cut(host: str) -> _Cut:
@@ -158,7 +159,7 @@ def _cut(host: str) -> _Cut:
 
 
 def _fold_run(run: list[_Cut]) -> str:
-    """The text of consecutive names that differ in their last number, or have none."""
+    """Return one text for consecutive names that differ only in the last number, or that have no number."""
     if len(run) == 1 or not run[0][1]:
         return ",".join(map("".join, run))
     before, _, behind = run[0]
@@ -166,11 +167,11 @@ def _fold_run(run: list[_Cut]) -> str:
 
 
 def _fold_digits(numbers: Sequence[str]) -> str:
-    """Write numbers as ranges, such as 08, 09, 10 as 08-10; each number keeps its digits."""
+    """Return numbers as ranges, such as 08-10 for 08, 09, 10; each number keeps its number of digits."""
     ranges: list[tuple[str, str]] = []
     for number in numbers:
         first, last = ranges[-1] if ranges else ("", "")
-        if last and number == str(int(last) + 1).zfill(len(first)):  # a range keeps the width of its first number
+        if last and number == str(int(last) + 1).zfill(len(first)):  # all numbers of a range have the same width
             ranges[-1] = (first, number)
         else:
             ranges.append((number, number))
@@ -178,7 +179,9 @@ def _fold_digits(numbers: Sequence[str]) -> str:
 
 
 _Part = str | list[tuple[str, int]]
-"""A literal, or the ranges of a bracket: the first number as text, which tells the width, and the last."""
+"""A literal text, or the ranges in a bracket: the first number as text, because its digits count, and the last
+number.
+"""
 
 
 def _size(part: _Part) -> int:
@@ -195,7 +198,7 @@ def _expand(part: _Part) -> Iterator[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The items between the commas that stand outside of brackets."""
+    """Return the items of ``text``, split at commas outside of brackets."""
     items = [item.strip() for item in re.findall(_ITEM, text)]
     separators = re.sub(_ITEM, "", text)
     if not items or separators != "," * (len(items) - 1) or not all(items):
@@ -229,7 +232,7 @@ def _read_bracket(bracket: str, text: str) -> list[tuple[str, int]]:
 
 
 def read_host_file(path: str) -> tuple[str, ...]:
-    """The hosts in a file, one or more on each line, in their order; a wrong line is named by its number."""
+    """Return the hosts in a file with one or more hosts on each line. Raises an error that names a wrong line."""
     from poprun.text.input_files import read_text
 
     hosts: list[str] = []

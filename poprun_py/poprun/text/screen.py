@@ -1,7 +1,7 @@
-"""What poprun says on the two output streams of its caller, for a person at a terminal or as PopRun logs.
+"""Output of poprun's own messages on standard output and standard error, for a terminal or as PopRun's log.
 
-A line is ``poprun: warning: 4 instances share 2 cores`` on a terminal, and anywhere else
-``09:30:12.345 4711 POPRUN [W] 4 instances share 2 cores``.
+On a terminal a line is ``poprun: warning: 4 instances share 2 cores``; in a file or a pipe it is ``09:30:12.345
+4711 POPRUN [W] 4 instances share 2 cores``.
 """
 
 import codecs
@@ -20,9 +20,9 @@ from poprun.errors import HostsError, OutputError, PoprunError, error_of_system
 if TYPE_CHECKING:
     import click
 
-BROKEN_PIPE: Final = 141  # exit code when nobody reads the output any more: that of SIGPIPE in a shell
+BROKEN_PIPE: Final = 141  # exit code if the reader of the output has closed the pipe; a shell's code for SIGPIPE
 _INTERRUPTED: Final = 130
-_NO_ROOM: Final = "failed to map segment"  # what the linker says of a library for which there is no address space
+_NO_ROOM: Final = "failed to map segment"  # the linker's message if a library finds no address space
 _READABLE: Final = "poprun-readable"
 _ASCII: Final = {
     **dict.fromkeys("─━", "-"),
@@ -32,16 +32,16 @@ _ASCII: Final = {
     "…": "~",
     "→": ">",
 }
-"""One letter for one, so that columns stay columns."""
+"""ASCII replacements for letters, one letter for one letter, so that columns keep their width."""
 
 _CODES: Final = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
-_LONGEST: Final = 1800  # characters of a line, or of an error; a line of a log has a stamp before it
+_LONGEST: Final = 1800  # largest number of characters of a line or an error, without the time stamp of a log
 _BYTES_BELOW: Final = 0xDC00
 _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
 
 
 def write_any_letter() -> None:
-    """Make both streams replace letters that their encoding lacks, so that printing never fails."""
+    """Make standard output and standard error replace letters that the encoding lacks, so that no print fails."""
     codecs.register_error(_READABLE, _in_other_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -49,7 +49,7 @@ def write_any_letter() -> None:
 
 
 def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The replacement for a letter that cannot be encoded, and the position after it (`codecs.register_error`)."""
+    """Return a replacement for the letter that cannot be encoded, and its end (see `codecs.register_error`)."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter, end = error.object[error.start], error.start + 1
@@ -59,7 +59,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """The exit code of the command ``run``; an error has its own, and ``report`` gets its message."""
+    """Call the command ``run`` and return its exit code; for an error, call ``report`` and return its code."""
     try:
         return run()
     except BrokenPipeError:
@@ -70,7 +70,7 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
     except (OSError, MemoryError) as error:
         abandon_stdout()
         found = error_of_system(error)
-    except SystemError:  # Python's own, where an import finds no memory
+    except SystemError:  # Python raises this if an import finds no memory
         found = error_of_system(MemoryError())
     except ImportError as error:
         if _NO_ROOM not in str(error):
@@ -81,7 +81,7 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
 
 
 def run_click(command: "click.Command", name: str) -> int:
-    """Run a program that is a command of click's, with the words of this process; returns its exit code."""
+    """Run ``command``, a command of click, with the arguments of this process; return the command's exit code."""
     import click
 
     def report(message: str) -> None:
@@ -109,7 +109,7 @@ def run_click(command: "click.Command", name: str) -> int:
 
 
 def print_out(text: str) -> None:
-    """Write ``text`` to standard output and flush it; a full disk is an :class:`OutputError`."""
+    """Write ``text`` to standard output and flush. Raises OutputError if this fails, as on a full disk."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -124,24 +124,24 @@ def print_out(text: str) -> None:
 
 def abandon_stdout() -> None:
     """Redirect standard output to /dev/null, so that the interpreter does not fail to flush it at its end."""
-    with suppress(OSError, ValueError, AttributeError):  # there may be no standard output
+    with suppress(OSError, ValueError, AttributeError):  # standard output may be closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def has_color() -> bool:
-    """Whether to colour standard output; NO_COLOR is what https://no-color.org asks programs to heed."""
+    """Whether to colour standard output: it is a terminal, and NO_COLOR (https://no-color.org) is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def width() -> int:
-    """The width of the terminal in columns, or ``COLUMNS`` if that is set; 80 if neither is known."""
+    """Return the width of the terminal in columns: ``COLUMNS`` if it is set; 80 if the width is not known."""
     import shutil
 
     return shutil.get_terminal_size().columns
 
 
 def visible(text: str, *, keeps: str = "") -> str:
-    r"""``text`` with control characters escaped for the screen, as ``\x1b`` is; those in ``keeps`` stay."""
+    r"""Return ``text`` with control characters escaped, such as ``\x1b``; the characters in ``keeps`` stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -151,22 +151,22 @@ def visible(text: str, *, keeps: str = "") -> str:
 
 
 def without_codes(text: str) -> str:
-    """``text`` without what colours a terminal or moves its cursor: no control character but tabs is left."""
+    """Return ``text`` without colour codes, cursor codes and control characters; only tabs stay."""
     return re.sub(_CODES, "", text)
 
 
 def shortened(text: str) -> str:
-    """``text`` without its middle if it is too long: what was asked stands first, and what to do last."""
+    """Return ``text``; if it is too long, leave out the middle, because the beginning and the end matter most."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 4 :]}"
 
 
 def _shown(text: str) -> str:
-    """``text`` with control characters escaped, but line breaks and tabs, and with no line that is too long."""
+    """Return ``text`` with long lines shortened and control characters escaped, except line breaks and tabs."""
     return "\n".join(map(shortened, visible(text, keeps="\n\t").split("\n")))
 
 
 class Level(StrEnum):
-    """PopRun's letters for how much a line matters."""
+    """PopRun's letters for the importance of a log line."""
 
     DEBUG = "D"
     INFO = "I"
@@ -175,11 +175,11 @@ class Level(StrEnum):
 
 
 _WORDS: Final = {"warning: ": Level.WARNING, "error: ": Level.ERROR}
-"""Beginnings of texts that say what they are; the letter takes their place."""
+"""Beginnings of messages that tell the level; in a log the level's letter replaces the beginning."""
 
 
 def own_line(text: str, level: Level = Level.INFO) -> str:
-    """``text`` as a log line of poprun's; one that begins with ``warning:`` or ``error:`` has that level."""
+    """Return ``text`` as a log line; a text that begins with ``warning:`` or ``error:`` has this level."""
     text = _shown(text)
     if sys.stderr.isatty():
         return f"poprun: {text}\n"
@@ -187,7 +187,7 @@ def own_line(text: str, level: Level = Level.INFO) -> str:
 
 
 def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
-    """``text`` in PopRun's log format: local time, process id and level; further lines are not prefixed."""
+    """Return ``text`` in PopRun's log format: time, process id and level are before the first line only."""
     for word, its_level in _WORDS.items():
         if text.startswith(word):
             text, level = text.removeprefix(word), its_level
@@ -196,14 +196,14 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
 
 
 def log(text: str, level: Level = Level.INFO) -> None:
-    """Write a log line of poprun's to standard error; an error of writing is ignored."""
-    with suppress(OSError, AttributeError):  # there may be no standard error
+    """Write a log line of poprun to standard error; an error of writing is ignored."""
+    with suppress(OSError, AttributeError):  # standard error may be closed
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()
 
 
 class TopologyFormat(StrEnum):
-    """The form of a printed plan: for people, as PopRun prints it, for programs, or a picture."""
+    """The format of a printed plan: a table for people, PopRun's text, data for programs, or a picture."""
 
     TABLE = "table"
     TEXT = "text"
@@ -215,7 +215,7 @@ class TopologyFormat(StrEnum):
 
 
 class EmitKind(StrEnum):
-    """The cluster engines for which poprun can write a job."""
+    """The kind of cluster job that poprun can write: for Kubernetes or for Slurm."""
 
     MPIJOB = "mpijob"
     JOBSET = "jobset"
@@ -223,14 +223,14 @@ class EmitKind(StrEnum):
 
 
 class ReportFormat(StrEnum):
-    """The form of the findings of ``--doctor``."""
+    """The format in which ``--doctor`` prints its findings."""
 
     TABLE = "table"
     JSON = "json"
 
 
 class VersionFormat(StrEnum):
-    """The form of ``--version``: poprun's own, or of every dependency, for people or programs."""
+    """The format of ``--version``: only poprun's version, or all dependencies' versions as text or JSON."""
 
     TEXT = "text"
     FULL_TEXT = "full-text"

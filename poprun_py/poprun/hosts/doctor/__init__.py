@@ -1,4 +1,4 @@
-"""What poprun would use on this machine, and what is missing: `poprun --doctor`.
+"""The command `poprun --doctor`: what a job can use on this machine, and what is missing.
 
-`facts` looks at the machine; `diagnosis` says what that means and what to do, as a table or as JSON.
+`facts` examines the machine; `diagnosis` draws conclusions with remedies and prints them as a table or JSON.
 """

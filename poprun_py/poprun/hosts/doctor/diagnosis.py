@@ -1,4 +1,4 @@
-"""What the facts mean: what poprun would use here, what is missing, and what to do about it. Pure."""
+"""The findings of `poprun --doctor`: what a job can use on this machine, what is missing, and remedies. Pure."""
 
 import json
 import re
@@ -19,14 +19,14 @@ from poprun.plan.render.table import terminal_text
 from poprun.text.ranges import describe_bytes, fold_hosts, fold_numbers
 from poprun.text.screen import ReportFormat, visible
 
-FORM_VERSION: Final = 1  # of the form of the JSON that --doctor prints
+FORM_VERSION: Final = 1  # version of the JSON format that --doctor prints
 NEWEST_TORCH: Final = (2, 15)  # the newest torch with which the tests were run (scripts/test-torch)
-MIN_SHARED_BYTES: Final = 2**30  # of /dev/shm; containers often have 64 MiB, and one batch of images takes more
+MIN_SHARED_BYTES: Final = 2**30  # for /dev/shm; containers often have 64 MiB, less than a batch of images
 _SHARED_MEMORY: Final = "/dev/shm"
 
 
 class State(StrEnum):
-    """The state of one thing that was examined."""
+    """The result of examining one part of the machine."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -39,16 +39,16 @@ _STYLES: Final = {State.OK: "green", State.ABSENT: "dim", State.WARNING: "yellow
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result for one thing that was examined."""
+    """The result for one part of the machine that was examined, with the remedy for a problem."""
 
-    subject: str  # what it is
-    state: State  # how it is. ``absent``: only some jobs need it; ``fails``: no job can run
-    found: str  # what poprun found, and would use
-    remedy: str = ""  # what to do; empty where there is nothing to be done
+    subject: str  # the name of the part
+    state: State  # ``absent``: only some jobs need the part; ``fails``: no job can run
+    found: str  # what poprun found and will use
+    remedy: str = ""  # what the user can do; empty if the user need not do anything
 
 
 def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
-    """The findings on everything that a job on this machine, or on several, needs."""
+    """Return the findings about all that a job on this machine or on several hosts needs."""
     return (
         *_libraries(facts),
         *_mpi(facts),
@@ -63,21 +63,21 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
 
 
 def judge_hosts(hosts: Sequence[str], problems: str) -> Finding:
-    """The finding on the hosts that the user named; ``problems`` says why a job cannot run there."""
+    """Return the finding about ``hosts``, which the user named; ``problems`` says why a job cannot run there."""
     if problems:
         return Finding("hosts", State.FAILS, problems)
     return Finding("hosts", State.OK, f"{fold_hosts(hosts)}: a job can run there")
 
 
 def can_run(findings: tuple[Finding, ...]) -> bool:
-    """Whether a job of this machine can run."""
+    """Whether a job can run on this machine, which is so if no finding is a failure."""
     return all(finding.state is not State.FAILS for finding in findings)
 
 
 def render_findings(
     findings: tuple[Finding, ...], report_format: ReportFormat, *, width: int = 80, has_color: bool = False
 ) -> str:
-    """``findings`` as text that ends with a line break; only the table heeds ``width`` and ``has_color``."""
+    """Return ``findings`` as text with a final line break; ``width`` and ``has_color`` affect only the table."""
     if report_format is ReportFormat.JSON:
         rows = [asdict(finding) for finding in findings]
         values = {"version": FORM_VERSION, "can_run": can_run(findings), "findings": rows}
@@ -182,7 +182,7 @@ def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
     state = f"{named('GPU', free)} {'is' if len(free) == 1 else 'are'} free" if free else "none is free"
     source = facts.machine.gpu_source
     found = f"{len(gpus)} ({kinds}){f', found by {source}' if source else ''}; {state}"
-    # of several slices a process sees one
+    # a process sees only one slice, even if the machine has several slices
     expected = 1 if any(maker.is_slice(gpu.name) for gpu in gpus) else len(gpus)
     if seen == expected or not {"torch"} & {*facts.libraries.versions, *facts.libraries.problems}:
         yield Finding("GPUs", State.OK, found)

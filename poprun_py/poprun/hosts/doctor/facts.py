@@ -1,4 +1,4 @@
-"""The facts that `poprun --doctor` judges, and the versions of ``--version``. Changes nothing."""
+"""The facts about the machine for `poprun --doctor`, and the versions for ``--version``. Changes nothing."""
 
 import json
 import os
@@ -25,11 +25,11 @@ from poprun.plan.program_environment import HASH_SEED
 from poprun.plan.topology import MachineFacts
 from poprun.text.screen import VersionFormat
 
-TORCH_TIMEOUT_SECONDS: Final = 120.0  # the first import may have to fetch a gigabyte from a slow disk
+TORCH_TIMEOUT_SECONDS: Final = 120.0  # the first import of torch may read a gigabyte from a slow disk
 _TIMEOUT_SECONDS: Final = 10.0
 
 DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "torch")
-"""What pyproject.toml names for poprun itself, for torch and for MPI."""
+"""The packages that pyproject.toml requires for poprun itself, for torch and for MPI."""
 
 _PROGRAM: Final = """
 import importlib, importlib.util, json, os, sys
@@ -59,19 +59,19 @@ if "torch" in versions:
     found["has_gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 print("\\n" + json.dumps(found))
 """
-"""Prints :class:`Libraries` as JSON, in a Python of its own: poprun never imports torch."""
+"""A program that prints :class:`Libraries` as JSON; another Python runs it because poprun never imports torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """The libraries that a program finds when it imports them."""
+    """The libraries that a program's Python can import, and their problems."""
 
-    # of torch, mpi4py and popdist, each only if it can be imported
+    # versions of torch, mpi4py and popdist; a library that cannot be imported is left out
     versions: Mapping[str, str] = field(default_factory=dict)
-    problems: Mapping[str, str] = field(default_factory=dict)  # why one of them that is installed cannot
-    torch_trouble: str = ""  # why popdist cannot train with torch, and what to do; empty if it can
-    torch_folders: Sequence[str] = ()  # where torch lies, first the one that programs import
-    # the version of each runtime that torch was built for, by its attribute of ``torch.version``; or empty
+    problems: Mapping[str, str] = field(default_factory=dict)  # why an installed library cannot be imported
+    torch_trouble: str = ""  # why popdist cannot train with torch, with a remedy; empty if popdist can
+    torch_folders: Sequence[str] = ()  # all folders with a torch; programs import the first
+    # versions of the runtimes for which torch was built, by attribute of ``torch.version``; empty if not built
     builds: Mapping[str, str] = field(default_factory=dict)
     num_devices: int = 0  # devices that torch sees
     has_gloo: bool = False  # whether torch has gloo
@@ -80,26 +80,26 @@ class Libraries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationFacts:
-    """The facts of the machine and of what is installed on it."""
+    """The facts about the machine and about the software that is installed on it."""
 
     python: str  # version of the Python that runs poprun
-    interpreter: str  # its path
-    libraries: Libraries  # what that Python can import
+    interpreter: str  # the path of this Python
+    libraries: Libraries  # the libraries that this Python can import
     machine: MachineFacts  # the machine as the planner sees it
-    cpu_quota: float | None  # how many cores' worth of time the control groups grant, or None
-    memory: MemoryLimits  # limits on memory, and the room in /dev/shm
+    cpu_quota: float | None  # number of cores whose time the control groups allow; None for no limit
+    memory: MemoryLimits  # limits on memory, and the free memory in /dev/shm
     can_share_memory: bool  # whether /dev/shm can be written
-    ssh: str  # what the ssh client says of itself; empty when there is none
-    slurm: str  # what srun says of itself; empty when there is none
-    slurm_job: str  # number of the Slurm job that this process is in, or empty
-    hash_seed: str = ""  # what the user gives Python for the order of sets; empty where nothing
-    # why processes cannot reach each other at the loopback address; empty when they can
+    ssh: str  # the version that the ssh client prints; empty if there is no client
+    slurm: str  # the version that srun prints; empty if there is no srun
+    slurm_job: str  # number of the Slurm job of this process; empty outside of a Slurm job
+    hash_seed: str = ""  # the user's PYTHONHASHSEED, which decides the order of sets; empty if it is not set
+    # why processes cannot reach each other at the loopback address; empty if there is no problem
     loopback_problem: str = ""
-    tmpdir_problem: str = ""  # why libraries cannot open sockets below TMPDIR; empty when they can
+    tmpdir_problem: str = ""  # why libraries cannot open sockets below TMPDIR; empty if there is no problem
 
 
 def examine(environment: Mapping[str, str]) -> InstallationFacts:
-    """The facts of this machine; finding them takes as long as importing torch does."""
+    """Return the facts about this machine; the call takes as long as importing torch takes."""
     program = _PROGRAM.replace("BUILDS", repr((*TORCH_BUILDS,)))
     return InstallationFacts(
         python=platform.python_version(),
@@ -119,7 +119,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
 
 
 def read_libraries(answer: str | None) -> Libraries:
-    """The libraries of which the last line of ``answer`` tells; None is a Python that failed or took too long."""
+    """Return the libraries that the last line of ``answer`` lists; None means that Python failed or was slow."""
     try:
         return Libraries(**json.loads((answer or "").strip().rpartition("\n")[2]))
     except ValueError:
@@ -134,7 +134,7 @@ def _version_of(program: str, option: str) -> str:
 
 
 def version_text(version_format: VersionFormat, environment: Mapping[str, str]) -> str:
-    """The versions, each on a line; the full formats name every dependency, and those that are missing."""
+    """Return the versions, one on each line; the full formats contain every dependency, also missing packages."""
     if version_format is VersionFormat.TEXT:
         return f"poprun {VERSION}\n"
     versions = _versions(environment)

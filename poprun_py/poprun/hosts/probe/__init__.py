@@ -1,4 +1,4 @@
-"""What is found on this machine: its names, cores, GPUs, MPI runtimes and limits, and the user's program.
+"""The facts of this machine: names, cores, GPUs, MPI runtimes and limits; and the user's program.
 
-Everything here looks at the machine and decides nothing; the planner takes what is found as an argument.
+The modules only find facts and decide nothing; the planner gets the facts as an argument.
 """

@@ -1,4 +1,4 @@
-"""The devices of this machine: asks the tools and drivers of their makers, each only where its driver is."""
+"""The devices of this machine, asked from the tools and drivers of each maker whose driver is installed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,26 +16,26 @@ from poprun.plan.topology import Gpu, Occupant
 PCI: Final = "/sys/bus/pci/devices"
 
 _TOOL_SECONDS: Final = 10.0
-_MOST_LETTERS: Final = 200  # of what a tool says
+_MOST_LETTERS: Final = 200  # of a tool's message that poprun shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevices:
-    """The devices that a job may use, all of one maker."""
+    """The devices that a job may use, all of one maker, and the problems of devices that it cannot use."""
 
     gpus: tuple[Gpu, ...] = ()  # in slot order
     maker: str = DEFAULT_MAKER
-    source: str = ""  # what has told of them, such as the name of a tool; empty where there are none
-    problems: tuple[str, ...] = ()  # why devices cannot be used, a sentence each that says what to do
+    source: str = ""  # what listed the devices, such as the name of a tool; empty if there are no devices
+    problems: tuple[str, ...] = ()  # why devices cannot be used and what to do, one sentence for each problem
 
 
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the devices that the masks of ``environment`` leave, in slot order."""
+    """Return the devices that remain after the masks in ``environment``, in slot order."""
     return find_devices(environment).gpus
 
 
 def find_devices(environment: Mapping[str, str], root: str = "/") -> FoundDevices:
-    """Ask the drivers below ``root``; of several makers with usable devices the first one's are returned."""
+    """Return the devices that drivers below ``root`` list; if several makers have devices, the first maker's."""
     found = [_devices_of(it, environment, root) for it in MAKERS.values() if _is_here(it, environment, root)]
     usable = [it for it in found if it.gpus]
     if not usable:
@@ -53,7 +53,7 @@ def find_devices(environment: Mapping[str, str], root: str = "/") -> FoundDevice
 
 
 def _is_here(maker: Maker, environment: Mapping[str, str], root: str) -> bool:
-    """Whether the driver of a maker, or its tool, is here."""
+    """Whether the driver or the tool of ``maker`` is installed on this machine."""
     folders = environment.get("PATH", os.defpath).split(os.pathsep)
 
     def is_there(sign: str) -> bool:
@@ -65,7 +65,7 @@ def _is_here(maker: Maker, environment: Mapping[str, str], root: str) -> bool:
 
 
 def _devices_of(maker: Maker, environment: Mapping[str, str], root: str) -> FoundDevices:
-    masks = {name for it in MAKERS.values() for name in it.masks}  # which some tools heed
+    masks = {name for it in MAKERS.values() for name in it.masks}  # masks would also hide devices from some tools
     unmasked = {name: text for name, text in os.environ.items() if name not in masks}
     answers = answers_of(maker.commands, _TOOL_SECONDS, unmasked)
     texts = [it.text if it.code == 0 else "" for it in answers]
@@ -79,7 +79,7 @@ def _devices_of(maker: Maker, environment: Mapping[str, str], root: str) -> Foun
 
 
 def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer], root: str) -> str:
-    """Why the devices of a maker cannot be used, or an empty text."""
+    """Return why the devices of ``maker`` cannot be used; an empty text if they can be used."""
     if maker.access and not os.access(_below(root, maker.access), os.R_OK | os.W_OK):
         return (
             f"{maker.access}, through which programs reach the {maker.name} GPUs, cannot be opened: join the "
@@ -99,7 +99,7 @@ def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer
 
 
 def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
-    """Return the rows of a tool as devices, with who holds memory there but for the callers of poprun."""
+    """Return ``devices`` as GPUs with the processes that use their memory, except the callers of poprun."""
     from poprun.launch.process.process_tree import ancestors, user_of
 
     callers = {*ancestors(os.getpid())} if any(it.pids for it in devices) else set()
@@ -117,7 +117,7 @@ def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
 
 
 def _node_of(address: str, pci: str) -> int | None:
-    """The NUMA node of a device, or None where the kernel does not know; a driver may write longer addresses."""
+    """Return the NUMA node of the device with the PCI address ``address``; None if the kernel does not know it."""
     domain, _, rest = address.lower().partition(":")
     with suppress(OSError, ValueError):
         node = int(read_text(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
@@ -126,7 +126,7 @@ def _node_of(address: str, pci: str) -> int | None:
 
 
 def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
-    """The texts of the files below ``root`` that may be read, by their paths from there."""
+    """Return the contents of the readable files below ``root``, by their paths relative to ``root``."""
     from glob import glob
 
     found = {}

@@ -1,8 +1,8 @@
-"""Where poprun runs: the machine with its cores, and the allocation of Slurm.
+"""The facts of this machine, such as its cores, and of the allocation of Slurm in which poprun runs.
 
 Cores: the kernel's Documentation/admin-guide/cputopology.rst; the affinity of a process and ``Mems_allowed_list``
-never leave the cpuset of its control group. Slurm: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"; inside a step
-srun(1) tells more.
+are always inside the cpuset of its control group. Slurm: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"; for variables
+inside a step see srun(1).
 """
 
 import os
@@ -45,7 +45,7 @@ _STEP_TASK: Final = "SLURM_PROCID"
 
 
 def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
-    """The facts of this machine, found quickly and without the network; with MPI runtimes only if ``with_mpi``."""
+    """Return the facts of this machine, found without the network; MPI runtimes only if ``with_mpi`` is true."""
     hostname = socket.gethostname()
     path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
     mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
@@ -67,12 +67,12 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
 
 
 def own_names(hostname: str) -> frozenset[str]:
-    """The names that mean this machine whatever the resolver says."""
+    """Return the names that always mean this machine, whatever the resolver says."""
     return frozenset((*_LOOPBACK, hostname, hostname.partition(".")[0]))
 
 
 def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
-    """The names that mean this machine; a single one of ``hosts`` is among them if it resolves to here."""
+    """Return the names of this machine; if ``hosts`` is one name that resolves to this machine, also that name."""
     names = own_names(socket.gethostname())
     if len(hosts) == 1 and hosts[0] not in names and _is_here(hosts[0]):
         return names | {hosts[0]}
@@ -80,7 +80,7 @@ def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether ``host`` resolves to an address of this machine: only those can be bound."""
+    """Whether ``host`` resolves to an address of this machine, which is an address that a socket can bind."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -98,7 +98,7 @@ def _can_bind(family: int, address: tuple[str, int] | tuple[str, int, int, int] 
 
 
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation that ``environment`` describes; None outside Slurm."""
+    """Return the Slurm allocation that ``environment`` describes; None outside of Slurm."""
     if not environment.get(_JOB) or not environment.get(_NODES):
         return None
     gpu_counts = (_last_number(environment.get(name, "")) for name in _GPUS_PER_NODE)
@@ -120,7 +120,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def starter_of_many(environment: Mapping[str, str]) -> str:
-    """The launcher that has started poprun several times; empty for none, and in a program of a job of poprun."""
+    """Return the launcher that started poprun several times; empty if none did, and inside a job of poprun."""
     if NUM_REPLICAS in environment:
         return ""
     names = {"mpiexec": (HYDRA_SIZE, OMPI_SIZE), "torchrun": (WORLD_SIZE,) if RUN_ID in environment else ()}
@@ -128,13 +128,13 @@ def starter_of_many(environment: Mapping[str, str]) -> str:
 
 
 def _last_number(text: str) -> int:
-    """The count in ``4``, ``a100:4`` or ``gpu:a100:4``; 0 without one."""
+    """Return the count in a text such as ``4``, ``a100:4`` or ``gpu:a100:4``; 0 if there is no count."""
     match = re.search(r"([0-9]{1,6})$", text)
     return int(match[1]) if match else 0
 
 
 def _task(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Index and count of the tasks of the step that poprun is a task of; None unless there are several."""
+    """Return poprun's task index in a Slurm step and the number of tasks; None unless there are several tasks."""
     rank, size = environment.get(_STEP_TASK, ""), environment.get(_STEP_TASKS, "")
     return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
 
@@ -148,14 +148,14 @@ _INSTRUCTIONS: Final = "Instruction"
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The numbers of the cores that this process may use, ascending; no more than the control group grants."""
+    """Return the ascending numbers of the cores this process may use, at most as many as the CPU quota allows."""
     cores = sorted(os.sched_getaffinity(0))
-    quota = cpu_quota()  # threads past it would only wait for each other
+    quota = cpu_quota()  # more threads than the quota allows would only wait for each other
     return tuple(cores if quota is None else cores[: max(1, int(quota))])
 
 
 def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
-    """The map of the cores ``allowed`` that are online; where the machine is silent they share one cache."""
+    """Return the caches and nodes of the online cores in ``allowed``; unknown cores share one cache."""
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
     return tuple(
@@ -165,7 +165,7 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
 
 
 def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, ...]:
-    """The NUMA nodes whose memory this process may use, ascending; none where the kernel does not say."""
+    """Return the ascending NUMA nodes whose memory this process may use; () if the kernel does not say."""
     having = _numbers(os.path.join(system, "node", "has_memory"))
     with suppress(OSError, ValueError):
         lines = read_text(status).splitlines()
@@ -187,7 +187,7 @@ def _cpu(folder: str, number: int, node_of: Mapping[int, int]) -> Cpu:
 
 
 def _caches(folder: str) -> Iterator[tuple[int, int]]:
-    """The level of each cache of a core that holds data, and the first core that shares it."""
+    """Yield the level of each data cache of a core, and the first core that shares the cache."""
     with suppress(OSError):
         for name in os.listdir(folder):
             cache = os.path.join(folder, name)
@@ -205,14 +205,14 @@ def _node_of_cores(folder: str) -> dict[int, int]:
 
 
 def _numbers(path: str) -> tuple[int, ...]:
-    """The numbers of a file that lists them; none when it is not there or holds something else."""
+    """Return the numbers in the file ``path``; () if the file is missing or contains something else."""
     with suppress(OSError, ValueError):
         return parse_numbers(read_text(path).strip())
     return ()
 
 
 def _number(path: str) -> int:
-    """The number that a file holds; -1 when it is not there or holds something else."""
+    """Return the number in the file ``path``; -1 if the file is missing or contains something else."""
     with suppress(OSError, ValueError):
         return int(read_text(path))
     return -1

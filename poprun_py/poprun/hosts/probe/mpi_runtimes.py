@@ -1,4 +1,4 @@
-"""The MPI runtimes of this machine, told apart by what their launchers print about their version."""
+"""The MPI runtimes of this machine, recognized by what their launchers print about their version."""
 
 import os
 import re
@@ -19,7 +19,7 @@ _VERSIONS: Final = (
 
 
 def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
-    """The first MPI runtime in the folders of ``path``, then ``own_folder``, and unknown launchers before it."""
+    """Return the first known MPI runtime in ``path`` and ``own_folder``, and unknown launchers found before it."""
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):
         runtime = read_version(launcher, answer_of((launcher, "--version"), _VERSION_SECONDS) or "")
@@ -30,7 +30,7 @@ def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, 
 
 
 def read_version(launcher: str, output: str) -> MpiRuntime | None:
-    """The runtime that prints ``output`` about itself, or None when it is of no known family."""
+    """Return the MPI runtime whose launcher prints ``output`` as its version; None for an unknown MPI."""
     for kind, pattern in _VERSIONS:
         match = pattern.search(output)
         if match:
@@ -39,7 +39,7 @@ def read_version(launcher: str, output: str) -> MpiRuntime | None:
 
 
 def _candidates(folders: Sequence[str]) -> Iterator[str]:
-    """Every launcher in ``folders``, each file once under whichever of its names comes first."""
+    """Yield every launcher in ``folders``; a file with several names comes only once, with its first name."""
     seen = set()
     for folder in filter(None, folders):
         for name in _LAUNCHERS:
@@ -51,7 +51,7 @@ def _candidates(folders: Sequence[str]) -> Iterator[str]:
 
 
 def _forker_beside(runtime: MpiRuntime) -> str | None:
-    """MPICH's launcher for one machine, which lies beside the one for many, or None."""
+    """Return MPICH's launcher for a single machine, in the folder of ``runtime``; None if there is none."""
     forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
     return forker if runtime.kind is MpiKind.MPICH and _is_program(forker) else None
 

@@ -1,7 +1,7 @@
-"""The user's program: its words made ready to execute, what its Python file says, and which Python ran it.
+"""The user's program: its command line as it can be executed, what its Python file says, and its Python.
 
-A word with a slash is a path. Any other is looked for on PATH, as a shell does, and then in the working directory,
-so that `poprun train.py` works; a Python file that cannot be executed by itself runs under poprun's own Python.
+A program with a slash is a path. Any other program is looked up on PATH, as a shell does, and then in the working
+directory, so that `poprun train.py` works. A Python file that cannot be executed runs under poprun's own Python.
 """
 
 import os
@@ -21,11 +21,11 @@ _INTERPRETER: Final = re.compile(r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)")
 _LONG_WITH_VALUE: Final = ("--rcfile", "--init-file", "--check-hash-based-pycs")
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
 
-_HEAD_BYTES: Final = 256  # as much of a script as Linux reads for its ``#!`` line (execve(2))
+_HEAD_BYTES: Final = 256  # number of bytes in which Linux looks for the ``#!`` line of a script (execve(2))
 
 
 def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -> tuple[str, ...]:
-    """The argv that runs ``words``, in ``working_directory``; its first word is an absolute path."""
+    """Return the argv that runs ``words``, with an absolute path. Raises an error if it cannot be executed."""
     if not words:
         return ()
     program, *arguments = words
@@ -49,12 +49,12 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
 
 
 def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The argv that runs ``words`` on a machine that poprun cannot see: a Python file runs under its Python."""
+    """Return the argv for another machine, which poprun cannot see; a Python file gets ``python`` before it."""
     return ("python", *words) if words and words[0].endswith(".py") else words
 
 
 def script_of(program: Sequence[str]) -> str:
-    """The script that Python or a shell is given in ``program``'s words: ``-`` for its input, empty for none."""
+    """Return the script that Python or a shell runs in ``program``; ``-`` for its input, empty for no script."""
     if not program or not (known := _INTERPRETER.fullmatch(os.path.basename(program[0]))):
         return ""
     words = iter(program[1:])
@@ -69,13 +69,13 @@ def script_of(program: Sequence[str]) -> str:
         letters, *values = re.split(with_value, word, maxsplit=1)
         if not word.startswith("--") and set(no_script).intersection(letters):
             return ""
-        if values == [""] or word in _LONG_WITH_VALUE:  # else the value is joined to its letter
+        if values == [""] or word in _LONG_WITH_VALUE:  # otherwise the value is in the same word as its letter
             next(words, None)
     return "-"
 
 
 def _places(program: str, working_directory: str, path: str) -> list[str]:
-    """Where a program may be, in the order in which they are looked at."""
+    """Return the paths at which a program may be, in the order of the search."""
     here = os.path.join(working_directory, program.removeprefix("./"))
     folders = [] if "/" in program else filter(None, path.split(os.pathsep))
     return [*(os.path.join(working_directory, folder, program) for folder in folders), here]
@@ -88,20 +88,20 @@ def _find(program: str, working_directory: str, path: str) -> str | None:
 
 
 def _closed_folder(file: str) -> str:
-    """The folder above ``file`` that this user may not enter; empty if there is none."""
+    """Return the folder above ``file`` that this user may not enter; an empty text if there is none."""
     try:
         os.stat(file)
     except PermissionError:
         names = os.path.realpath(file).split("/")
         folders = ("/".join(names[:number]) or "/" for number in range(1, len(names)))
         return next((folder for folder in folders if not os.access(folder, os.X_OK)), "")
-    except OSError:  # there is no such file
+    except OSError:  # the file does not exist
         pass
     return ""
 
 
 def _runs_by_itself(file: str) -> bool:
-    """Whether the system can execute a script: it has the permission and, as far as one can see, a ``#!`` line."""
+    """Whether the system can execute a script: the script has the permission and, if readable, a ``#!`` line."""
     if not os.access(file, os.X_OK):
         return False
     try:
@@ -112,11 +112,11 @@ def _runs_by_itself(file: str) -> bool:
 
 
 def _check_interpreter(program: str, file: str, working_directory: str) -> None:
-    """Check that the interpreter in a script's ``#!`` line exists; execve(2) would name the script instead."""
+    """Check that the interpreter in a script's ``#!`` line exists, because execve(2) would blame the script."""
     try:
         with open(file, "rb") as script:
             head = script.read(_HEAD_BYTES)
-    except OSError:  # a program may be executed without being readable
+    except OSError:  # a program can be executable but not readable
         return
     line, ending, _ = head.removeprefix(b"#!").partition(b"\n")
     words = line.strip(b" \t").replace(b"\t", b" ").split(b" ")
@@ -147,7 +147,7 @@ def _unreachable(what: str, folder: str) -> ProgramNotExecutableError:
 
 
 def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> PoprunError:
-    """The error for a program that is not there, or not for this user, with what to write in its place."""
+    """Return the error for a program that does not exist or is closed to this user, with a better command line."""
     from difflib import get_close_matches
 
     program = words[0]
@@ -189,7 +189,7 @@ _NODES: Final = "LT_NUM_NODES"
 _ACCELERATOR: Final = "LT_ACCELERATOR"
 _MOST_LETTERS: Final = 1_000_000
 _POSITIONS: Final = {"accelerator": 0, "devices": 2, "num_nodes": 3}
-"""Where Fabric's own arguments stand when they are not named."""
+"""The positions of Fabric's arguments if they are given without names."""
 
 _ASK_SECONDS: Final = 10.0
 _MISSING: Final = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
@@ -205,17 +205,17 @@ def fabric_variables(
     *,
     on_cpu: bool,
 ) -> dict[str, str]:
-    """What `fabric run` would set for a script; ``counts`` are the instances of each host, and the hosts."""
-    # Fabric() leaves it to its launcher how many devices there are; without these variables each instance would
-    # train alone. They are errors for a script that says something else.
+    """Return the variables that `fabric run` would set; ``counts`` are the instances per host and the hosts."""
+    # Fabric() takes the number of devices from its launcher: without these variables each instance would
+    # train alone. A script with other numbers would fail with these variables.
     file = next((word for word in program if word.endswith(".py")), "")
     calls = _calls(_source(file, working_directory))
     given = _arguments_of_fabric(calls)
-    # whoever sets one of these variables sets them all
+    # a user who sets one of these variables must set all of them
     if given is None or given & {"devices", "num_nodes"} or counts == (1, 1) or {_USED, _DEVICES} & user.keys():
         return {}
     variables = {_DEVICES: str(counts[0]), _NODES: str(counts[1])}
-    if not any(_name(call.func) == "launch" for call in calls):  # `fabric run` launches in place of the script
+    if not any(_name(call.func) == "launch" for call in calls):  # the script relies on `fabric run` to launch
         variables[_USED] = "1"
     if on_cpu and "accelerator" not in given:
         variables[_ACCELERATOR] = "cpu"
@@ -223,7 +223,7 @@ def fabric_variables(
 
 
 def _source(file: str, working_directory: str) -> str:
-    """The text of a Python file; empty where there is none, or none that can be read."""
+    """Return the text of a Python file; an empty text if the file does not exist or cannot be read."""
     try:
         with open(os.path.join(working_directory, file), encoding="utf-8", errors="replace") as stream:
             return stream.read(_MOST_LETTERS)
@@ -232,7 +232,7 @@ def _source(file: str, working_directory: str) -> str:
 
 
 def _calls(source: str) -> "list[ast.Call]":
-    """Every call in a file that calls Fabric; none in others."""
+    """Return every call in a Python file that calls Fabric; [] if the file does not call Fabric."""
     if "Fabric(" not in source:
         return []
     import ast
@@ -244,7 +244,7 @@ def _calls(source: str) -> "list[ast.Call]":
 
 
 def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
-    """Which of the arguments that count are given to `Fabric(…)`; None where it is not called, or not plainly."""
+    """Return which arguments in ``_POSITIONS`` are given to `Fabric(…)`; None if no call, or if ``**`` is used."""
     made = [call for call in calls if _name(call.func) == "Fabric"]
     if not made or any(word.arg is None for call in made for word in call.keywords):  # **options: anything
         return None
@@ -254,16 +254,16 @@ def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
 
 
 def _name(function: "ast.expr") -> str:
-    """The last part of a function's name; empty for what is no name."""
+    """Return the last part of a function's name; an empty text if the function is not called by a name."""
     return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
 def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
-    """What to write for a program that ``said`` that its Python lacks a module, which poprun's own Python has."""
+    """Return advice if ``said`` shows that the program lacks a module that poprun's Python has; otherwise ""."""
     own_folder = os.path.dirname(sys.executable)
     if not program or os.path.dirname(program[0]) == own_folder:
         return ""
-    # a program that wrote past poprun has said nothing: its file is looked at
+    # poprun has no output if the program wrote to a file or terminal: then its Python file is searched
     missing = _missing_module(said) if said else _missing_import(program, working_directory)
     if not missing or not _can_find(missing):
         return ""
@@ -281,7 +281,7 @@ def _missing_module(said: Sequence[str]) -> str:
 
 
 def _missing_import(program: Sequence[str], working_directory: str) -> str:
-    """The first of torch and popdist that a Python file imports and its Python cannot find; empty for none."""
+    """Return which of torch and popdist a Python file imports and its Python cannot find; empty text if none."""
     if not _PYTHON.fullmatch(os.path.basename(program[0])):
         return ""
     wanted = sorted(set(_IMPORT.findall(_source(script_of(program), working_directory))))
@@ -291,7 +291,7 @@ def _missing_import(program: Sequence[str], working_directory: str) -> str:
 
 
 def _can_find(module: str) -> bool:
-    """Whether this Python has a module, without importing it."""
+    """Whether this Python can import ``module``, found without importing the module."""
     from importlib.util import find_spec
 
     try:

@@ -1,4 +1,4 @@
-"""What a job runs: the versions of what its program uses, and the revision of its folder, as far as they show."""
+"""The versions of the packages that a job's program uses, and the revision of its folder, as far as known."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ _GIT_SECONDS: Final = 2.0
 
 
 def provenance(program: Sequence[str], working_directory: str) -> dict[str, str]:
-    """Names and values: ``python`` and packages where the program runs in poprun's environment, ``revision``."""
+    """Return the versions of a job's Python and packages, if it runs in poprun's environment, and ``revision``."""
     found = {}
     if program and os.path.dirname(program[0]) == os.path.dirname(sys.executable):
         found = {"python": platform.python_version(), **{it: _version_of(it) for it in _PACKAGES}}
