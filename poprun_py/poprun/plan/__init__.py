@@ -1,1 +1,1 @@
-"""From a request and facts to a plan: the pure half of poprun."""
+"""The planner: it makes a plan from a request and the facts of a machine. Pure."""

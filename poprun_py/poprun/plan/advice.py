@@ -1,7 +1,7 @@
-"""What a user should know about a plan: what may not be meant, does not fit the machine, or has no effect.
+"""Advice about a plan: choices that the user may not intend, that do not fit the machine, or have no effect.
 
-Pure: a plan and the facts about a machine in, lines of text out. A plan that was made here gets advice; one that
-was read from a file is checked against this machine; options for an IPU system that change nothing are named.
+Pure: the functions get a plan and the facts of a machine, and return lines of text. A plan that was made here gets
+advice; a plan from a file is checked against this machine; unused options for an IPU system are listed.
 """
 
 import math
@@ -28,7 +28,7 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """Advice on a plan that was made here, the weightiest first; ``left_out`` are words that MPI is not told."""
+    """Return advice on a plan made here, most important first; ``left_out`` are words that MPI does not get."""
     lines = list(_on_machine(plan, facts))
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
@@ -39,7 +39,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Check that this machine has what a plan of ``source`` names; the lines returned say what makes it slow."""
+    """Return why the plan in ``source`` is slow here. Raises PlanError if this machine lacks its GPUs or cores."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -61,7 +61,7 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
 
 
 def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
-    """The options for virtual IPUs that have no effect on ``plan``, each with the reason."""
+    """Return the options for virtual IPUs that have no effect on ``plan``, each with the reason."""
     vipu = plan.vipu
     if vipu.is_offline:
         return dict.fromkeys(_OF_VIRTUAL_IPUS, "--offline-mode takes no virtual IPUs")
@@ -83,7 +83,7 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _is_one_allocation(pod: str | None) -> bool:
-    """Whether the pod, or this machine, is a single allocation; only a pod's YAML file names several."""
+    """Whether the pod (None: this machine) has only one allocation; only a pod's YAML file can name several."""
     if pod is None:
         return True
     from poprun.plan.pods import named_pod
@@ -92,7 +92,7 @@ def _is_one_allocation(pod: str | None) -> bool:
 
 
 def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
-    """Advice on words for an MPI launcher that this job's launcher cannot be told."""
+    """Return advice on words for an MPI launcher that the launcher of this job cannot use."""
     words = shlex.join(left_out)
     if mpi is None:
         return f"{words}: left out, there is no MPI launcher that could be told; -x and --tag-output work without"
@@ -102,7 +102,7 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 
 
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Advice on GPUs and cores that are too few, shared, or idle."""
+    """Yield advice on GPUs and cores that are too few, are shared, or are idle."""
     threads = plan.threads_per_replica or facts.num_user_threads
     if not plan.vipu.is_offline:
         yield from facts.gpu_problems
@@ -123,7 +123,7 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
-    """Check that a job does not compute on the CPU for a night because there are fewer GPUs than it needs."""
+    """Check that the machine has enough GPUs. Raises PlanError if the job would silently compute on the CPU."""
     is_counted = plan.asks_server or plan.vipu.pod is not None or plan.vipu.ipus_per_host is not None
     if facts.gpus and not (plan.devices or plan.vipu.is_offline or is_counted):
         raise PlanError(f"{_too_few_gpus(plan, facts)}; --offline-mode computes on the CPU")
@@ -152,7 +152,7 @@ def _shared_gpus(plan: LaunchPlan) -> str:
 
 
 def _unlike_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Advice if the GPUs of the job are of several kinds, whose kernels round differently."""
+    """Yield advice if the job's GPUs are of several kinds, because their kernels round differently."""
     kinds = sorted({gpu.model for gpu in facts.gpus if gpu.name in plan.devices and gpu.model})
     if len(kinds) > 1:
         yield (
@@ -172,7 +172,7 @@ def _too_many_threads(plan: LaunchPlan, threads: int) -> str:
 
 
 def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Advice on the first binding with fewer cores than its instances have threads."""
+    """Yield advice on the first binding that has fewer cores than its instances have threads."""
     for binding in plan.bindings:
         count, num_cores = len(binding.instances), len(binding.cores)
         if count * threads > num_cores:
@@ -186,7 +186,7 @@ def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Advice if replicas take turns on some GPUs while other free ones are idle."""
+    """Yield advice if replicas use some GPUs in turn although other free GPUs are idle."""
     if plan.parallelism.is_shared:
         return
     num_usable = sum(gpu.is_free or gpu.name in plan.devices for gpu in facts.gpus)
@@ -197,7 +197,7 @@ def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Advice if replicas take turns on some cores while others are idle."""
+    """Yield advice if replicas use some cores in turn although other cores are idle."""
     num_cores, busy = len(plan.cores), plan.num_instances_per_host * threads
     if not threads or busy >= num_cores or plan.parallelism.is_shared:
         return
@@ -210,7 +210,7 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _far_apart(plan: LaunchPlan) -> Iterator[str]:
-    """Advice if some replicas, or shards of a layer, lie on more hosts than others or than they need."""
+    """Yield advice if some replicas, or the shards of a layer, are on more hosts than is necessary."""
     num_local, sharing = plan.num_instances_per_host, plan.parallelism
     of_replica = sharing.instances_per_replica
     for what, size in (("shards of a layer", sharing.tensor), ("instances of a replica", of_replica)):
@@ -231,7 +231,7 @@ def _far_apart(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
-    """The most legal instances, at most ``num_per_host`` on each host; 0 if none is legal."""
+    """Return the largest legal number of instances with at most ``num_per_host`` per host; 0 if none is legal."""
     most, size = num_per_host * len(plan.hosts), plan.parallelism.instances_per_replica
     if size > 1:
         return most - most % math.lcm(size, len(plan.hosts))
@@ -241,7 +241,7 @@ def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """The advice to start ``better`` instances, which use ``used`` in place of ``busy`` of the ``total``."""
+    """Return the advice to start ``better`` instances, which use ``used`` of ``total`` devices, not ``busy``."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"
@@ -252,5 +252,5 @@ def _per_host(plan: LaunchPlan) -> str:
 
 
 def named(noun: str, names: Collection[str]) -> str:
-    """``GPU 0``, ``GPUs 0, 1``."""
+    """Return ``noun`` in singular or plural with the names, such as ``GPU 0`` or ``GPUs 0, 1``."""
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(names)}"

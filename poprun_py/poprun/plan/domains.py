@@ -1,8 +1,8 @@
-"""Whether a job fits the virtual IPUs that there are, and the IPU-Link domains of a pod that it spans. Pure.
+"""Checks whether a job fits the virtual IPUs, and the number of IPU-Link domains of a pod for the job. Pure.
 
-A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance lies in one IPU-Link domain, because its
-IPUs exchange what they compute; so each domain has at least one instance, and all have equally many. A job that
-does not fit is refused with what would.
+A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance is in one IPU-Link domain, because its
+IPUs exchange results. So each domain has at least one instance, and all domains have the same number. The error
+for a job that does not fit names numbers that fit.
 """
 
 import math
@@ -17,7 +17,7 @@ from poprun.text.ranges import counted
 
 
 def check_counted(plan: LaunchPlan) -> None:
-    """Check that a host has the virtual IPUs of its replicas, where ``--ipus-per-host`` counts them."""
+    """Check that a host has enough virtual IPUs for its replicas, if ``--ipus-per-host`` gives their number."""
     there, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
     if there is not None and used > there:
         fitting = _what_fits(plan, there * len(plan.hosts), len(plan.hosts))
@@ -29,7 +29,10 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """How many IPU-Link domains a job spans: as asked, else as its ``pod`` has them, else None."""
+    """Return how many IPU-Link domains the job uses: the asked number, or the number in ``pod``; None if unknown.
+
+    Raises PlanError if the job does not fit the domains.
+    """
     asked = plan.vipu.num_ilds
     if pod is None:
         if asked is not None and plan.num_instances % asked:
@@ -52,7 +55,7 @@ def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
 
 
 def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -> list[int]:
-    """The numbers of domains, of those of the ``sizes`` with the largest first, that hold the job evenly."""
+    """Return the possible numbers of domains, each with the same number of instances; ``sizes`` are descending."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return [
         count
@@ -64,13 +67,13 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
 
 
 def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
-    """Whether domains of ``num_instances`` have whole replicas, or replicas have whole domains."""
+    """Whether a domain of ``num_instances`` instances has whole replicas, or a replica has whole domains."""
     size = plan.parallelism.instances_per_replica
     return num_instances % size == 0 or size % num_instances == 0
 
 
 def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
-    """Check that the pod, or the part of it that is asked for, has the IPUs of all replicas, on every host."""
+    """Check that the pod, or the allocation in it, has enough IPUs for all replicas, also on each host."""
     allocation = allocation_of(pod, plan.vipu)
     there = pod.part(allocation)
     name = f"allocation {allocation} of {pod.name}" if allocation else pod.name
@@ -91,7 +94,7 @@ def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
 
 
 def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> None:
-    """Check that an instance lies in one domain."""
+    """Check that the virtual IPUs of one instance fit into one IPU-Link domain."""
     if plan.num_devices_per_instance > sizes[0]:
         what = "an instance's part of a replica" if plan.parallelism.is_shared else "a replica"
         raise PlanError(
@@ -110,7 +113,7 @@ def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> Non
 
 
 def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> PlanError:
-    """The error about instances that are not equally many in each of the ``domains``."""
+    """Return the error for instances that cannot be divided evenly over ``domains``, with the nearest numbers."""
     fitting = [count for count in _legal_instances(plan) if fits(count)]
     nearest = sorted(sorted(fitting, key=lambda count: abs(count - plan.num_instances))[:2])
     cure = f"nearest: {' or '.join(map(str, nearest))} instances" if nearest else "give other replicas"
@@ -120,12 +123,12 @@ def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> Plan
 
 
 def _legal_instances(plan: LaunchPlan) -> list[int]:
-    """The numbers of instances that the replicas of ``plan`` can have on its hosts."""
+    """Return the numbers of instances that are possible for the replicas of ``plan`` on its hosts."""
     return legal_instances(plan.num_replicas, len(plan.hosts), plan.parallelism.instances_per_replica)
 
 
 def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
-    """What to give where there are ``num_ipus``, equally many in each of ``num_parts``, in words."""
+    """Return advice, in words, on numbers that fit ``num_ipus`` virtual IPUs in ``num_parts`` equal parts."""
     size = plan.parallelism.instances_per_replica
     most = num_ipus // num_parts // plan.num_devices_per_instance * num_parts // size
     if plan.parallelism.is_shared:
@@ -140,7 +143,7 @@ def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
 
 
 def _load_of_host(plan: LaunchPlan) -> str:
-    """What runs on a host: ``16 replicas of 4 IPUs``, or instances where they share replicas."""
+    """Return what runs on a host: ``16 replicas of 4 IPUs``, or instances if several instances share a replica."""
     if not plan.parallelism.is_shared:
         return _replicas_of(plan, plan.num_replicas // len(plan.hosts))
     instances = counted(plan.num_instances_per_host, "instance")
@@ -148,5 +151,5 @@ def _load_of_host(plan: LaunchPlan) -> str:
 
 
 def _replicas_of(plan: LaunchPlan, count: int) -> str:
-    """``16 replicas of 4 IPUs``."""
+    """Return ``count`` replicas and their size in words, such as ``16 replicas of 4 IPUs``."""
     return f"{counted(count, 'replica')} of {counted(plan.ipus_per_replica, 'IPU')}"

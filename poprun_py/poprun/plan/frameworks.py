@@ -1,6 +1,6 @@
-"""What JAX, TensorFlow and onnxruntime are told, so that their programs need no change; pure.
+"""Variables for JAX, TensorFlow and onnxruntime, so that their programs run under poprun without changes. Pure.
 
-A variable that the user has set stays as it is: then `contradictions` says what comes of it.
+poprun does not replace a variable that the user has set; `contradictions` tells the user what follows.
 """
 
 import json
@@ -35,13 +35,15 @@ _READ_BY: Final = {
 }
 
 MOST_WORKERS: Final = 512
-"""In a larger job TensorFlow is told nothing: every program would have the addresses of all in its environment."""
+"""The largest number of instances that TensorFlow's variable lists: a larger list would be too long for each
+program's environment.
+"""
 
 
 def framework_variables(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts
 ) -> dict[str, str]:
-    """The variables of all three for instance ``index``, without those that the user has set."""
+    """Return the variables of all frameworks for instance ``index``, without variables that the user has set."""
     set_already = _of_user(user)
     told = {
         **_for_jax(plan, index, set_already, start),
@@ -52,7 +54,7 @@ def framework_variables(
 
 
 def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The variables of a program's environment that are there for a framework, by its name."""
+    """Return the variables in ``environment`` that a framework reads, by the name of the framework."""
     return {
         framework: {name: environment[name] for name in names if name in environment}
         for framework, names in _READ_BY.items()
@@ -60,7 +62,7 @@ def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def example_start(plan: LaunchPlan) -> StartFacts:
-    """A start of ``plan`` for a dry run: with port 0, as ports are chosen when the job starts."""
+    """Return start facts of ``plan`` for a dry run; all ports are 0, because poprun chooses ports at the start."""
     hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
     count = plan.num_instances_per_host
     workers = [Endpoint(host=hosts[index // count], port=0) for index in workers_of(plan)]
@@ -69,12 +71,12 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """The instances that are workers of TensorFlow; none in a job of one, which needs none, and in a large one."""
+    """Return the instances that TensorFlow uses as workers; none if the job has one instance, or too many."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 
 def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
-    """What a user should know whose variables say something else than poprun would; each in a line."""
+    """Yield a warning for each variable of the user with another value than poprun would set."""
     set_already = _of_user({**user, **plan.variables_of(0)})
     local = plan.layout.num_local_replicas
     devices = set_already.get(JAX_CPU_DEVICES, str(local))
@@ -95,7 +97,10 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:
-    """What is wrong with masks of ``asked``, the variables of -x: poprun has counted and leased devices before."""
+    """Yield a warning for each mask in ``asked``, the variables of -x, because poprun has counted devices before.
+
+    Raises PlanError for a mask that would number the devices anew.
+    """
     maker = MAKERS[plan.maker]
     for name in (it for it in maker.masks if plan.devices and it in asked):
         if name in maker.outer_masks:
@@ -110,14 +115,14 @@ def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[s
 
 
 def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
-    """The variables that the user has set, and not the poprun of a job that this job is started in."""
+    """Return the variables that the user has set, without variables of an outer poprun job around this job."""
     if contract.NUM_REPLICAS not in user:
         return user
     return {name: value for name, value in user.items() if name not in (JAX_CPU_DEVICES, TENSORFLOW, ONNXRUNTIME)}
 
 
 def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts) -> dict[str, str]:
-    """The devices of the instance, and where `popdist.startup.jax_cluster` has JAX's processes connect."""
+    """Return JAX's devices of the instance, and the address at which `popdist.startup.jax_cluster` connects."""
     variables = {}
     if plan.devices:
         variables[JAX_LOCAL_DEVICES] = ",".join(map(str, plan.instance(index).ordinals))
@@ -129,7 +134,7 @@ def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: Start
 
 
 def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
-    """The workers of `tf.distribute.MultiWorkerMirroredStrategy`."""
+    """Return the variable with the workers for `tf.distribute.MultiWorkerMirroredStrategy`; {} if no workers."""
     if not start.workers:
         return {}
     cluster = {"worker": [str(worker) for worker in start.workers]}
@@ -137,6 +142,6 @@ def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
 
 
 def _for_onnxruntime(plan: LaunchPlan, user: Mapping[str, str]) -> dict[str, str]:
-    """The threads of all replicas of an instance: untold, it has one bound to each core of the host."""
+    """Return the instance's number of threads, without which onnxruntime starts a thread on each core."""
     threads = str(plan.threads_per_replica or user.get(contract.NUM_THREADS))
     return {ONNXRUNTIME: str(int(threads) * plan.layout.num_local_replicas)} if threads.isdecimal() else {}

@@ -1,8 +1,8 @@
-"""The virtual IPUs that there are, and which of the free ones a job is given.
+"""Clusters of virtual IPUs, and the choice of the free virtual IPUs that a job gets. Pure.
 
-Pure. A virtual IPU is a device, a share of a host's cores, or a place of a described pod. Those that reach
-each other fastest are an IPU-Link domain: what is handed out together lies in one, or equally in several. The
-names are Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
+A virtual IPU is a device, a share of a host's cores, or a place in a pod that a file describes. The virtual IPUs
+with the fastest connections form an IPU-Link domain. A job gets virtual IPUs from one domain, or the same number
+from each of several domains. The names are Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
 """
 
 from collections import Counter
@@ -23,13 +23,13 @@ POD: Final = "pod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualIpu:
-    """A virtual IPU of a cluster."""
+    """One virtual IPU of a cluster."""
 
     index: int
-    name: str  # what it is called by all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
+    name: str  # the same for all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
     domain: int = 0  # number of its IPU-Link domain
-    device: str = ""  # what its maker's mask calls it; empty when it is no device
-    occupants: tuple[Occupant, ...] = ()  # processes that hold memory on it
+    device: str = ""  # its name in the maker's mask; empty if it is no device
+    occupants: tuple[Occupant, ...] = ()  # processes that use its memory
 
     def __str__(self) -> str:
         return f"GPU {self.device}" if self.device else self.name
@@ -37,29 +37,29 @@ class VirtualIpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Virtual IPUs that are handed out together."""
+    """The virtual IPUs of one machine or pod, from which jobs lease virtual IPUs."""
 
     name: str  # such as ``POD64``, or the machine's own name
-    kind: str  # ``gpu``, ``cpu`` or ``pod``; or ``core``, for the cores that instances have to themselves
-    ipus: tuple[VirtualIpu, ...]  # all of them, by index
-    is_open: bool = False  # whether further ones can be made: shares of a CPU nobody has counted
-    memory_bytes: int | None = None  # memory of each, where it is known
+    kind: str  # ``gpu``, ``cpu`` or ``pod``; ``core`` for cores that only one job may use
+    ipus: tuple[VirtualIpu, ...]  # all virtual IPUs, by index
+    is_open: bool = False  # whether jobs can add IPUs: shares of a CPU without a limit
+    memory_bytes: int | None = None  # memory of each IPU; None if it is not known
     # parts of the cluster by name, as indices of their IPUs
     allocations: Mapping[str, range] = field(default_factory=dict)
-    hosts: tuple[str, ...] = ()  # the hosts that it belongs to; empty for this machine
+    hosts: tuple[str, ...] = ()  # the hosts of the cluster; empty for this machine
 
     @property
     def domain_size(self) -> int:
-        """IPUs of an IPU-Link domain, the largest if they differ; 1 in a cluster without IPUs."""
+        """The number of IPUs in the largest IPU-Link domain; 1 in a cluster without IPUs."""
         return max(domain_sizes(self.ipus), default=1)
 
     @property
     def num_domains(self) -> int:
-        """IPU-Link domains in the cluster."""
+        """The number of IPU-Link domains in the cluster."""
         return len(domain_sizes(self.ipus))
 
     def part(self, allocation: str | None) -> tuple[VirtualIpu, ...]:
-        """The IPUs of one allocation, which must be there; None is all of them."""
+        """Return the IPUs of the allocation named ``allocation``, which must exist; all IPUs if it is None."""
         if allocation is None:
             return self.ipus
         indices = self.allocations[allocation]
@@ -68,7 +68,10 @@ class Cluster:
     def pick(
         self, num_ipus: int, allocation: str | None = None, num_domains: int = 1
     ) -> Callable[[Collection[str]], tuple[VirtualIpu, ...]]:
-        """How to take ``num_ipus`` of this cluster, once it is known which names are taken; see `choose_ipus`."""
+        """Return a function that chooses ``num_ipus`` IPUs when it is called with the names of the IPUs in use.
+
+        See `choose_ipus` for the rules of the choice.
+        """
         part = self.part(allocation)
         sizes = domain_sizes(part)
 
@@ -82,7 +85,7 @@ class Cluster:
 
 
 def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
-    """The devices of the machine ``name`` as one IPU-Link domain."""
+    """Return the devices of the machine ``name`` as a cluster with one IPU-Link domain."""
     ipus = (
         VirtualIpu(index=index, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
         for index, gpu in enumerate(gpus)
@@ -91,31 +94,31 @@ def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def cpu_slots() -> Iterator[VirtualIpu]:
-    """Shares of a machine's cores: as many as jobs take, in one domain."""
+    """Return an endless iterator over shares of a machine's cores, all in one IPU-Link domain."""
     return (VirtualIpu(index=index, name=f"{CPU}/{index}") for index in count())
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """The machine's CPU slots: ``num_ipus``, or if None as many as jobs take, with ``num_shown`` listed."""
+    """Return a cluster of ``num_ipus`` CPU shares; if None, of ``num_shown`` shares to which jobs can add more."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
 
 def domain_sizes(ipus: Iterable[VirtualIpu]) -> list[int]:
-    """How many of ``ipus`` each IPU-Link domain has that has any."""
+    """Return the number of IPUs in each IPU-Link domain of ``ipus``."""
     return list(Counter(ipu.domain for ipu in ipus).values())
 
 
 def choose_ipus(
     free: Iterable[VirtualIpu], num_ipus: int, domain_size: int, num_domains: int = 1
 ) -> tuple[VirtualIpu, ...]:
-    """The ``num_ipus`` of the ``free`` IPUs to hand out, equally many per domain; none if they do not suffice."""
+    """Choose ``num_ipus`` of the ``free`` IPUs, the same number per domain; return () if there are too few."""
     domains: dict[int, list[VirtualIpu]] = {}
     for ipu in sorted(free, key=lambda ipu: ipu.index):
         domains.setdefault(ipu.domain, []).append(ipu)
     num_domains = max(1, num_domains, -(-num_ipus // domain_size))
     num_each = -(-num_ipus // num_domains)
-    # the fullest domains that have room, so that what remains stays together
+    # choose the smallest domains with enough room, so that the other domains stay whole
     roomy = sorted((ipus for ipus in domains.values() if len(ipus) >= num_each), key=len)[:num_domains]
     if len(roomy) < num_domains:
         return ()
@@ -124,12 +127,12 @@ def choose_ipus(
 
 
 def size_of_partition(num_ipus: int) -> int:
-    """The smallest size of a partition that holds ``num_ipus``: partitions are powers of two."""
+    """Return the smallest size of a partition with ``num_ipus`` IPUs; sizes are powers of two."""
     return 1 << max(0, num_ipus - 1).bit_length()
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """``num_ipus`` of ``ipus``: neighbours that begin at a multiple of their number, else the first ones."""
+    """Return ``num_ipus`` of ``ipus``: neighbours from a multiple of their number on, otherwise the first IPUs."""
     size = size_of_partition(num_ipus)
     there = {ipu.index: ipu for ipu in ipus}
     for first in there:

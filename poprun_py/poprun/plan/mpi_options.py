@@ -1,8 +1,9 @@
-"""What words written for Open MPI's launcher ask for, whatever starts the job. Pure.
+"""The meaning of options that were written for Open MPI's launcher, whatever launcher starts the job. Pure.
 
-poprun gives programs their variables, shows their output and chooses their network itself, so `-x`,
-`--tag-output`, `--output-filename`, `--allow-run-as-root` and `--mca btl_tcp_if_include SUBNET` are its own to do;
-the rest is for the launcher, if it is Open MPI's. The words are those of https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
+poprun itself gives programs their variables, shows their output and chooses their network. So poprun reads `-x`,
+`--tag-output`, `--output-filename`, `--allow-run-as-root` and `--mca btl_tcp_if_include SUBNET` itself. The other
+options go to the launcher if it is Open MPI's. All options:
+https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
 """
 
 import re
@@ -14,7 +15,7 @@ from poprun.errors import PlanError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import MpiKind, MpiRuntime
 
-Variables = tuple[tuple[str, str | None], ...]  # names and values; None passes on the value that poprun finds
+Variables = tuple[tuple[str, str | None], ...]  # names and values; None means the value in poprun's environment
 _VARIABLE: Final = "x"
 _OWN: Final = {_VARIABLE: 1, "tag-output": 0, "output-filename": 1, "allow-run-as-root": 0}
 _OPEN_MPI_ONLY: Final = {
@@ -28,31 +29,31 @@ _OPEN_MPI_ONLY: Final = {
         0,
     ),
 }
-"""Open MPI's own options that may stand in poprun's, by how many words follow each."""
+"""Options of Open MPI that poprun's own options may contain, each with the number of words that follow it."""
 
 _INTERFACES: Final = ("btl_tcp_if_include", "oob_tcp_if_include")
-"""Parameters of Open MPI's that say which network, or interface, the hosts talk over."""
+"""Parameters of Open MPI that name the network or interface between hosts."""
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-"""A word that launchers would take for the program; people who leave out its -x mean a variable."""
+"""A word such as NAME=value, which a launcher would take for the program; the user has forgotten -x before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiWords:
-    """What the words of one option ask for."""
+    """The meaning of the words in one option for the MPI launcher."""
 
-    variables: Variables  # of the programs, in the order in which they were written
-    is_tagged: bool  # whether lines are to have tags
+    variables: Variables  # variables of the programs, in the order of the words
+    is_tagged: bool  # whether output lines get tags
     log_dir: str | None
-    subnet: str | None  # of the traffic between hosts, such as 10.1.0.0/16
-    launcher_words: tuple[str, ...]  # the rest, for the launcher
-    left_out: tuple[str, ...]  # what only Open MPI's launcher could do, and the job has another or none
+    subnet: str | None  # the network between hosts, such as 10.1.0.0/16
+    launcher_words: tuple[str, ...]  # all other words, for the launcher
+    left_out: tuple[str, ...]  # words that only Open MPI's launcher could use, if the job has another launcher
 
 
 def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
-    """Read ``words``, the value of ``option``, for a job that a launcher of ``kind`` starts, or no MPI."""
+    """Read ``words``, the value of ``option``, for the MPI ``kind``; None if no MPI launcher starts the job."""
     variables: list[tuple[str, str | None]] = []
     is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []
@@ -86,27 +87,27 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWords:
-    """What all words for the launcher of a job ask for."""
+    """The meaning of all words for the MPI launcher of a job."""
 
-    variables: Variables  # of all programs
-    instance_variables: tuple[tuple[int, Variables], ...]  # of single instances
+    variables: Variables  # variables of all programs
+    instance_variables: tuple[tuple[int, Variables], ...]  # variables of single instances
     is_tagged: bool
     log_dir: str | None
     subnet: str | None
     global_words: tuple[str, ...]  # for the launcher, before the process count
     local_words: tuple[str, ...]  # for the launcher, after the process count
-    left_out: tuple[str, ...]  # what the launcher of the job cannot be asked for
+    left_out: tuple[str, ...]  # words that the launcher of the job cannot use
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
-    """Read all words of ``request`` for the MPI launcher, in a job that ``mpi`` starts; None starts it without."""
+    """Read all words of ``request`` for the MPI launcher ``mpi``, which is None if the job starts without MPI."""
     kind = mpi.kind if mpi else None
     for_job = read_mpi_words(request.mpi_global_args, "--mpi-global-args", kind)
     for_all = read_mpi_words(request.mpi_local_args, "--mpi-local-args", kind)
     own: dict[int, Variables] = {}
     left_out = [*for_job.left_out, *for_all.left_out]
     for index, words in request.instance_mpi_local_args:
-        # words for the launcher are left out: one launcher starts all instances
+        # words for the launcher are left out, because one launcher starts all instances
         for_one = read_mpi_words(words, f"--instance-mpi-local-args {index}", None)
         own[index] = merged(own.get(index, ()), for_one.variables)
         left_out.extend(for_one.left_out)
@@ -123,12 +124,12 @@ def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
 
 
 def merged(variables: Variables, stronger: Variables) -> Variables:
-    """Two lists of variables as one, with each name once; where both have a name, ``stronger`` wins."""
+    """Return two lists of variables as one list; if both lists have a name, the value in ``stronger`` counts."""
     return tuple(dict((*variables, *stronger)).items())
 
 
 def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
-    """Check that a job of ``num_instances`` has every instance of ``pairs``."""
+    """Check that every instance in ``pairs`` exists in a job of ``num_instances`` instances."""
     for index, _ in pairs:
         if not 0 <= index < num_instances:
             raise PlanError(
@@ -138,7 +139,7 @@ def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instanc
 
 
 def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]:
-    """Split words into options of Open MPI, each with its name and words; other words come without a name."""
+    """Yield each option in ``words`` with its name and its words; a word that is no option has an empty name."""
     rest = list(reversed(words))
     while rest:
         word = rest.pop()
@@ -153,7 +154,7 @@ def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]
 
 
 def _subnet(written: Sequence[str]) -> str | None:
-    """The network in ``--mca btl_tcp_if_include 10.1.0.0/16`` and its like; None for other words."""
+    """Return the network in words such as ``--mca btl_tcp_if_include 10.1.0.0/16``; None for other words."""
     if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
         return None
     from ipaddress import ip_network

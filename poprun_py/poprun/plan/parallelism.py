@@ -1,4 +1,4 @@
-"""Replicas that several instances share: what was asked and the counts that follow from it. Pure."""
+"""Replicas that several instances share: the mapping that a user asked for, and the counts that follow. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from poprun.text.ranges import counted
 if TYPE_CHECKING:
     from popsize.hardware import PlannedDevices
 
-_ENOUGH: Final = 0.95  # of the planned memory: drivers keep some of a device for themselves
+_ENOUGH: Final = 0.95  # a device may have 95 % of the planned memory, because drivers use a part
 _OF_JOB = ("tensor", "pipeline", "replicas")
 
 
 def mapping_in_words(words: str) -> AskedMapping:
-    """The mapping that ``words`` such as ``tensor=2,pipeline=2`` ask for; a PlanError if they ask for none."""
+    """Return the mapping that ``words`` such as ``tensor=2,pipeline=2`` ask for. Raises PlanError if invalid."""
     from popsize.errors import MappingError
     from popsize.mapping import parse_mapping
 
@@ -37,7 +37,7 @@ def mapping_in_words(words: str) -> AskedMapping:
 
 
 def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
-    """The mapping in the ``content`` of a file that poprun-size saved; a PlanError if it holds none."""
+    """Return the mapping in ``content``, a file that poprun-size saved. Raises PlanError if it has no mapping."""
     from popsize.errors import MappingError
     from popsize.mapping import loaded
 
@@ -58,7 +58,7 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
 
 
 def choose_parallelism(request: LaunchRequest) -> Parallelism:
-    """How the instances of ``request`` share a replica; a PlanError if it says so twice, and not alike."""
+    """Return how the instances of ``request`` share a replica. Raises PlanError if its options contradict."""
     asked, size = request.mapping, request.instances_per_replica
     if size is not None:
         check_count("--instances-per-replica", size)
@@ -76,9 +76,10 @@ def choose_parallelism(request: LaunchRequest) -> Parallelism:
 
 
 def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple[LaunchRequest, bool]:
-    """``request`` with the numbers that its mapping says, and whether its instances are counted now.
+    """Return ``request`` with the counts of its mapping, and whether the number of instances is now given.
 
-    ``size`` is the number of instances of a replica.
+    The argument ``size`` is the number of instances of a replica. Raises PlanError if counts contradict the
+    mapping.
     """
     asked, num_replicas = request.mapping, request.num_replicas
     if asked is not None and asked.replicas is not None:
@@ -93,7 +94,7 @@ def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple
 
 
 def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, is_other: bool) -> str:
-    """Says that a mapping is for another number of instances (``is_other``) or of replicas than asked for."""
+    """Return the message that the asked number of instances (``is_other``) or replicas contradicts the mapping."""
     option, given, right = (
         ("--num-instances", request.num_instances, number)
         if is_other
@@ -108,7 +109,7 @@ def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, 
 
 
 def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
-    """Refuse a mapping for more GPUs than a host has, of which ``num_gpus`` were found."""
+    """Check that a host, which has ``num_gpus`` GPUs, has enough for the mapping. Raises PlanError if not."""
     if asked.replicas is None or plan.devices or not num_gpus:
         return
     there = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
@@ -124,7 +125,10 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
 
 
 def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """Advice if the devices are others than the mapping was planned for; ``gpus`` are those of a host."""
+    """Return advice if the devices differ from the devices that the mapping was planned for, else ().
+
+    The argument ``gpus`` has the GPUs of one host.
+    """
     if asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
         return ()
     planned, on_gpus = asked.devices, bool(plan.devices)
@@ -145,7 +149,7 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
 
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
-    """What ``gpu`` is, if it is of another kind or has less memory than planned; else nothing."""
+    """Return a description of ``gpu`` if its kind differs or its memory is less than planned; otherwise ""."""
     from popsize.hardware import DEVICES, GIB, gib, is_called
 
     is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)

@@ -1,8 +1,9 @@
-"""Placement: from a host's map of NUMA nodes, caches and cores to the cores of each of its instances. Pure.
+"""Placement: the choice of each instance's cores from a host's NUMA nodes, caches and cores. Pure.
 
-``spreadnuma`` gives each instance whole NUMA nodes, or several instances one; ``core`` gives each an equal part of
-the physical cores; ``compact`` as many as it has threads, side by side. A part stays within one last-level cache,
-else within one node, where all parts can; an instance whose GPUs are near some nodes comes to those.
+``spreadnuma`` gives each instance whole NUMA nodes, or gives several instances one node. ``core`` gives each
+instance an equal part of the physical cores. ``compact`` gives each instance as many cores as it has threads, side
+by side. A part is within one last-level cache, otherwise within one node, if this is possible for all parts. An
+instance whose GPUs are near some nodes gets cores of these nodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,33 +18,33 @@ _Part = tuple[Cpu, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMap:
-    """The cores and the NUMA nodes of a host that instances can be bound to."""
+    """The cores and NUMA nodes of a host to which instances can be bound."""
 
     cpus: tuple[Cpu, ...]
     memory_nodes: tuple[int, ...]
-    max_cores: int  # a control group may grant the time of fewer cores than there are cpus
+    max_cores: int  # at most the number of cpus: a CPU quota may allow fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the instances of a host need."""
+    """The number of instances of a host, the threads of each instance, and the NUMA nodes of its GPUs."""
 
     num_instances: int
-    num_threads: int  # of each instance
-    near: tuple[frozenset[int], ...] = ()  # for each instance the NUMA nodes of its GPUs; empty without GPUs
+    num_threads: int  # threads of each instance
+    near: tuple[frozenset[int], ...] = ()  # the NUMA nodes of each instance's GPUs; empty without GPUs
 
     def nodes_near(self, instance: int) -> frozenset[int]:
-        """The NUMA nodes of one instance's GPUs; empty when they are not known."""
+        """Return the NUMA nodes of the GPUs of the instance ``instance``; empty if they are unknown."""
         return self.near[instance] if self.near else frozenset()
 
 
 def flat_map(cores: Iterable[int]) -> tuple[Cpu, ...]:
-    """The map of a machine whose structure is not known: one node, one cache, each core by itself."""
+    """Return the map of a machine of unknown structure: one node, one cache, and each core is a physical core."""
     return tuple(Cpu(number=number, core=number, cache=0, node=0, socket=0) for number in cores)
 
 
 def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) -> tuple[Binding, ...]:
-    """Bind each instance of a host to cores; no bindings at all where nothing is to be bound."""
+    """Bind each instance of a host to cores; return () if the placement binds nothing or every core is allowed."""
     if placement is ProcessPlacement.DISABLED:
         return ()
     if placement is ProcessPlacement.SPREADNUMA:
@@ -54,7 +55,7 @@ def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) 
 
 
 def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Binding, ...]:
-    """Join instances that have the same cores into one binding."""
+    """Return the bindings of ``parts``; instances with the same cores share one binding."""
     instances: dict[_Part, list[int]] = {}
     for instance, part in enumerate(parts):
         instances.setdefault(part, []).append(instance)
@@ -69,13 +70,13 @@ def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Bi
 
 
 def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """The nodes from which cores take memory; none if they have none, or if these are all nodes."""
+    """Return the memory nodes of the cores in ``part``; () if there are none, or if the part has all nodes."""
     nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
     return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
 
 
 def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """The cores of each instance's nodes; nothing if every instance would have all cores."""
+    """Return the cores of each instance's NUMA nodes; () if every instance would have all cores."""
     nodes = _groups(host.cpus, _node_of)
     if len(nodes) == 1 or demand.num_instances == 1:
         return ()
@@ -87,13 +88,13 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """The index of an instance's node, where there are at least as many instances as nodes."""
+    """Return the index of an instance's node, for at least as many instances as nodes; GPUs may add nodes."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
 
 def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
-    """The indices of each instance's nodes, where there are more nodes: near ones first, then evenly."""
+    """Return each instance's nodes, as indices, for fewer instances than nodes: near nodes first, then evenly."""
     count = demand.num_instances
     owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
     if not any(owned):
@@ -109,11 +110,11 @@ def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
 
 
 def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """The cores of each instance, which no other instance has."""
+    """Return the cores of each instance, if no two instances may share a core. Raises PlanError if too few."""
     count, threads = demand.num_instances, demand.num_threads
     units = _within(_groups(host.cpus, _place_of_core), host.max_cores)
     least = -(-threads // min(map(len, units)))
-    if count * least > len(units):  # then two instances may have a hardware thread each of one physical core
+    if count * least > len(units):  # then two instances may share a physical core, with one hardware thread each
         single = [(cpu,) for cpu in sorted(host.cpus, key=_place_of_core)]
         units, least = _within(single, host.max_cores), threads
     if count * least > len(units):
@@ -123,7 +124,7 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
-    """The first units, at least one, that hold no more than ``max_cores`` cores together."""
+    """Return the first units, at least one unit, that together have at most ``max_cores`` cores."""
     total, kept = 0, 0
     for unit in units:
         total += len(unit)
@@ -132,7 +133,7 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
 
 
 def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
-    """At least one part of ``size`` units for each instance, in the smallest cache or node that holds them all."""
+    """Return at least one part of ``size`` units per instance, from the smallest cache or node with room."""
     scopes = [units]
     if not any(demand.near):
         scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]
@@ -141,7 +142,7 @@ def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]
 
 
 def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
-    """Cut units into parts of ``size``: within caches if that gives enough parts, else within nodes, else any."""
+    """Cut units into parts of ``size`` units, within caches or nodes if these give at least ``count`` parts."""
     parts: list[_Part] = []
     for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
         in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))
@@ -156,12 +157,12 @@ def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
 
 
 def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
-    """Group units by ``key``, the smallest group first."""
+    """Return the units grouped by ``key``, the smallest group first."""
     return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
 
 
 def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
-    """Choose a part for each instance: the first one near its GPUs, else the first that is free."""
+    """Choose a part for each instance: the first part near its GPUs, otherwise the first free part."""
     free = list(parts)
     chosen: dict[int, _Part] = {}
     for instance in range(demand.num_instances):
@@ -186,7 +187,7 @@ def _place_of_core(cpu: Cpu) -> tuple[int, ...]:
 
 
 def _groups(cpus: Iterable[Cpu], key: Callable[[Cpu], tuple[int, ...]]) -> Sequence[_Part]:
-    """Group cores by ``key``, in the order of the keys."""
+    """Return the cores grouped by ``key``, in the order of the keys."""
     in_order = sorted(cpus, key=lambda cpu: (key(cpu), cpu.number))
     return [tuple(group) for _, group in groupby(in_order, key=key)]
 

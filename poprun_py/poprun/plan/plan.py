@@ -1,8 +1,8 @@
-"""The plan: what poprun will do, as one frozen value.
+"""The plan: everything that poprun will do for a job, as one frozen value.
 
-A plan states counts and ranges, not items, so a plan for a thousand hosts is as small as one for a laptop;
-:meth:`LaunchPlan.instance` works out one instance of it on demand. It is written as JSON and read back by
-`poprun.plan.plan_file`; a plan that was written and read starts the same processes.
+A plan contains counts and ranges, not one item per instance, so that a plan for a thousand hosts is small;
+:meth:`LaunchPlan.instance` computes one instance. `poprun.plan.plan_file` writes a plan as JSON and reads it; a
+plan that was written and read starts the same processes.
 """
 
 import os
@@ -32,7 +32,7 @@ _NO_VIPU: Final = VipuSettings()
 
 
 class LauncherKind(StrEnum):
-    """How the instances of a plan are started."""
+    """The way in which poprun starts the instances of a plan."""
 
     MPI = "mpi"
     LOCAL = "local"
@@ -41,18 +41,18 @@ class LauncherKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places(Parallelism):
-    """Where instances are: their parts of replicas, and their hosts where there are several."""
+    """The places of instances: their parts of replicas, and their hosts if the job has several hosts."""
 
-    hosts: Sequence[str] = ()  # of all instances, each with as many as the others; none where there is one host
+    hosts: Sequence[str] = ()  # each with the same number of instances; empty if the job has only one host
     num_per_host: int = 1
 
     def hosts_of(self, instances: Iterable[int]) -> tuple[str, ...]:
-        """The hosts of ``instances``, in order; none where there is one host."""
+        """Return the hosts of ``instances``, in the order of the plan; () if the job has only one host."""
         numbers = {index // self.num_per_host for index in instances} if self.hosts else ()
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """What the places of ``instances`` have in common, with their host."""
+        """Return the host and the parts of replicas that all ``instances`` have in common, in words."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""
@@ -61,85 +61,87 @@ class Places(Parallelism):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFacts:
-    """What programs are told and a plan does not know: it is decided when the job starts."""
+    """Facts that programs get and a plan does not contain, because poprun decides them when the job starts."""
 
     job_id: str = ""  # the same for all instances and all attempts of a job
-    restart_count: int = 0  # how often the job has been started again
-    master: Endpoint | None = None  # where torch's own store of the program will listen
-    store: Endpoint | None = None  # where popdist's store listens
-    coordinator: Endpoint | None = None  # where JAX's coordinator will listen
-    workers: Sequence[Endpoint] = ()  # where TensorFlow's worker of each instance will listen
-    # devices that leases gave the job on the instance's host, in slot order; else empty
+    restart_count: int = 0  # number of restarts of the job until now
+    master: Endpoint | None = None  # address at which torch's store of the program will listen
+    store: Endpoint | None = None  # address at which popdist's store listens
+    coordinator: Endpoint | None = None  # address at which JAX's coordinator will listen
+    workers: Sequence[Endpoint] = ()  # address of each instance's TensorFlow worker
+    # leased devices on the instance's host, in slot order; empty without a lease
     devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedDevices:
-    """The devices and cores that leases gave a job on one host, in place of those that its plan names."""
+    """The devices and cores that a job has leased on one host; they replace the devices and cores of the plan."""
 
-    devices: tuple[str, ...]  # GPUs or their slices, in slot order
+    devices: tuple[str, ...]  # GPUs or slices of GPUs, in slot order
     cores: tuple[int, ...]  # cores of the host, ascending
-    bindings: tuple[Binding, ...]  # what the instances are bound to
+    bindings: tuple[Binding, ...]  # the cores and memory nodes to which instances are bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstancePlan:
-    """One process of a plan."""
+    """The plan of one instance: its host, replicas, virtual IPUs, devices and cores."""
 
     index: int  # among all instances
     host: str
-    host_index: int  # of that host among those of the plan
-    local_index: int  # among the instances of its host
-    replicas: range  # global indices of its replicas; of the one that it has a part of, where instances share them
-    part: ReplicaPart  # which part of which replica it holds
-    # its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next
+    host_index: int  # index of the host among the hosts of the plan
+    local_index: int  # index among the instances of the host
+    replicas: range  # global indices of its replicas, also of a replica that it shares
+    part: ReplicaPart  # the part of a replica that it has
+    # its virtual IPUs, numbered from 0 on its host, in the order of its replicas
     ipus: range
-    # its devices, as numbers among those that its program sees, for all its replicas; empty on the CPU
+    # indices of its devices among ``visible``, for all its replicas; empty on the CPU
     ordinals: tuple[int, ...]
-    devices: tuple[str, ...]  # names of the same devices on that host
+    devices: tuple[str, ...]  # names of its devices on the host
     visible: tuple[str, ...]  # names of the devices that its program sees
-    is_sharing: bool  # whether other instances of its host compute on one of its devices, too
-    # cores that its virtual IPUs stand for, on which its replicas take turns; empty with devices
+    is_sharing: bool  # whether another instance of the host also computes on one of its devices
+    # cores of its virtual IPUs, which its replicas use in turn; empty if it has devices
     cores: tuple[int, ...]
-    binding: Binding | None  # what its process is bound to
+    binding: Binding | None  # the cores and memory nodes of its process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """Everything that is decided before the first process starts.
+    """Everything that poprun decides before the first process of a job starts.
 
-    All hosts are alike: each runs ``num_instances / len(hosts)`` instances on as many virtual IPUs, GPUs, cores.
+    All hosts are alike: each host runs ``num_instances / len(hosts)`` instances and has the same number of virtual
+    IPUs, GPUs and cores.
 
     Attributes:
         program: argv of every instance; empty only in a dry run.
         working_directory: Absolute path in which every instance starts.
         hosts: Names, in order of host index. At least one.
         num_instances: Processes in the job, a multiple of the number of hosts.
-        num_replicas: Model replicas in the job: a multiple of ``num_instances``, or these a multiple of it.
-        parallelism: How several instances share one replica, where they do.
+        num_replicas: Model replicas in the job, a multiple of ``num_instances``; if instances share a replica,
+            ``num_instances`` is a multiple of ``num_replicas``.
+        parallelism: How several instances share one replica.
         mapping_path: Absolute path of the file with the mapping that was asked for, or None.
-        ipus_per_replica: Virtual IPUs of one replica. Its instances have equally many of them, at least 1 each.
+        ipus_per_replica: Virtual IPUs of one replica; each of its instances has the same number, at least 1.
         cores: Cores of each host, ascending.
-        devices: Devices that the job uses on each host, in slot order, fewer than its instances need where these
-            share them; empty when it computes on the CPU.
-        maker: Who has made them, as `poprun.makers` calls it.
+        devices: Devices that the job uses on each host, in slot order; empty if the job computes on the CPU. There
+            are fewer devices than the instances need if instances share devices.
+        maker: Name of the devices' maker in `poprun.makers`.
         placement: How the instances were placed on the cores.
-        bindings: What the instances of each host are bound to; each of them is in one, or there is none at all.
-        threads_per_replica: Value of ``OMP_NUM_THREADS``; None leaves the one that the user set.
-        is_deterministic: Whether torch is to use deterministic algorithms only.
+        bindings: The cores and memory nodes of each host's instances; each instance is in one binding, or none is.
+        threads_per_replica: Value of ``OMP_NUM_THREADS``; None leaves the user's value.
+        is_deterministic: Whether torch uses only deterministic algorithms.
         launcher: How the processes are started.
-        mpi: The runtime that starts them, or None with the local launcher.
+        mpi: The MPI runtime that starts the processes, or None with another launcher.
         mpi_global_args: Extra words for the MPI launcher, before its process count; none with the local launcher.
         mpi_local_args: Extra words for the MPI launcher, after its process count; none with the local launcher.
-        variables: Variables of all programs, names and values; None is the value that poprun finds.
-        instance_variables: Pairs of an instance and variables of its own, which win over those of all.
+        variables: Variables of all programs, names and values; None means the value in poprun's environment.
+        instance_variables: Pairs of an instance and its own variables, which override ``variables``.
         executable_cache_path: Directory for compiled programs, absolute or below ``working_directory``, or None.
-        vipu: What is asked of the pool of virtual IPUs.
-        output: What is shown and kept of what the programs print.
-        ending: When the job ends other than by itself, and what is told of it.
-        remote: How the hosts are reached.
-        trace: What is recorded for a trace, if anything is.
-        is_watched: Whether poprun looks into the programs: their steps, calls and stacks.
+        vipu: Settings for the pool of virtual IPUs.
+        output: Settings for showing and keeping the programs' output.
+        ending: Time limits, restarts and reports of the job.
+        remote: How poprun reaches the hosts.
+        trace: Settings of a trace; ``NO_TRACE`` for no trace.
+        is_watched: Whether poprun observes the programs: their steps, calls and stacks.
     """
 
     program: tuple[str, ...]
@@ -172,24 +174,24 @@ class LaunchPlan:
     maker: str = field(default=DEFAULT_MAKER, metadata=IF_USED)
 
     def trace_parts(self, job_id: str, restart_count: int) -> str:
-        """The folder in which the programs of an attempt leave what they have recorded."""
+        """Return the folder in which the programs of an attempt write what they record for a trace."""
         folder = os.path.join(self.working_directory, self.trace.folder or "")
         return os.path.join(folder, f".parts-{job_id}-{restart_count}")
 
     @property
     def layout(self) -> ReplicaLayout:
-        """Which replicas each of the instances owns that hold the same part of theirs, in the order of these."""
+        """The distribution of replicas over instances, where instances that share a replica count as one."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
     @property
     def num_instances_per_host(self) -> int:
-        """Processes on each host."""
+        """The number of instances on each host."""
         return self.num_instances // len(self.hosts)
 
     @property
     def places(self) -> Places:
-        """Where its instances are, for words about them."""
+        """The places of the instances: the parts of replicas and the hosts, used in messages."""
         shared = self.parallelism
         return Places(
             instances_per_replica=shared.instances_per_replica,
@@ -201,53 +203,53 @@ class LaunchPlan:
 
     @property
     def num_ipus_per_instance(self) -> int:
-        """Virtual IPUs of each instance: every replica, or part of one, has its own."""
+        """The number of virtual IPUs of each instance; each of its replicas or replica parts has its own IPUs."""
         return self.layout.num_local_replicas * self.num_devices_per_instance
 
     @property
     def num_devices_per_instance(self) -> int:
-        """Devices that each instance needs: its replicas take turns on them."""
+        """The number of devices that each instance needs; the replicas of an instance use the devices in turn."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
     @property
     def num_ipus_per_host(self) -> int:
-        """Virtual IPUs that the job uses on each host."""
+        """The number of virtual IPUs that the job uses on each host."""
         return self.num_instances_per_host * self.num_ipus_per_instance
 
     @property
     def num_gpus_needed(self) -> int:
-        """Devices of each host with which every instance has its own."""
+        """The number of devices that a host needs if no two instances share a device."""
         return self.num_instances_per_host * self.num_devices_per_instance
 
     @property
     def num_gpus_per_host(self) -> int:
-        """Devices that the job uses on each host, or would use if there were as many."""
+        """The number of devices that the job uses on each host; the number that it needs if it has no devices."""
         return len(self.devices) or self.num_gpus_needed
 
     @property
     def shares_devices(self) -> bool:
-        """Whether instances compute on the same device, or on slices of devices."""
+        """Whether several instances of a host compute on the same device, or on slices of devices."""
         maker = MAKERS[self.maker]
         is_shared = len(self.devices) < self.num_gpus_needed or any(map(maker.is_slice, self.devices))
         return bool(self.devices) and self.num_instances_per_host > 1 and is_shared
 
     @property
     def num_ilds(self) -> int:
-        """IPU-Link domains of the job; each has equally many instances, with consecutive indices."""
+        """The number of IPU-Link domains of the job; all have the same number of consecutive instances."""
         return self.vipu.num_ilds or 1
 
     def ild_of(self, instance: int) -> int:
-        """The IPU-Link domain of an instance, among those of the job."""
+        """Return the index of the IPU-Link domain that contains the instance ``instance``."""
         return instance * self.num_ilds // self.num_instances
 
     @property
     def asks_server(self) -> bool:
-        """Whether the job takes its virtual IPUs from a server."""
+        """Whether the job gets its virtual IPUs from a server."""
         return self.vipu.server_host is not None and not self.vipu.is_offline
 
     @property
     def leases_ipus(self) -> bool:
-        """Whether the job leases virtual IPUs from the pools of its hosts, for a pod or on a CPU."""
+        """Whether the job leases virtual IPUs of a pod or of a CPU from the pools of its hosts."""
         vipu = self.vipu
         if vipu.is_offline or self.asks_server:
             return False
@@ -261,37 +263,37 @@ class LaunchPlan:
 
     @property
     def owns_cores(self) -> bool:
-        """Whether the instances have cores that no other job may have."""
+        """Whether the instances have cores that no other job may use."""
         return bool(self.bindings) and self.placement in (ProcessPlacement.CORE, ProcessPlacement.COMPACT)
 
     @property
     def has_curves(self) -> bool:
-        """Whether somebody asked for what is measured in the course of the job."""
+        """Whether the user asked for a report or for metrics, for which poprun measures the job while it runs."""
         return bool(self.ending.report_files) or self.ending.metrics_port is not None
 
     @property
     def is_tagged(self) -> bool:
-        """Whether lines of output carry their instance."""
+        """Whether each line of output starts with the number of its instance."""
         if self.output.is_tagged is not None:
             return self.output.is_tagged
         return self.num_instances > 1 or self.output.tag_format is not None
 
     @property
     def cache_directory(self) -> str | None:
-        """Absolute path of the directory for compiled programs, or None."""
+        """The absolute path of the directory for compiled programs; None if there is no such directory."""
         path = self.executable_cache_path
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """The variables whose values poprun passes on to instance ``index``, or to all instances."""
+        """Return the names of variables that poprun passes on to instance ``index``; to all instances if None."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
-        """The variables to which the user gave a value for instance ``index``."""
+        """Return the variables to which the user gave a value for instance ``index``."""
         return {name: value for name, value in self._asked_variables(index) if value is not None}
 
     def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
-        """The variables of all programs, then those of instance ``index``, which win."""
+        """Yield the variables of all programs, then the variables of instance ``index``, which override them."""
         yield from self.variables
         for instance, variables in self.instance_variables:
             if instance == index:
@@ -299,11 +301,11 @@ class LaunchPlan:
 
     @property
     def named_devices(self) -> LeasedDevices:
-        """The devices and cores that the plan names: what it runs on without a lease that gives others."""
+        """The devices and cores that the plan names; the job uses these if no lease gives it others."""
         return LeasedDevices(devices=self.devices, cores=self.cores, bindings=self.bindings)
 
     def instance(self, index: int, given: LeasedDevices | None = None) -> InstancePlan:
-        """Where instance ``index`` runs and what it owns; ``given`` is what leases gave the job on its host.
+        """Return the plan of instance ``index``; ``given`` are the devices and cores leased on its host, or None.
 
         Raises:
             ValueError: If there is no such instance.
@@ -314,7 +316,7 @@ class LaunchPlan:
         first_ipu = local_index * self.num_ipus_per_instance
         dealt = ordinals = self._dealt(local_index, len(given.devices))
         devices, visible = tuple(given.devices[number] for number in dealt), given.devices
-        if any(map(MAKERS[self.maker].is_slice, visible)):  # of several slices a program would see the first one
+        if any(map(MAKERS[self.maker].is_slice, visible)):  # a program would see only the first slice
             ordinals, visible = tuple(range(len(devices))), devices
         binding = next((binding for binding in given.bindings if binding.holds(local_index)), None)
         cores = self._share_of(given.cores, local_index) if binding is None else binding.share_of(local_index)
@@ -335,28 +337,28 @@ class LaunchPlan:
         )
 
     def _dealt(self, local_index: int, num_devices: int) -> tuple[int, ...]:
-        """The numbers of the devices of an instance, among those of its host; dealt in turn if they are shared."""
+        """Return the indices of an instance's devices on its host; instances share devices if there are few."""
         first, count = local_index * self.num_devices_per_instance, self.num_devices_per_instance
         return tuple(number % num_devices for number in range(first, first + count)) if num_devices else ()
 
     def replicas_of(self, instances: range) -> range:
-        """The replicas of which consecutive ``instances``, at least one, hold all or a part."""
+        """Return the replicas that ``instances``, a range of at least one instance, have wholly or in part."""
         first, last = self.instance(instances[0]), self.instance(instances[-1])
         return range(first.replicas.start, last.replicas.stop)
 
     def instances(self) -> Iterator[InstancePlan]:
-        """Every instance, in order."""
+        """Return an iterator over the plans of all instances, in the order of their indices."""
         return map(self.instance, range(self.num_instances))
 
     def _share_of(self, cores: tuple[int, ...], local_index: int) -> tuple[int, ...]:
-        """The share of a host's ``cores`` that one of its instances has; too few cores are shared by several."""
+        """Return an instance's share of a host's ``cores``; if there are too few, instances share a core."""
         count, num_cores = self.num_instances_per_host, len(cores)
         first = local_index * num_cores // count
         last = max(first + 1, (local_index + 1) * num_cores // count)
         return cores[first:last]
 
     def contract(self, index: int, start: StartFacts | None = None) -> Contract:
-        """The contract of instance ``index``: what its program is told about the job and its start."""
+        """Return the contract of instance ``index``, which tells its program about the job and the job's start."""
         start = start or StartFacts()
         instance = self.instance(index)
         return Contract(

@@ -1,7 +1,8 @@
-"""A plan as a file: written as JSON or YAML, read back to the same plan, and checked, for a person may write one.
+"""A plan as a file: written as JSON or YAML, read again as the same plan, and checked.
 
-Pure: values in, values and text out. The file states what the plan states, with hosts and cores as ranges, and
-nothing that follows from it. Reading is strict, because a plan that is misread starts the wrong processes.
+Pure: the functions get values and return values or text. The file contains the values of the plan, with hosts and
+cores as ranges. Reading is strict, because a person may have written the plan, and a wrong plan starts wrong
+processes.
 """
 
 import re
@@ -39,23 +40,26 @@ _KEYS: Final = {
     "trace_seconds": "trace.seconds",
     "trace_steps": "trace.steps",
 }
-"""What an option of the command line, which messages name, is called in a plan."""
+"""The key in a plan for each option of the command line, because messages name options."""
 
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
-    """``plan`` as values that JSON and YAML know. Inverse of :func:`plan_from_dict`."""
+    """Return ``plan`` as values that JSON and YAML can contain; :func:`plan_from_dict` reads these values."""
     return write_record(plan, version=VERSION)
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
-    """The plan that ``values`` of the file ``source`` state; a PlanError names the file, the key and the value."""
+    """Return the plan in ``values``, the content of the file ``source``. Raises PlanError if a value is wrong.
+
+    The message names the file, the key and the value.
+    """
     plan = read_record(LaunchPlan, values, source, version=VERSION)
     check_plan(plan, source)
     return plan
 
 
 def read_plan(text: str, source: str) -> LaunchPlan:
-    """The plan in ``text``, JSON or YAML, of the file ``source``, which a PlanError names."""
+    """Return the plan in ``text``, JSON or YAML. Raises PlanError, which names ``source``, if it is invalid."""
     try:
         values = parse_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
     except ValueError as error:
@@ -74,7 +78,7 @@ def _read_yaml(text: str) -> object:
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:
-    """Check that the values of a plan that somebody wrote fit together as those of a made plan do."""
+    """Check that the values of a plan from a file fit together. Raises PlanError, which names ``source``."""
     try:
         check_counts(
             num_instances=plan.num_instances,

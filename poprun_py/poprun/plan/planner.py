@@ -1,8 +1,8 @@
-"""The planner: what was asked and what a machine or an allocation of Slurm has → what poprun will do.
+"""The planner: it makes a plan from a request and from the facts of a machine or a Slurm allocation.
 
-Pure: facts are arguments, and nothing here reads a clock, the environment or a disk. :func:`make_plan` decides as
-if every host were like the machine that poprun runs on. :func:`place` binds instances to cores, again when a lease
-gave the job other ones.
+Pure: facts are arguments, and no function reads a clock, the environment or a disk. :func:`make_plan` assumes that
+every host is like poprun's machine. :func:`place` binds instances to cores, and does so again if a lease gave the
+job other cores.
 """
 
 import math
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
 
 DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "INFO"))
-"""Where Python was when a signal ended it, and what torch's own process groups disagree on."""
+"""Variables that show where Python was when a signal ended it, and on what torch's process groups disagree."""
 
 THIS_MACHINE: Final = "localhost"
 
@@ -53,19 +53,19 @@ _UNBOUND: Final = "none"
 def make_plan(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None" = None, *, is_counted: bool = True
 ) -> LaunchPlan:
-    """Decide everything that can be decided before a process starts.
+    """Return the plan for ``request``: everything that can be decided before a process starts.
 
     Args:
         request: What the user asked for.
-        facts: What is known about the machine; each host is taken to be like it.
-        pod: The pod that is planned for in place of this machine, or None.
-        is_counted: Whether the user asked for a number of instances; if not, an allocation of Slurm says it.
+        facts: What is known about the machine; every host is assumed to be like this machine.
+        pod: The pod to plan for, or None to plan for this machine.
+        is_counted: Whether the user gave a number of instances; if not, an allocation of Slurm gives the number.
 
     Raises:
         PlanError: If the counts do not fit together or a value is out of its range; the message names the nearest
-            legal choices. In an allocation of Slurm, if poprun is itself one of several tasks, a host is not in
-            it, or the tasks are not as many as the instances; the message has the words for Slurm.
-        MpiNotFoundError: If MPI was asked for and there is none.
+            legal choices. In an allocation of Slurm: if poprun is itself one of several tasks, if a host is not in
+            the allocation, or if the numbers of tasks and instances differ; the message has the options for Slurm.
+        MpiNotFoundError: If the user asked for MPI and no MPI was found.
     """
     return make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=True)[0]
 
@@ -78,14 +78,14 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """The plan of :func:`make_plan` with advice on it; ``are_hosts_seen`` says if other hosts are examined."""
+    """Return the plan of :func:`make_plan`, and advice on it; ``are_hosts_seen``: other hosts will be examined."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
-    # MPICH's forker knows one host only, and no words meant for Hydra.
+    # MPICH's forker can only use this host, and does not understand words for Hydra.
     keeps_forker = is_here and not (words.global_words or words.local_words)
     variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
     check_instance_variables(words.instance_variables, num_instances)
@@ -129,7 +129,7 @@ def make_advised_plan(
 
 
 def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts) -> tuple[str, ...]:
-    """Check the devices against the mapping, if there is one; in what they differ from those it was made for."""
+    """Check the devices against the mapping, if any; return how they differ from the mapping's devices."""
     if request.mapping is None:
         return ()
     from poprun.plan.parallelism import check_found, other_devices
@@ -140,7 +140,7 @@ def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
-    """Where a job runs, and how many of everything it has."""
+    """The hosts of a job and the numbers of its instances, replicas and virtual IPUs."""
 
     hosts: tuple[str, ...]
     num_instances: int
@@ -150,14 +150,14 @@ class _Counts:
 
     @property
     def ipus_per_part(self) -> int:
-        """Virtual IPUs of the part of a replica that one instance holds, which may be all of it."""
+        """The number of virtual IPUs of one instance's part of a replica, which can be the whole replica."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
 
 def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
-    """Find the counts of a job; the request comes back with what a mapping and an allocation of Slurm say."""
+    """Return ``request``, completed from the mapping and Slurm's allocation, and the counts of the job."""
     if request.num_replicas is not None:
         check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()
@@ -196,7 +196,7 @@ def _count(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Bind the instances of a host of ``plan`` to cores; ``given`` is what leases gave it, and wins over it."""
+    """Return the bindings of a host's instances to cores; ``given``, leased cores, replaces the plan's cores."""
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -214,7 +214,7 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 def _within_allocation(
     request: LaunchRequest, allocation: Allocation, size: int, *, is_counted: bool
 ) -> LaunchRequest:
-    """Give ``request`` the hosts and the number of instances of a Slurm allocation: one task is one instance."""
+    """Return ``request`` with the hosts and the number of instances of a Slurm allocation: one per task."""
     if allocation.task is not None:
         rank, size = allocation.task
         raise PlanError(
@@ -223,7 +223,7 @@ def _within_allocation(
         )
     hosts = _hosts(request, allocation)
     is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
-    # an interactive shell is one task, in which a job of this machine may have any number of instances
+    # an interactive shell is one task, but a job of this machine may have any number of instances in the shell
     is_shell = is_here and allocation.tasks_per_node == (1,)
     if not is_counted and request.num_instances is not None:
         num_tasks = 0 if is_shell else sum(_tasks(allocation, hosts))
@@ -236,7 +236,7 @@ def _within_allocation(
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
-    """The hosts of the job; each must be in ``allocation``."""
+    """Return the hosts of the job. Raises PlanError if a host is not in ``allocation``."""
     foreign = [host for host in request.hosts if host not in allocation.nodes]
     if foreign:
         raise PlanError(
@@ -248,13 +248,13 @@ def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
 
 
 def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
-    """The number of tasks on each host; empty if nobody asked Slurm for tasks."""
+    """Return the number of tasks on each host; [] if the user did not ask Slurm for tasks."""
     by_node = dict(zip(allocation.nodes, allocation.tasks_per_node, strict=False))
     return [by_node[host] for host in hosts] if by_node else []
 
 
 def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
-    """Check that each instance has a task of its own: a job that does not fit would wait for ever."""
+    """Check that each instance has a task, because Slurm would let a job with too few tasks wait for ever."""
     tasks = _tasks(allocation, hosts)
     if not tasks:
         return
@@ -282,7 +282,7 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
 
 
 def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parallelism: Parallelism) -> None:
-    """Check that the values of a request, or of a plan, are possible in a job of ``num_instances``."""
+    """Check that the values of a request or a plan are possible in a job of ``num_instances`` instances."""
     if asked.threads_per_replica is not None:
         check_count("--threads-per-replica", asked.threads_per_replica)
     check_output(asked.output, num_instances, has_mesh=parallelism.has_mesh)
@@ -306,12 +306,12 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
 def _num_automatic(
     num_replicas: int | None, size: int, num_hosts: int, num_free: int, num_in_pod: int | None
 ) -> int:
-    """The instances of ``auto``, ``size`` a replica: a host has free GPUs for ``num_free`` of them."""
+    """Return the number of instances that ``auto`` means; one host has free GPUs for ``num_free`` instances."""
     wanted = max(1, num_free) * num_hosts
     if num_replicas is not None:
         legal = legal_instances(num_replicas, num_hosts, size)
         return max((n for n in legal if n <= wanted or size > 1), default=wanted)
-    # without a number of replicas the pod has room for all of them
+    # without a given number of replicas, all instances must fit into the pod
     if num_in_pod is not None:
         wanted = min(wanted, max(1, num_in_pod) * num_hosts)
     step = math.lcm(size, num_hosts)
@@ -335,7 +335,7 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | Non
 
 
 def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
-    """MPI if there is one; else Slurm, in an allocation or if asked for; else poprun itself."""
+    """Return the launcher: MPI if found; else Slurm in an allocation or if asked for; else poprun itself."""
     if mpi is not None:
         return LauncherKind.MPI
     is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
@@ -343,7 +343,7 @@ def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKi
 
 
 def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
-    """The plan's request to the pool, with the number of IPU-Link domains filled in."""
+    """Return the plan's settings for the pool with the number of IPU-Link domains filled in."""
     vipu = plan.vipu
     if vipu.num_ilds is None and vipu.ipus_per_host is None and pod is None:
         return vipu
@@ -354,17 +354,17 @@ def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
 
 
 def _gpus(request: LaunchRequest, facts: MachineFacts) -> tuple[Gpu, ...]:
-    """The GPUs that the job may use; where virtual IPUs are counted, no more than are counted."""
+    """Return the GPUs that the job may use, at most as many as ``--ipus-per-host`` allows."""
     return () if request.vipu.is_offline else facts.gpus[: request.vipu.ipus_per_host]
 
 
 def _choose_devices(
     request: LaunchRequest, facts: MachineFacts, num_instances: int, num_each: int
 ) -> tuple[str, ...]:
-    """Choose the GPUs of a host, free ones first, in slot order.
+    """Choose the GPUs of a host, free GPUs first; return their names in slot order.
 
-    ``num_instances`` instances of the host need ``num_each`` devices each. Where there are too few, instances
-    share all that there are, if the user lets them; otherwise none is chosen.
+    The host has ``num_instances`` instances, each of which needs ``num_each`` devices. If there are too few
+    devices, instances share all devices if the user allows this; otherwise the result is ().
     """
     gpus, count = _gpus(request, facts), num_instances * num_each
     slices = [gpu.name for gpu in gpus if MAKERS[facts.maker].is_slice(gpu.name)]
@@ -382,7 +382,7 @@ def _choose_devices(
 
 
 def _num_cores(plan: LaunchPlan) -> int:
-    """The number of cores that the job computes on; where virtual IPUs are counted, their share."""
+    """Return the number of cores that the job computes on: a share if virtual IPUs of the host are counted."""
     counted, num_cores = plan.vipu.ipus_per_host, len(plan.cores)
     if plan.devices or counted is None:
         return num_cores
@@ -390,7 +390,7 @@ def _num_cores(plan: LaunchPlan) -> int:
 
 
 def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:
-    """The threads of a replica; None leaves ``OMP_NUM_THREADS`` as the user set it."""
+    """Return the number of threads of a replica; None leaves ``OMP_NUM_THREADS`` as the user set it."""
     if request.threads_per_replica is not None:
         return request.threads_per_replica
     asked = dict(variables).get(NUM_THREADS)
@@ -400,14 +400,14 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Vari
 
 
 def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
-    """The output settings asked for; words for the MPI launcher count where there are none."""
+    """Return the output settings of the request; words for the MPI launcher replace settings that are missing."""
     asked = request.output
     is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
     return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
 
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
-    """The placement asked for, or none if words for the MPI launcher make it bind the instances."""
+    """Return the placement asked for; DISABLED if words for the MPI launcher make that launcher bind instances."""
     words = [part for word in (*request.mpi_global_args, *request.mpi_local_args) for part in word.split("=", 1)]
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

@@ -1,6 +1,7 @@
-"""Pods, by their names or by a description in YAML, and the part of a pod that a machine stands for.
+"""Pods, found by name or described in YAML, and the part of a pod that belongs to one machine.
 
-Pure: text in, a :class:`Cluster` out. A pod may be of any size, because nothing of it need exist to plan for it.
+Pure: the functions get text and return a :class:`Cluster`. A pod may have any size, because nothing of the pod
+need exist for a plan.
 """
 
 import re
@@ -18,7 +19,7 @@ from poprun.text.ranges import Hosts, parse_numbers
 _NAME: Final = re.compile(r"(?:Bow-)?POD[-_]?(\d+)", re.IGNORECASE)
 _SAFE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_IPUS: Final = 2**20
-_IPU_MEMORY_BYTES: Final = 900 * 10**6  # in-processor memory of one IPU of an IPU-Machine M2000: 900 MB
+_IPU_MEMORY_BYTES: Final = 900 * 10**6  # in-processor memory of one IPU in an IPU-Machine M2000: 900 MB
 
 
 def _check_name(name: str) -> str:
@@ -28,21 +29,21 @@ def _check_name(name: str) -> str:
 
 
 def _machine_numbers(value: object) -> tuple[int, ...]:
-    """The numbers of IPU-Machines: a range, or one number, which YAML reads as such."""
+    """Return the numbers of IPU-Machines in ``value``, a text with a range, or an int if YAML read one number."""
     return (value,) if type(value) is int and value >= 0 else parse_numbers(str(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodDescription:
-    """A pod as a file describes it."""
+    """A pod as a YAML file describes it."""
 
     name: Annotated[str, _check_name]
     num_machines: Annotated[int, between(1, _MAX_IPUS // IPUS_PER_MACHINE)]  # IPU-Machines, of 4 IPUs each
-    # IPU-Machines of an IPU-Link domain; None for as many as IPU-Links connect
+    # IPU-Machines of an IPU-Link domain; None for the largest possible number
     machines_per_domain: Annotated[int, between(1, MAX_DOMAIN_SIZE // IPUS_PER_MACHINE)] | None = None
-    hosts: Hosts | None = None  # the hosts that it belongs to, in range notation, or None
-    memory_per_ipu_bytes: int | None = None  # memory of an IPU, or None where it is not known
-    # names with the IPU-Machines that belong to them, such as ``0-7``, or None
+    hosts: Hosts | None = None  # the hosts of the pod, in range notation, or None
+    memory_per_ipu_bytes: int | None = None  # memory of an IPU, or None if unknown
+    # names of allocations with their IPU-Machines, such as ``0-7``, or None
     allocations: Mapping[str, Annotated[Any, _machine_numbers]] | None = None
 
 
@@ -50,7 +51,7 @@ _OPTIONAL: Final = [field.name for field in fields(PodDescription) if field.defa
 
 
 def named_pod(name: str) -> Cluster | None:
-    """The pod with a name such as ``POD16``, ``POD64`` or ``POD256``; None when that is no name of one."""
+    """Return the pod with a name such as ``POD16`` or ``POD256``; None if ``name`` is not such a name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -61,7 +62,7 @@ def named_pod(name: str) -> Cluster | None:
 
 
 def read_pod(text: str, source: str) -> Cluster:
-    """The pod that YAML describes, see :class:`PodDescription`, in a file called ``source``."""
+    """Return the pod that ``text`` describes, YAML from the file ``source``; see :class:`PodDescription`."""
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -87,20 +88,20 @@ def read_pod(text: str, source: str) -> Cluster:
 
 
 def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
-    """``pod`` with the IPUs of the host that has one of ``names``; with all if the pod names no such host."""
+    """Return ``pod`` with the IPUs of its host in ``names``; with all IPUs if none of its hosts is there."""
     return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 
 def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
-    """The IPUs of one of the hosts that a pod names: neighbours, equally many for each."""
+    """Return the IPUs of ``host``, one of the pod's hosts; each host has the same number of consecutive IPUs."""
     size, number = len(pod.ipus) // len(pod.hosts), pod.hosts.index(host)
     return pod.ipus[number * size : (number + 1) * size]
 
 
 def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
-    """The allocation that is asked for, under either name of the option; None where that is all of the pod."""
+    """Return the allocation that the user asked for with either option; None if this is the whole pod."""
     name = vipu.allocation or vipu.cluster
-    # a pod that describes none is one, whatever it is called
+    # a pod without allocations is itself one allocation, whatever name the user gave
     return None if name == pod.name or not pod.allocations else name
 
 
@@ -125,7 +126,7 @@ def _pod(
 
 
 def _allocations(described: PodDescription, source: str) -> dict[str, range]:
-    """The IPUs of each allocation, whose IPU-Machines are neighbours."""
+    """Return the IPUs of each allocation. Raises PlanError if an allocation's IPU-Machines are not adjacent."""
     last, found = described.num_machines - 1, {}
     for name, machines in (described.allocations or {}).items():
         if not _SAFE.fullmatch(name):

@@ -1,4 +1,4 @@
-"""The variables with which programs for PopTorch asked for a profile: poprun answers them with a trace. Pure."""
+"""Variables with which PopTorch programs ask for a profile; poprun makes a trace for such variables. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _REPORTS: Final = ("autoReport.all", "autoReport.outputExecutionProfile")
 
 
 def asked_trace(variables: Mapping[str, str]) -> TraceSettings | None:
-    """The trace that ``variables`` ask for, or None; the engine's directory counts before that of PVTI."""
+    """Return the trace that ``variables`` ask for, or None; the engine's directory has priority over PVTI's."""
     engine = _options(variables.get(ENGINE_OPTIONS, ""))
     if engine and any(_is_on(engine.get(name)) for name in _REPORTS):
         return TraceSettings(folder=str(engine.get("autoReport.directory") or _HERE), seconds=_SECONDS)
     if TRACE_OPTIONS not in variables:
         return None
-    options = _options(variables[TRACE_OPTIONS]) or {}  # what cannot be read asks for a trace, as PVTI says
+    options = _options(variables[TRACE_OPTIONS]) or {}  # invalid JSON also asks for a trace, as in PVTI
     if not _is_on(options.get("enable", True)):
         return None
     return TraceSettings(folder=str(options.get("directory") or _HERE), seconds=_SECONDS)

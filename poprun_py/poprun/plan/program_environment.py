@@ -1,6 +1,6 @@
-"""The variables of the programs: what poprun adds to them, and which of the user's go to other hosts.
+"""The environment variables of programs: variables that poprun adds, and the user's variables for other hosts.
 
-Pure: what the user has set is an argument. The contract's own names live in `popdist.ground.contract`.
+Pure: the user's variables are an argument. The names of the contract are in `popdist.ground.contract`.
 """
 
 import os
@@ -22,10 +22,10 @@ PROFILER_LOG = "KINETO_LOG_LEVEL"
 HASH_SEED = "PYTHONHASHSEED"
 
 RECORDER_LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-RECORDED_CALLS = 256  # calls that torch's recorder keeps: to read all takes it 3 ms, every few seconds
+RECORDED_CALLS = 256  # calls that torch's recorder keeps; reading all takes 3 ms, every few seconds
 
 STARTUP_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(contract.__file__)), "startup")
-"""Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
+"""The folder with the code that Python runs first under poprun: see `popdist.startup.sitecustomize`."""
 
 PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")
 PASSED_PREFIXES: Final = (
@@ -34,9 +34,9 @@ PASSED_PREFIXES: Final = (
     *("GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "LT_", "XLA_", "JAX_", "TF_", "KERAS_", "ORT_"),
 )
-"""The variables that go to other hosts, by name and by beginning."""
+"""Beginnings of the names of variables that poprun passes to other hosts, in addition to ``PASSED_NAMES``."""
 
-HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"  # words for Hydra's ssh; poprun's own replace the user's
+HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"  # options for Hydra's ssh; poprun replaces the user's value
 _LAUNCHER_NAMES: Final = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "SSH_AUTH_SOCK", "KRB5CCNAME")
 _LAUNCHER_PREFIXES: Final = ("HYDRA_", "MPIEXEC_", "OMPI_", "OPAL_", "PRTE_", "PMIX_", "SLURM")
 _SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
@@ -50,24 +50,24 @@ CACHES: Final = {
     **makers.CACHES,
     "POPTORCH_CACHE_DIR": "",
 }
-"""Variables that say where compiled programs are kept, and the folder of each in the directory for all of them."""
+"""Variables that say where compiled programs are kept, each with its folder in the common directory of caches."""
 
 
 def check_folder_name(option: str, job_id: str) -> None:
-    """Check that a job can have a folder of its name."""
+    """Check that ``job_id`` can be the name of a folder. Raises PlanError if it cannot."""
     if job_id in {".", ".."} or "/" in job_id:
         raise PlanError(f"{option}: a job called {job_id!r} can have no folder: set another POPDIST_JOB_ID")
 
 
 def wished_job_id(user: Mapping[str, str]) -> str:
-    """The job id that the user has set, so that a job that is called again keeps its name; or an empty text."""
-    # a program of a job that starts another job passes its own id on without wishing it
+    """Return the job id that the user has set, so that a repeated job keeps its name; an empty text if not set."""
+    # a program of a job that starts another job passes its own id on without intention
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
 
 
 def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """The user's variables that go to other hosts; in ``named``, ``A*`` stands for all names that begin with A."""
-    # what is particular to a machine or a login stays, and what looks like a secret: the way is not encrypted
+    """Return the user's variables for other hosts; in ``named``, ``A*`` means every name that begins with A."""
+    # variables of a machine or a login stay here, and so do secrets, because the connection is not encrypted
     beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
         name: value
@@ -81,8 +81,8 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 
 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the MPI launcher of a job on several hosts, and of the programs on this host."""
-    # Hydra sends all that it has to every host, unsealed: it gets what may go there, and what it needs itself
+    """Return the variables of the MPI launcher, and of the programs on this host, for a job on several hosts."""
+    # Hydra sends all its variables to every host unencrypted, so it gets only harmless and necessary variables
     own = {
         name: value
         for name, value in user.items()
@@ -92,26 +92,29 @@ def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
-    """The variables that give torch and NCCL the interface between hosts, unless the user has set them."""
+    """Return the variables that give torch and NCCL the network interface; without variables the user has set."""
     return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 
 def hash_seed(user: Mapping[str, str]) -> dict[str, str]:
-    """The variable with which a set of strings has the same order in all instances, unless the user has set it."""
+    """Return the variable that gives sets of strings the same order everywhere; {} if the user has set it."""
     return {} if HASH_SEED in user else {HASH_SEED: "0"}
 
 
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
-    """The variables to add to those of the ``user`` for instance ``index``, with those that ``plan`` was given."""
+    """Return the variables that poprun adds to the environment ``user`` for instance ``index`` of ``plan``.
+
+    The result contains the variables that the user gave with poprun's options.
+    """
     if start is not None and start.devices:
         plan = replace(plan, devices=start.devices)
     asked = plan.variables_of(index)
     user = {**user, **asked}
     env = {**asked, **plan.contract(index, start).to_env()}
     env |= _masks(plan, index, user)
-    if not plan.devices and ACCELERATE_ON_CPU not in user:  # else accelerate lets every instance train alone
+    if not plan.devices and ACCELERATE_ON_CPU not in user:  # without it, accelerate lets instances train alone
         env[ACCELERATE_ON_CPU] = "true"
     name, value = makers.DETERMINISM
     if plan.is_deterministic and name not in user:
@@ -124,7 +127,7 @@ def program_environment(
         }
     if plan.is_watched:
         env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
-    has_recorder = plan.is_watched and plan.num_instances > 1 and plan.trace.folder is None  # as a trace has calls
+    has_recorder = plan.is_watched and plan.num_instances > 1 and plan.trace.folder is None  # a trace has calls
     if has_recorder and not user.keys() & set(RECORDER_LENGTHS):
         env[RECORDER_LENGTHS[0]] = str(RECORDED_CALLS)
     if UNBUFFERED not in user:
@@ -134,11 +137,11 @@ def program_environment(
 
 
 def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, str]:
-    """The variables that say which devices a program sees, and how its runtime numbers them."""
+    """Return the variables that say which devices a program sees, and how the runtime numbers the devices."""
     if not plan.devices:
         return dict(maker.hiding for maker in makers.MAKERS.values()) if plan.vipu.is_offline else {}
     maker = makers.MAKERS[plan.maker]
-    # where the user has set no mask, poprun has counted as the tool does, and the runtime shall, too
+    # without a mask of the user, poprun has numbered devices as the tool does, so the runtime must do the same
     order = [maker.order] if maker.order is not None and user.keys().isdisjoint(maker.masks) else []
     return {maker.mask: ",".join(plan.instance(index).visible), **dict(order)}
 
@@ -146,7 +149,7 @@ def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, s
 def _trace_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None
 ) -> dict[str, str]:
-    """The variables that say what is to be recorded for a trace; none where nothing is."""
+    """Return the variables that say what a program records for a trace; {} if the job has no trace."""
     trace = plan.trace
     if trace.folder is None or start is None:
         return {}

@@ -1,8 +1,8 @@
-"""What the user asked for, before anything is known about the machine: values with their defaults, and checks.
+"""The request: what the user asked for, before anything is known about the machine, with defaults and checks.
 
-Replicas divide over instances, instances over hosts, and every count is at least 1. An error says what was asked,
-the rule it breaks, and the nearest legal choices. The settings for output, end, hosts and virtual IPUs go from
-request to plan as they are.
+Replicas divide over instances, instances divide over hosts, and every count is at least 1. An error says what was
+asked, which rule is broken, and the nearest legal choices. The settings for output, ending, hosts and virtual IPUs
+go unchanged from the request to the plan.
 """
 
 import math
@@ -20,85 +20,85 @@ from poprun.text.ranges import fold_numbers
 if TYPE_CHECKING:
     from popsize.hardware import PlannedDevices
 
-MAX_COUNT: Final = 2**20  # of instances and replicas, of which lists are made
+MAX_COUNT: Final = 2**20  # largest number of instances or replicas, because poprun makes lists of them
 _NUM_CHOICES: Final = 3
 
 TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stage", "shard", "stream")
-"""What the template of a tag may name."""
+"""The fields that the template of a tag may contain."""
 
-POPRUN_TAG: Final = "[1,{instance}]<{stream}>:"  # of PopRun, for --tag-output
+POPRUN_TAG: Final = "[1,{instance}]<{stream}>:"  # PopRun's tag, for --tag-output
 USUAL_TAG: Final = "[{instance}] "
 _PIECE: Final = re.compile(r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])")
 
-DEFAULT_PORT: Final = 8090  # where a server of virtual IPUs listens
+DEFAULT_PORT: Final = 8090  # port at which a server of virtual IPUs listens
 _MAX_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSettings:
-    """What is shown and kept of what the programs print."""
+    """The settings for showing and keeping the programs' output."""
 
     shown_instances: tuple[int, ...] | None = None  # the instances whose output is shown, ascending; None for all
-    # whether lines name their instance; None where there are several, or a ``tag_format``
+    # whether lines start with a tag; None: only with several instances or with ``tag_format``
     is_tagged: bool | None = None
-    tag_format: str | None = None  # the tag as a template, see `check_tag_format`; None for the usual one
-    is_folded: bool = False  # whether lines that several instances print alike are shown once
-    log_dir: str | None = None  # for logs of each instance, absolute or below the job's working directory
-    has_monitor: bool = False  # whether a live view of the instances takes the place of their lines
+    tag_format: str | None = None  # the tag's template, see `check_tag_format`; None: the usual tag
+    is_folded: bool = False  # whether a line that several instances print is shown once
+    log_dir: str | None = None  # directory for each instance's log, absolute or below the working directory
+    has_monitor: bool = False  # whether a live view of the instances is shown instead of their output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndingSettings:
-    """The times that a job has, its restarts, and what is told of how it goes."""
+    """The time limits of a job, its restarts, and the reports about it."""
 
-    stop_timeout_seconds: float = 5.0  # how long a program that is being stopped may take before it is killed
-    start_timeout_seconds: float = 60.0  # how long the instances may take to come to life
-    timeout_seconds: float | None = None  # how long the whole job may take
+    stop_timeout_seconds: float = 5.0  # time between the request to stop and the kill of a program
+    start_timeout_seconds: float = 60.0  # time in which all instances must start
+    timeout_seconds: float | None = None  # time limit of the whole job; None: no limit
     max_restarts: int = 0
-    # whether a job is started again also where its failure seems to be one that comes again
+    # whether a job restarts even if the same failure seems certain
     restarts_anyway: bool = field(default=False, metadata=IF_USED)
-    hang_report_seconds: float | None = 120.0  # after so long a wait without progress it is reported; None: never
-    hang_timeout_seconds: float | None = None  # after so long a wait the job is ended; None: never
+    hang_report_seconds: float | None = 120.0  # time without progress until a report; None: no report
+    hang_timeout_seconds: float | None = None  # time without progress until the job is ended; None: never
     report_files: tuple[str, ...] = ()  # absolute or below the working directory; pages (.html) and data (.json)
-    # the port of 127.0.0.1 at which Prometheus is answered, 0 for a free one, or None
+    # the port of 127.0.0.1 for Prometheus, 0 for a free port, or None for no metrics
     metrics_port: int | None = field(default=None, metadata=IF_USED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSettings:
-    """How the hosts of a job are reached."""
+    """The settings for reaching the hosts of a job."""
 
-    subnet: str | None = None  # of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes
-    ssh_config: str | None = None  # file with the configuration of ssh, or None for the user's own
-    synchronises_venv: bool = False  # whether hosts that lack poprun's Python environment get a copy of it
-    slurm_job: str | None = None  # number of the Slurm job that has the hosts, and reaches them; None: ssh
+    subnet: str | None = None  # network of the job, such as ``10.0.0.0/16``; None: the network that ssh uses
+    ssh_config: str | None = None  # file with the configuration of ssh; None: the user's usual file
+    synchronises_venv: bool = False  # whether hosts without poprun's Python environment get a copy
+    slurm_job: str | None = None  # number of the Slurm job with the hosts; None: poprun uses ssh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VipuSettings:
-    """The virtual IPUs that a job holds, and how it comes by them."""
+    """The settings for the virtual IPUs of a job, and for the pool or server that hands them out."""
 
-    partition: str | None = None  # name of the partition to use or to create, or None
-    partition_attempts: int = 1  # how often to try for one that is not ready
+    partition: str | None = None  # name of the partition to use or create, or None
+    partition_attempts: int = 1  # number of attempts if the partition is not ready
     allocation: str | None = None  # name of the allocation to create the partition in, or None
     cluster: str | None = None  # the allocation under its older name, or None
-    updates_partition: bool = False  # whether a partition that does not fit is changed, or created
-    resets_partition: bool | None = None  # whether it is reset first; None does so only where it has to be
-    removes_partition: bool = True  # whether a partition that poprun created is removed afterwards
-    num_ilds: int | None = None  # IPU-Link domains of the job, or None for as many as the pod has
-    ipus_per_host: int | None = None  # virtual IPUs of a host; None for its GPUs, or no limit on a host without
-    waits_for_devices: bool = False  # whether to queue until the virtual IPUs are free
-    shares_devices: bool = False  # whether GPUs may be used that processes outside the pool use
+    updates_partition: bool = False  # whether poprun may change or create the partition if it does not fit
+    resets_partition: bool | None = None  # whether to reset the partition first; None: only if necessary
+    removes_partition: bool = True  # whether to remove a partition that poprun created, at the end
+    num_ilds: int | None = None  # number of IPU-Link domains; None: as the pod has them
+    ipus_per_host: int | None = None  # virtual IPUs of a host; None: its GPUs, or no limit without GPUs
+    waits_for_devices: bool = False  # whether to wait in a queue until the virtual IPUs are free
+    shares_devices: bool = False  # whether the job may use GPUs that other processes use
     is_offline: bool = False  # whether the job runs without virtual IPUs
-    server_host: str | None = None  # where the server of the pool is, or None for the machine's own pool
+    server_host: str | None = None  # host of the pool's server; None: the machine's own pool
     server_port: int = DEFAULT_PORT
-    server_timeout_seconds: float = 120.0  # how long the pool, or the server, may take to answer
-    pool: str | None = None  # folder of the pool, or None for that of the machine
-    pod: str | None = None  # what the job is planned for: a pod's name, or the YAML file that describes it
+    server_timeout_seconds: float = 120.0  # time in which the pool or the server must answer
+    pool: str | None = None  # folder of the pool; None: the machine's usual folder
+    pod: str | None = None  # the pod to plan for: its name, or a YAML file that describes it
 
 
 class LauncherChoice(StrEnum):
-    """How the processes are to be started: ``AUTO`` takes MPI where there is one, else Slurm in an allocation."""
+    """The launcher that the user chose; ``AUTO`` means MPI if it is found, otherwise Slurm in an allocation."""
 
     AUTO = "auto"
     MPI = "mpi"
@@ -107,16 +107,16 @@ class LauncherChoice(StrEnum):
 
 
 TRACED_STEPS: Final = range(5, 10)
-"""The steps that are recorded where nobody says which."""
+"""The steps that a trace records if the user does not choose steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSettings:
-    """What is asked of a trace."""
+    """The settings of a trace: its folder, and the steps or seconds that it records."""
 
-    folder: str | None = None  # directory for it, absolute or below the job's working directory; None for no trace
-    steps: range | None = None  # of the optimizer, counted from 0; None is ``TRACED_STEPS``, or none with seconds
-    seconds: float | None = None  # how long to record from the first call of a torch module on, in place of steps
+    folder: str | None = None  # directory of the trace, absolute or below the working directory; None: no trace
+    steps: range | None = None  # steps of the optimizer, from 0; None: ``TRACED_STEPS``, or ``seconds`` if given
+    seconds: float | None = None  # time to record from the first call of a torch module, instead of steps
 
 
 NO_TRACE: Final = TraceSettings()
@@ -124,44 +124,44 @@ NO_TRACE: Final = TraceSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMapping:
-    """What ``--parallelism`` asks for, in words or in a file that `poprun-size` saved."""
+    """The mapping of ``--parallelism``, given as words or as a file that `poprun-size` saved."""
 
-    text: str  # the words, or the name of the file, as they were written
-    tensor: int = 1  # instances that share each layer
-    pipeline: int = 1  # stages that the layers are cut into
-    replicas: int | None = None  # model replicas in the whole job; None where the words do not say
+    text: str  # the words or the name of the file, as the user wrote it
+    tensor: int = 1  # number of instances that share each layer
+    pipeline: int = 1  # number of stages into which the layers are divided
+    replicas: int | None = None  # model replicas in the whole job; None if not given
     path: str | None = None  # absolute path of the file, or None for words
-    devices: "PlannedDevices | None" = None  # what the file was planned for; None for words
+    devices: "PlannedDevices | None" = None  # the devices for which the file was planned; None for words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What a job is asked to be, as values.
+    """Everything that the user asks of a job, as one frozen value.
 
     Attributes:
-        program: The program's words, made executable by ``poprun.hosts.probe.program``; may be empty in a dry run.
+        program: The program's command line, made executable by ``poprun.hosts.probe.program``; may be empty.
         working_directory: Absolute path in which every instance starts.
-        num_instances: Processes in the job; None asks for one per free GPU, else 1 (``auto``).
+        num_instances: Processes in the job; None asks for one per free GPU, or 1 without GPUs (``auto``).
         num_replicas: Model replicas in the whole job; None means as many as the instances have room for.
-        ipus_per_replica: Virtual IPUs that one replica uses; None is one for each of its instances, at least 1.
-        instances_per_replica: Instances that share one replica; None is as the mapping says, else 1.
-        mapping: How they share it, or None where the program has a mesh of its own, or nothing is shared.
-        hosts: Names to run on, in order; empty means this machine.
+        ipus_per_replica: Virtual IPUs of one replica, at least 1; None means one for each instance of the replica.
+        instances_per_replica: Instances that share one replica; None means as in ``mapping``, otherwise 1.
+        mapping: How instances share a replica; None if the program has its own mesh, or if nothing is shared.
+        hosts: Names of the hosts, in order; empty means this machine.
         launcher: How to start the processes.
         mpi_global_args: Extra words for the MPI launcher, before its process count.
         mpi_local_args: Extra words for the MPI launcher, after its process count.
         instance_mpi_local_args: Pairs of an instance and its own extra words.
         placement: Which cores the instances get.
-        threads_per_replica: Threads for each replica's arithmetic; None shares out the cores.
-        is_debugged: Whether programs are to say more of what goes wrong.
-        is_deterministic: Whether torch is to use deterministic algorithms only.
+        threads_per_replica: Threads of each replica for arithmetic; None divides the cores among the replicas.
+        is_debugged: Whether programs print more about failures.
+        is_deterministic: Whether torch uses only deterministic algorithms.
         executable_cache_path: Directory for compiled programs, absolute or below ``working_directory``, or None.
-        vipu: What is asked of the pool of virtual IPUs.
-        output: What is shown and kept of what the programs print.
-        ending: When the job ends other than by itself, and what is told of it.
-        remote: How the hosts are reached.
-        trace: What is recorded for a trace, if anything is.
-        is_watched: Whether poprun looks into the programs: their steps, calls and stacks.
+        vipu: Settings for the pool of virtual IPUs.
+        output: Settings for showing and keeping the programs' output.
+        ending: Time limits, restarts and reports of the job.
+        remote: How poprun reaches the hosts.
+        trace: Settings of a trace; ``NO_TRACE`` for no trace.
+        is_watched: Whether poprun observes the programs: their steps, calls and stacks.
     """
 
     program: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ class LaunchRequest:
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
-    """Check that ``output`` is possible for ``num_instances``; ``has_mesh``: their stages and shards are known."""
+    """Check that ``output`` is possible for ``num_instances``; ``has_mesh``: tags can name stages and shards."""
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(
@@ -266,13 +266,13 @@ def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
 
 
 def check_path(option: str, path: str | None) -> None:
-    """Check that the value of ``option``, if there is one, can be a path."""
+    """Check that ``path``, the value of ``option``, can be a path, if it is not None."""
     if path is not None and (not path or "\0" in path):
         raise PlanError(f"{option} {path!r} is not possible: it is a path")
 
 
 def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
-    """Check that the values of ``vipu`` are possible in a job of ``num_instances``."""
+    """Check that the values of ``vipu`` are possible in a job of ``num_instances`` instances."""
     check_count("--vipu-partition-attempts", vipu.partition_attempts)
     for option, count in (("--num-ilds", vipu.num_ilds), ("--ipus-per-host", vipu.ipus_per_host)):
         if count is not None:
@@ -303,7 +303,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
 
 
 def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
-    """Check that ``template`` names only fields that there are, and that its braces match."""
+    """Check that ``template`` contains only known fields, and that its braces match."""
     known = [name for name in TAG_FIELDS if has_mesh or name not in ("stage", "shard")]
     fields = ", ".join(f"{{{name}}}" for name in known)
     for piece in _PIECE.finditer(template):
@@ -318,7 +318,7 @@ def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
 
 
 def check_count(option: str, count: int, *, minimum: int = 1) -> None:
-    """Check that the value of ``option`` lies between ``minimum`` and ``MAX_COUNT``."""
+    """Check that ``count``, the value of ``option``, is between ``minimum`` and ``MAX_COUNT``."""
     if count < minimum:
         raise PlanError(f"{option} {count} is not possible: it must be at least {minimum}")
     if count > MAX_COUNT:
@@ -328,7 +328,7 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 def check_counts(
     *, num_instances: int, num_replicas: int | None, num_hosts: int, instances_per_replica: int = 1
 ) -> None:
-    """Check that instances divide over hosts, and replicas over instances or these over replicas."""
+    """Check that instances divide over hosts, and replicas over instances or instances over replicas."""
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)
@@ -341,7 +341,7 @@ def check_counts(
 
 
 def check_ipus_per_replica(ipus_per_replica: int, instances_per_replica: int) -> None:
-    """Check that the virtual IPUs of a replica divide over its instances."""
+    """Check that the virtual IPUs of a replica divide over the instances of the replica."""
     check_count("--ipus-per-replica", ipus_per_replica)
     if ipus_per_replica % instances_per_replica:
         nearest = _choices(_multiples_around(ipus_per_replica, instances_per_replica), "virtual IPU")
@@ -352,7 +352,7 @@ def check_ipus_per_replica(ipus_per_replica: int, instances_per_replica: int) ->
 
 
 def legal_instances(num_replicas: int, num_hosts: int, instances_per_replica: int = 1) -> list[int]:
-    """The numbers of instances, ascending, that ``num_replicas`` can have and that are divided by the hosts."""
+    """Return the possible numbers of instances for ``num_replicas``: ascending multiples of ``num_hosts``."""
     if instances_per_replica > 1:
         counts: Iterable[int] = (num_replicas * instances_per_replica,)
     else:
@@ -361,7 +361,7 @@ def legal_instances(num_replicas: int, num_hosts: int, instances_per_replica: in
 
 
 def _check_shared(num_instances: int, num_replicas: int | None, num_hosts: int, size: int) -> None:
-    """Check the counts of a job whose replicas have ``size`` instances each, which is more than one."""
+    """Check the counts of a job in which ``size`` instances, more than one, share each replica."""
     step = math.lcm(size, num_hosts)
     if num_instances % step:
         hosts = f" and {num_hosts} hosts" if num_instances % num_hosts else ""
@@ -408,25 +408,25 @@ def _instances_over_hosts(num_instances: int, num_replicas: int | None, num_host
 
 
 def _divisors(number: int) -> Iterator[int]:
-    """Every divisor of ``number``, ascending."""
+    """Yield all divisors of ``number``, ascending."""
     small = [count for count in range(1, int(number**0.5) + 1) if number % count == 0]
     yield from small
     yield from (number // count for count in reversed(small) if count * count != number)
 
 
 def _multiples_around(number: int, step: int) -> list[int]:
-    """The largest multiple of ``step`` up to ``number`` and the next one; 0 is left out."""
+    """Return the largest multiple of ``step`` up to ``number`` and the next multiple, without 0."""
     below = number // step * step
     return [count for count in (below, below + step) if 0 < count <= MAX_COUNT]
 
 
 def _nearest(counts: Iterable[int], wanted: int) -> list[int]:
-    """The three of ``counts`` that are closest to ``wanted``, ascending."""
+    """Return the three numbers in ``counts`` that are closest to ``wanted``, ascending."""
     return sorted(sorted(counts, key=lambda count: abs(count - wanted))[:_NUM_CHOICES])
 
 
 def _choices(counts: list[int], noun: str) -> str:
-    """Counts in words, such as ``4 or 8 replicas``; an empty text for no counts."""
+    """Return counts in words, such as ``4 or 8 replicas``; an empty text for no counts."""
     if not counts:
         return ""
     *others, last = map(str, counts)

@@ -1,6 +1,6 @@
-"""A plan as the job of a cluster's own engine, which then starts it without poprun.
+"""Jobs for a cluster's own engine, written from a plan; the engine starts such a job without poprun.
 
-Pure: values in, text out. What Kubernetes needs is a module of its own that is imported on use.
+Pure: the functions get values and return text. The module for Kubernetes is imported only when it is used.
 """
 
 import math
@@ -18,7 +18,7 @@ from poprun.plan.render.words import size_of
 from poprun.text.ranges import fold_hosts
 from poprun.text.screen import EmitKind
 
-_MAX_NAME: Final = 40  # characters of a job's name; the operators append to it, and a host's name has at most 63
+_MAX_NAME: Final = 40  # characters of a job's name: operators append text, and a host's name has at most 63
 _QUOTED: Final = frozenset(" \t\"'#")
 
 
@@ -26,11 +26,11 @@ def emit_job(
     plan: LaunchPlan,
     kind: EmitKind,
     *,
-    image: str | None = None,  # the container image that holds the program
-    command: Sequence[str] = ("poprun",),  # how a batch script calls poprun to make the same plan
-    user_num_threads: str = "",  # OMP_NUM_THREADS as the user has set it here
+    image: str | None = None,  # the container image with the program
+    command: Sequence[str] = ("poprun",),  # the command with which a batch script makes the same plan
+    user_num_threads: str = "",  # the user's OMP_NUM_THREADS on this machine
 ) -> str:
-    """``plan`` as a job of ``kind``, as text; a UsageError says what is missing, or what the kind cannot say."""
+    """Return ``plan`` as the text of a job of ``kind``. Raises UsageError if a needed value is missing."""
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
     if plan.threads_per_replica is None and re.fullmatch("[1-9][0-9]*", user_num_threads):
@@ -48,7 +48,7 @@ def emit_job(
 
 
 def job_name(plan: LaunchPlan) -> str:
-    """A label of RFC 1123 for the job, from its program's name: ``/data/Train_2.py`` becomes ``train-2``."""
+    """Return a job name, a label of RFC 1123, made from the program: ``/data/Train_2.py`` becomes ``train-2``."""
     script = next((word for word in plan.program if word.endswith(".py")), plan.program[0])
     stem = os.path.basename(script).removesuffix(".py").lower()
     name = re.sub("[^a-z0-9]+", "-", stem)[:_MAX_NAME].strip("-")
@@ -56,7 +56,7 @@ def job_name(plan: LaunchPlan) -> str:
 
 
 def batch_script(plan: LaunchPlan, name: str, words: Sequence[str]) -> str:
-    """``plan`` as a script for sbatch(1) that asks for what the plan needs and runs poprun's ``words``."""
+    """Return a script for sbatch(1) that asks for what ``plan`` needs and runs ``words``, a poprun command."""
     if "\n" in plan.working_directory or "\r" in plan.working_directory:
         raise UsageError(f"--emit sbatch: the working directory {plan.working_directory!r} has a line break in it")
     lines = [f"#SBATCH --{option}={_quoted(value)}" for option, value in _directives(plan, name)]
@@ -76,7 +76,7 @@ def _directives(plan: LaunchPlan, name: str) -> Iterator[tuple[str, str]]:
     if plan.devices:
         yield "gpus-per-node", str(plan.num_gpus_per_host)
     if plan.ending.timeout_seconds is not None:
-        # Slurm counts minutes; one more leaves poprun the time to end the job itself.
+        # Slurm counts whole minutes; poprun needs one more minute to end the job itself.
         hours, minutes = divmod(math.ceil(plan.ending.timeout_seconds / 60) + 1, 60)
         yield "time", f"{hours:02}:{minutes:02}:00"
 

@@ -1,8 +1,8 @@
-"""A plan as a job of Kubernetes: an MPIJob of the Kubeflow MPI Operator, or an indexed JobSet.
+"""Jobs for Kubernetes, written from a plan: an MPIJob of the Kubeflow MPI Operator, or an indexed JobSet.
 
-An MPIJob has a pod for each host and one for the MPI launcher: https://github.com/kubeflow/mpi-operator.
-A JobSet has a pod for each instance, whose index is the rank of the instance; all else is the same in all pods:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
+An MPIJob has one pod for each host and one pod for the MPI launcher: https://github.com/kubeflow/mpi-operator. A
+JobSet has one pod for each instance. The index of the pod is the rank of the instance; everything else is the same
+in all pods: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
 """
 
 import math
@@ -29,7 +29,7 @@ from poprun.plan.program_environment import hash_seed
 from poprun.plan.render.words import size_of
 from poprun.plan.topology import MpiKind
 
-HOST_FILE: Final = "/etc/mpi/hostfile"  # where the MPI Operator tells the launcher of the pods
+HOST_FILE: Final = "/etc/mpi/hostfile"  # file in which the MPI Operator lists the pods for the launcher
 _WAIT_FOR_NAMES: Final = f"""\
 tries=0
 while IFS=': ' read -r host _; do
@@ -37,22 +37,25 @@ while IFS=': ' read -r host _; do
 done < {HOST_FILE}
 exec "$@"
 """
-"""Pods are ready a little before their names are known, and an MPI launcher gives up at the first that is not."""
+"""A script that waits for the names of all pods: pods are ready before their names can be resolved, and an MPI
+launcher fails at the first unknown name.
+"""
 
 _SSH_WORDS: Final = "-o ConnectionAttempts=10"
 _SSH_VARIABLES: Final = {MpiKind.OPEN_MPI: "PRTE_MCA_plm_ssh_args", MpiKind.MPICH: "HYDRA_LAUNCHER_EXTRA_ARGS"}
-"""Where each launcher reads more words for ssh; a pod is ready before its sshd is."""
+"""The variable in which each launcher reads more options for ssh, needed because a pod is ready before its sshd.
+"""
 
 _IMPLEMENTATIONS: Final = {MpiKind.OPEN_MPI: "OpenMPI", MpiKind.MPICH: "MPICH"}
 
-_PORT: Final = 29500  # where the instances of a JobSet connect to instance 0; a pod has all ports for itself
+_PORT: Final = 29500  # port at which instance 0 of a JobSet listens; each pod has its own ports
 _GROUP: Final = "instance"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-"""The value of a variable that a pod finds in its own description."""
+"""The path of the pod's index in the pod's own description, from which a variable gets its value."""
 
 
 def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
-    """``plan`` as an MPIJob in YAML, for the kind of MPI that the plan starts with, else for Open MPI."""
+    """Return ``plan`` as an MPIJob in YAML, for the plan's kind of MPI, or for Open MPI if the plan has no MPI."""
     kind = plan.mpi.kind if plan.mpi else MpiKind.OPEN_MPI
     words = ("sh", "-c", _WAIT_FOR_NAMES, "sh", *_launcher_words(plan, kind), *plan.program)
     launcher = {"containers": [_container(image, words, {_SSH_VARIABLES[kind]: _SSH_WORDS})]}
@@ -75,8 +78,8 @@ def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def jobset(plan: LaunchPlan, name: str, image: str) -> str:
-    """``plan`` as a JobSet in YAML."""
-    # The one job of the set has index 0, and so has the pod of instance 0.
+    """Return ``plan`` as an indexed JobSet in YAML, with one pod for each instance."""
+    # The set has one job, with index 0; the pod of instance 0 also has index 0.
     variables = {
         RANK: _INDEX,
         WORLD_SIZE: str(plan.num_instances),
@@ -105,21 +108,21 @@ def jobset(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def _launcher_words(plan: LaunchPlan, kind: MpiKind) -> tuple[str, ...]:
-    """The MPI launcher of a plan and its options; ssh passes no variables on, so they stand among its words."""
+    """Return the MPI launcher's command line, which contains the variables, because ssh passes no variables on."""
     total, per_host = str(plan.num_instances), str(plan.num_instances_per_host)
     variables = _common_variables(plan)
     if kind is MpiKind.MPICH:
         exports = [word for name, value in variables.items() for word in ("-genv", name, value)]
         first = ["mpiexec", "-f", HOST_FILE, "-ppn", per_host, "-bind-to", "none"]
     else:
-        # Open MPI has to be told of PATH, or finds no program that is not where sshd looks
+        # without PATH, Open MPI finds only programs in the folders of sshd's own PATH
         exports = ["-x", "PATH", *(word for pair in variables.items() for word in ("-x", "=".join(pair)))]
         first = ["mpirun", "--allow-run-as-root", "--hostfile", HOST_FILE, "--bind-to", "none"]
     return (*first, *exports, *plan.mpi_global_args, "-n", total, *plan.mpi_local_args)
 
 
 def _common_variables(plan: LaunchPlan) -> dict[str, str]:
-    """The variables that all instances of ``plan`` have alike, the user's own among them."""
+    """Return the variables that are the same in all instances of ``plan``, with the user's own variables."""
     if plan.instance_variables:
         raise UsageError(
             "--instance-mpi-local-args: the pods of a job are all alike; let the program choose by its instance"
@@ -129,7 +132,7 @@ def _common_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The one container of a pod. Kubernetes reads ``$(NAME)`` in words and values, and ``$$`` as one ``$``."""
+    """Return the container of a pod; ``$`` becomes ``$$``, because Kubernetes would replace ``$(NAME)``."""
     entries = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": value}}}
         if value == _INDEX
@@ -142,14 +145,14 @@ def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str]
 
 
 def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: int) -> dict[str, Any]:
-    """A pod with what ``num_instances`` of ``plan`` need: GPUs or cores, shared memory, and time to stop."""
+    """Return a pod with what ``num_instances`` instances need: GPUs or cores, shared memory, and time to stop."""
     resources: dict[str, Any] = {}
     if plan.devices:
         num_devices = min(num_instances * plan.num_devices_per_instance, len(plan.devices))
         resources["limits"] = {MAKERS[plan.maker].resource: num_devices}
     if plan.threads_per_replica is not None:
         resources["requests"] = {"cpu": str(num_instances * plan.threads_per_replica)}
-    # else a pod has 64 MiB at /dev/shm, where data loaders leave their batches
+    # otherwise a pod has only 64 MiB in /dev/shm, where DataLoader workers put batches
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     return {
         "terminationGracePeriodSeconds": max(1, math.ceil(plan.ending.stop_timeout_seconds)),
@@ -159,13 +162,13 @@ def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: i
 
 
 def _deadline_seconds(plan: LaunchPlan) -> dict[str, int]:
-    """``activeDeadlineSeconds`` if the job has a time limit, else nothing."""
+    """Return ``activeDeadlineSeconds`` if the job has a time limit; otherwise an empty dict."""
     limit = plan.ending.timeout_seconds
     return {} if limit is None else {"activeDeadlineSeconds": max(1, math.ceil(limit))}
 
 
 class _Dumper(yaml.SafeDumper):
-    """A writer of YAML that leaves scripts as they are, line by line."""
+    """A writer of YAML that writes a text with several lines as a literal block."""
 
 
 _Dumper.add_representer(
@@ -175,7 +178,7 @@ _Dumper.add_representer(
 
 
 def _manifest(plan: LaunchPlan, name: str, api_version: str, kind: str, spec: Mapping[str, Any]) -> str:
-    """An object of Kubernetes as YAML, below two lines that say what it is."""
+    """Return an object of Kubernetes as YAML, below two comment lines with the job's sizes and program."""
     values = {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=False)
     words = re.sub(r"[^ -~]+", "?", shlex.join(plan.program))
