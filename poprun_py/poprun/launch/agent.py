@@ -1,8 +1,9 @@
-"""The agent of one instance: it starts the program, tells poprun how it ended, and leaves nothing behind.
+"""The agent of one instance: it starts the program, reports the program's end to poprun, and leaves no process.
 
-It has a session of its own, out of reach of Ctrl-C and of the MPI runtime, and is a subreaper. It ends the
-program's tree when poprun says so, when poprun or its shim is gone, and when the program has ended by itself.
-Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
+An agent has its own session, which Ctrl-C and the MPI runtime do not reach, and is a subreaper. It ends the
+program's tree when poprun orders this, when poprun or the shim is gone, and when the program has ended. The agent
+imports little of the standard library and nothing else, because each shim of an MPI job loads it in a bare
+interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from poprun.launch.process.spawn import (
 from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
 from poprun.launch.tree_ending import TreeEnding
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     import socket
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from poprun.launch.clock_answers import ClockAnswers
 else:
-    import _signal as signal  # signal and socket themselves load enum and more
+    import _signal as signal  # the modules signal and socket would load enum and more
     import _socket as socket
 
     from poprun.launch.process import NamedTuple
@@ -57,24 +58,24 @@ _WORD_SECONDS = 2.0
 
 
 class Parentage(NamedTuple):
-    """The processes that an agent comes from."""
+    """The processes from which an agent comes: its shim, and the process that started the shim."""
 
     shim: int  # the process id of its shim
-    runtime: int  # that of the process which started the shim
-    ends: Collection[int]  # descriptors that become readable when one of the two is gone
-    # what the shim was given, which is that of the program but for what poprun adds
+    runtime: int  # the process id of the process that started the shim
+    ends: Collection[int]  # descriptors that become readable when the shim or the runtime ends
+    # the environment of the shim; the program gets it with poprun's additions
     environment: Mapping[str, str]
 
 
 class HeldKey(NamedTuple):
-    """The key of the agent's job; both are empty where the kernel knows the agents."""
+    """The key of the agent's job; both fields are empty if the kernel identifies the agents."""
 
     text: str
-    file: str  # where it was read
+    file: str  # the file that contained the key
 
 
 def forget_key(key: HeldKey) -> None:
-    """Remove the key's file, which every shim has read by now; another agent may have done so."""
+    """Remove the file of the key, which every shim has read; another agent may already have removed the file."""
     try:
         os.unlink(key.file)
     except OSError:
@@ -82,11 +83,11 @@ def forget_key(key: HeldKey) -> None:
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
-    """Bind this process to cores and memory nodes; the words returned say why the memory is not bound, if so."""
-    # what a process starts inherits both: sched_setaffinity(2), and set_mempolicy(2), which containers may forbid
+    """Bind this process to cores and memory nodes; return the reason if the memory cannot be bound, else {}."""
+    # child processes inherit both: sched_setaffinity(2), and set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)
-        if os.sched_getaffinity(0) != set(cores):  # the kernel leaves out what is not to be had, without a word
+        if os.sched_getaffinity(0) != set(cores):  # the kernel silently leaves out cores that it cannot give
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     if memory_nodes:
         try:
@@ -97,9 +98,9 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
 
 
 def hold_port(address: str) -> socket.socket:
-    """A socket that keeps a free port of ``address`` for a library of the program, without listening there."""
-    # Every instance must know it before that program listens there. The kernel gives a port that is bound with
-    # SO_REUSEADDR to nobody who asks for any, and the library's listener, which sets that too, may bind it.
+    """Return a socket that keeps a free port of ``address`` for a library of the program, without listening."""
+    # Every instance must know the port before the program listens. The kernel gives a port that is bound with
+    # SO_REUSEADDR to no process that asks for any free port, but the library's listener can still bind the port.
     holder = socket.socket(_family(address), socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
@@ -107,7 +108,7 @@ def hold_port(address: str) -> socket.socket:
 
 
 def is_in_use(holder: socket.socket) -> bool:
-    """Whether a library listens at the port that ``holder`` keeps; if not, nobody can from now on."""
+    """Whether a library listens at the port of the socket ``holder``; if not, the port is closed from now on."""
     try:
         holder.listen()
     except OSError:
@@ -116,7 +117,7 @@ def is_in_use(holder: socket.socket) -> bool:
 
 
 def open_store_listener(address: str) -> socket.socket:
-    """A listening socket at ``address`` for popdist's own store, which instance 0's program inherits."""
+    """Return a listening socket at ``address`` for popdist's own store, which instance 0's program inherits."""
     listener = socket.socket(_family(address), socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(_BACKLOG)
@@ -128,7 +129,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def connect_streams(address: str, key: str, index: int, timeout_seconds: float) -> list[int]:
-    """The descriptors of a program whose poprun is on another host: sockets, and to read only for instance 0."""
+    """Return the program's streams if poprun is on another host: sockets; only instance 0 can read input."""
     streams = [] if index == 0 else [os.open(os.devnull, os.O_RDONLY)]
     for number in range(len(streams), NUM_STREAMS):
         link = connect(address, key, timeout_seconds)
@@ -138,7 +139,7 @@ def connect_streams(address: str, key: str, index: int, timeout_seconds: float) 
 
 
 def detach_streams() -> None:
-    """Close the pipes of the MPI runtime, which may wait until they are closed."""
+    """Replace this process's standard streams, pipes of the MPI runtime that it may wait for, by /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(NUM_STREAMS):
         os.dup2(null, descriptor)
@@ -146,7 +147,7 @@ def detach_streams() -> None:
 
 
 def run_agent(address: str, key: HeldKey, index: int, parentage: Parentage) -> int:
-    """Be the agent of instance ``index``; its exit code. poprun is told of an OSError, if possible."""
+    """Run the agent of instance ``index`` to its end and return its exit code; report an OSError to poprun."""
     os.setsid()
     try:
         streams = connect_streams(address, key.text, index, _CONNECT_SECONDS) if is_remote(address) else []
@@ -154,7 +155,7 @@ def run_agent(address: str, key: HeldKey, index: int, parentage: Parentage) -> i
         if is_remote(address):
             notice_death(control.connection)
     except (ConnectionError, TimeoutError, ProtocolError):
-        return 1  # poprun is gone: there is nobody to tell
+        return 1  # poprun is gone, so the agent cannot report the error
     try:
         Agent(control, index, parentage, streams, key).run()
     except OSError as error:
@@ -166,7 +167,7 @@ def run_agent(address: str, key: HeldKey, index: int, parentage: Parentage) -> i
 
 
 class Agent:
-    """An agent: its state, and what it does at each event; :meth:`run` is its loop."""
+    """The state of an agent, and its reaction to each event; :meth:`run` is the loop."""
 
     def __init__(self, control: Link, index: int, parentage: Parentage, streams: list[int], key: HeldKey) -> None:
         self._control = control
@@ -176,7 +177,7 @@ class Agent:
         self._key = key
         self._is_remote = bool(key.text)
         self._address = control.own_address()
-        # for TensorFlow's worker, which listens on all addresses; for torch's store and JAX's coordinator
+        # one port for TensorFlow's worker, on all addresses; two more for torch's store and JAX's coordinator
         self._held = [hold_port("::" if ":" in self._address else "0.0.0.0")]  # noqa: S104 - nobody listens there
         self._held += [hold_port(self._address) for _ in range(2 if index == 0 else 0)]
         self._store = open_store_listener(self._address) if index == 0 else None
@@ -196,12 +197,12 @@ class Agent:
         self._unsent: list[Message] = []
 
     def run(self) -> None:
-        """Serve orders until the program's whole tree has ended, or there is nothing to start."""
+        """Obey poprun's orders until the whole tree of the program has ended, or the program cannot be started."""
         detach_streams()
         wakeup = self._catch_signals()
         self._report_ready()
         become_subreaper()
-        die_with_parent(signal.SIGCONT)  # if somebody has stopped this agent, it wakes up to end what it started
+        die_with_parent(signal.SIGCONT)  # a stopped agent must wake up to end the program
         poll = self._poll
         ends = set(self._parentage.ends)
         for descriptor in (self._control.fileno(), wakeup, *ends):
@@ -223,7 +224,7 @@ class Agent:
         self._await_word_of_shim(ends)
         self._queue({"event": "ended"})
         self._send()
-        if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
+        if self._is_orphan or self._is_remote:  # otherwise poprun does this once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
         self._leave_lease()
         if self._is_orphan and self._is_remote:
@@ -231,7 +232,7 @@ class Agent:
         self._continue_parents()
 
     def _lose_shim(self, poll: select.poll, ends: set[int]) -> None:
-        """End the program because the shim or its parent is gone; only the first of the two counts."""
+        """Stop the program because the shim or its parent has ended; only the first of the two events counts."""
         if ends:
             self._queue({"event": "shim_lost"})
             self._ending.stop(self._program)
@@ -239,7 +240,7 @@ class Agent:
             poll.unregister(ends.pop())
 
     def _await_word_of_shim(self, ends: set[int]) -> None:
-        """Let a shim tell poprun first that what started it is gone, and who was hit; then it ends."""
+        """Wait until the shim has reported to poprun that its parent ended: this report must arrive first."""
         if ends and has_ended(self._parentage.runtime):
             select.select(ends, (), (), _WORD_SECONDS)
 
@@ -250,21 +251,21 @@ class Agent:
         self._queue({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
 
     def _end_runtime(self) -> None:
-        """End the MPI daemon that started the shim: it would wait for its unreachable mpiexec for ever."""
+        """End the MPI daemon that started the shim, because it would wait forever for the unreachable mpiexec."""
         runtime = key_of(self._parentage.runtime)
         if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
 
     def _continue_parents(self) -> None:
-        """Continue the shim and what started it where somebody has stopped them: they have to end now."""
-        # a poprun that lives continues its own children, and may be stopped itself because its user wants it
+        """Continue the shim and its parent if somebody has stopped them, because both have to end now."""
+        # a living poprun continues its own children; its user may have stopped poprun itself on purpose
         shim, runtime = self._parentage.shim, self._parentage.runtime
         pids = [shim, *([runtime] if self._is_orphan or self._is_remote else [])]
         pids += list(ancestors(runtime))[:1] if self._is_orphan else []
         send([key for key in map(key_of, pids) if key is not None], signal.SIGCONT)
 
     def _report_program(self) -> None:
-        """Tell poprun what the program uses, now and then, and where it stands when poprun has asked."""
+        """Report the program's use of resources from time to time, and the answers to poprun's questions."""
         if self._program is not None and self._watch.is_due():
             self._queue(self._watch.measure())
         if left := self._ending.news():
@@ -279,7 +280,7 @@ class Agent:
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
     def _catch_signals(self) -> int:
-        """Wake the loop when a child ends; stop in order when somebody terminates the agent itself."""
+        """Make the end of a child wake the loop, and make SIGTERM stop the program in order; return the pipe."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -300,11 +301,11 @@ class Agent:
         messages, self._unsent = self._unsent, []
         try:
             self._control.send(*messages)
-        except OSError:  # poprun is gone; its end of the socket says so to the loop
+        except OSError:  # poprun is gone; the loop learns this from the closed socket
             return
 
     def _listen_to(self, descriptor: int) -> bool:
-        """Answer the program or obey poprun; False when the other end is gone. Without poprun the program ends."""
+        """Answer the program or obey poprun; return False if the other end is gone. Without poprun, stop."""
         if self._clock is not None and descriptor == self._clock.fileno():
             return self._clock.answer()
         if self._receive():
@@ -314,7 +315,7 @@ class Agent:
         return False
 
     def _receive(self) -> bool:
-        """Read what poprun sent and obey; False when poprun is gone or sends what is no message."""
+        """Read poprun's orders and obey; return False if poprun is gone or sends something that is no message."""
         received = self._control.receive()
         if received is None or received.refusals:
             return False
@@ -336,7 +337,7 @@ class Agent:
         elif order["order"] == "clock":
             self._queue({"event": "clock", "sent_ns": order["sent_ns"], "answered_ns": time.time_ns()})
         elif order["order"] == "calls" and self._program is not None and self._question is None:
-            # two questions at once would mix up what processes write; one about calls is asked again anyway
+            # two questions at once would mix up the processes' answers; poprun repeats a question about calls
             self._question = self._watch.ask_for_calls(order["most_helpers"])
         elif order["order"] == "stop":
             is_kept = self._program is not None and (self._watch.uses_jax() or is_in_use(self._held[0]))
@@ -346,8 +347,8 @@ class Agent:
             self._ending.kill()
 
     def _start(self, order: dict[str, Any]) -> None:
-        """Run the program of the ``start`` order, in the environment of the shim with what the order adds."""
-        forget_key(self._key)  # poprun has heard of every agent
+        """Start the program of the ``start`` order, in the shim's environment with the variables of the order."""
+        forget_key(self._key)  # every agent has connected to poprun
         self._ending.grace_seconds = order["grace_seconds"]
         given = self._parentage.environment
         environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
@@ -377,7 +378,7 @@ class Agent:
         self._let_go()
 
     def _open_clock(self) -> int:
-        """Begin to answer a traced program; the descriptor that it inherits."""
+        """Begin to answer a traced program's questions for the time; return the descriptor that it inherits."""
         from poprun.launch.clock_answers import ClockAnswers
 
         self._clock = ClockAnswers()
@@ -385,7 +386,7 @@ class Agent:
         return self._clock.for_program.fileno()
 
     def _fetch_lease(self) -> list[int]:
-        """The descriptors of the job's lease, when a process of this host keeps it."""
+        """Return the descriptors of the job's lease; [] if no process of this host keeps a lease of the job."""
         if not self._lease_address:
             return []
         from poprun.launch.fetched_lease import fetch_lease
@@ -393,14 +394,14 @@ class Agent:
         return fetch_lease(self._lease_address)
 
     def _leave_lease(self) -> None:
-        """Have the keeper of the lease end where poprun is out of reach, else see that it can hear poprun."""
+        """Tell the lease's keeper to end if poprun is out of reach; otherwise wake it, so that it hears poprun."""
         if self._lease_address:
             from poprun.launch.fetched_lease import give_up_lease, wake_holder
 
             (give_up_lease if self._is_orphan else wake_holder)(self._lease_address)
 
     def _fail(self, event: Message) -> None:
-        """Report why the program cannot be started, and end."""
+        """Queue the event that says why the program cannot be started, and end the agent's loop."""
         self._queue(event)
         self._is_over = True
 
@@ -427,8 +428,8 @@ class Agent:
             self._queue({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
-        """Close what the program inherited: its pipes would not close while they are open here."""
-        # further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended
+        """Close the descriptors that the program has inherited, because pipes close only if all copies close."""
+        # the other descriptors are leases on the job's virtual IPUs and cores; they last as long as this agent
         for descriptor in self._streams[:NUM_STREAMS]:
             os.close(descriptor)
         if self._store is not None:
@@ -439,7 +440,7 @@ class Agent:
             self._clock.for_program.close()
 
     def _pass_signal(self, signum: int) -> None:
-        """Pass a signal on to the processes that handle it, and tell if there are none."""
+        """Send the signal to the processes that handle it; report to poprun if no process handles it."""
         catching = catchers(signum)
         send(catching, signum)
         if not catching:

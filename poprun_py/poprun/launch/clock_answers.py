@@ -1,34 +1,34 @@
-"""How a traced program asks its agent for the time: its own clock may be another one than that of its host.
+"""The answers to a traced program that asks its agent for the time, because the program's clock may differ.
 
-Standard library only: a bare interpreter loads this when a job is traced.
+Standard library only: a bare interpreter loads this module when a job is traced.
 """
 
 from __future__ import annotations
 
 import time
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import socket
 else:
-    import _socket as socket  # socket itself loads enum and more
+    import _socket as socket  # the module socket would load enum and more
 
 _QUESTION_BYTES = 64
 
 
 class ClockAnswers:
-    """A pair of sockets: the program inherits one end, and at the other the agent answers with its time."""
+    """A pair of sockets: the program inherits one end, and the agent answers at the other end with its time."""
 
     def __init__(self) -> None:
         self._own, self.for_program = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._own.settimeout(0.0)
 
     def fileno(self) -> int:
-        """The agent's end."""
+        """Return the descriptor of the agent's end."""
         return self._own.fileno()
 
     def answer(self) -> bool:
-        """Answer a question; False when nobody can ask any more."""
+        """Answer one question; return False if no process can ask any more."""
         try:
             question = self._own.recv(_QUESTION_BYTES)
             self._own.send(b"%b %d" % (question, time.time_ns()))

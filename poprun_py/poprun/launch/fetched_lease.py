@@ -1,8 +1,8 @@
-"""The lease of a job on an agent's host, fetched from the process that keeps it there.
+"""The lease of a job on an agent's host, which the agent fetches from the process that keeps the lease.
 
-It is the open file that is the lease, locked with flock(2): as long as one agent has it open, the virtual IPUs are
-the job's, whatever has become of poprun and of the way to it. Standard library only: the agents run this in a bare
-interpreter.
+The lease is an open file that is locked with flock(2). While one agent has the file open, the virtual IPUs belong
+to the job, even if poprun has ended or cannot be reached. Standard library only: the agents run this module in a
+bare interpreter.
 """
 
 import errno
@@ -13,16 +13,16 @@ from contextlib import suppress
 
 from poprun.launch.messages.control import abstract_address, peer_process, peer_user, receive_descriptors
 
-FETCH = b"?"  # what an agent says to be given the lease
+FETCH = b"?"  # the message with which an agent asks for the lease
 GIVE_UP = b"!"
-"""What an agent says when poprun is out of reach: nobody is there any more for whom the lease could be kept."""
+"""The message of an agent that has lost poprun: the keeper may end, because nobody needs the lease any more."""
 
-TALK_SECONDS = 10.0  # how long the two may take to speak with each other
+TALK_SECONDS = 10.0  # time limit for each message
 _MAX_DESCRIPTORS = 4
 
 
 def fetch_lease(address: str) -> list[int]:
-    """The descriptors of the job's lease on this host, now this process's; an OSError if nobody keeps it."""
+    """Return the descriptors of the job's lease on this host, open here. Raises OSError if no process keeps it."""
     with _connected(address) as connection:
         connection.sendall(FETCH)
         data, descriptors = receive_descriptors(connection, 1, _MAX_DESCRIPTORS)
@@ -32,19 +32,19 @@ def fetch_lease(address: str) -> list[int]:
 
 
 def give_up_lease(address: str) -> None:
-    """Let the process that keeps the lease end, if it is there."""
+    """Tell the process that keeps the lease that it may end; nothing happens if there is no such process."""
     with suppress(OSError), _connected(address) as connection:
         connection.sendall(GIVE_UP)
 
 
 def wake_holder(address: str) -> None:
-    """Continue the process that keeps the lease, if somebody has stopped it: poprun orders its end now."""
+    """Continue the process that keeps the lease if somebody has stopped it, because poprun orders its end now."""
     with suppress(OSError), _connected(address):
         return
 
 
 def _connected(address: str) -> socket.socket:
-    """A connection to the process that keeps the lease, which is continued if somebody has stopped it."""
+    """Return a connection to the process that keeps the lease; continue the process if somebody stopped it."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(TALK_SECONDS)

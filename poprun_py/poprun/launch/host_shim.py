@@ -1,8 +1,9 @@
 """The host shim: the shim of an MPI job on one machine, which forks the agents of all instances.
 
-A *rank shim* for each instance (`start_rank_shim`) hands over what the MPI runtime gave it: its environment, and
-the descriptor that MPICH names there. So no instance waits for a Python that loads what agents need. The
-connection goes to the agent, which so hears of the rank shim's end, and the other way round.
+A *rank shim* for each instance (`start_rank_shim`) sends the host shim what the MPI runtime gave it: its
+environment, and the descriptor that MPICH names in the environment. So no instance waits for a Python that loads
+what agents need. The agent gets the connection, so that it notices the end of the rank shim, and the rank shim
+notices the agent's end.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from poprun.launch.process.process_tree import environment_of
 from poprun.launch.process.spawn import thread_shortage
 from poprun.launch.shim import LISTENER, Shim, load_agent
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import socket
 else:
-    import _socket as socket  # socket itself loads enum, selectors and more
+    import _socket as socket  # the module socket would load enum, selectors and more
 
 _MOST_BYTES = 64
 _MOST_DESCRIPTORS = 1
-_NUM_PROBED = 2  # a rank shim and its agent, whether the runtime has started by now or not
+_NUM_PROBED = 2  # one rank shim and its agent must have room
 
 
 class HostShim(Shim):
-    """The host shim; see :class:`Shim` for its arguments."""
+    """The shim that forks the agents of all rank shims of one machine; see :class:`Shim` for the arguments."""
 
     _listener: socket.socket
 
     def fork_agents(self, instances: range) -> bool:
-        """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes."""
+        """Begin to listen for the rank shims of ``instances``; return False if no more processes are possible."""
         self._awaited = set(instances)
-        if not has_room():  # a runtime that can start no process may say nothing
+        if not has_room():  # a runtime without room for processes may report nothing
             self._lose_all(thread_shortage())
             return False
         load_agent()
@@ -46,7 +47,7 @@ class HostShim(Shim):
 
     def _accept(self) -> None:
         try:
-            descriptor, _ = self._listener._accept()  # type: ignore[attr-defined]  # noqa: SLF001 - accept is not in C
+            descriptor, _ = self._listener._accept()  # type: ignore[attr-defined]  # noqa: SLF001 - the socket class in C has only _accept
         except OSError as error:
             self._lose_all(error.errno or 0)
             return
@@ -55,12 +56,12 @@ class HostShim(Shim):
             self._on_readable(descriptor, lambda: self._receive_handover(connection))
 
     def _receive_handover(self, connection: socket.socket) -> None:
-        """Fork the agent of a rank shim that has handed over; the connection of anything else is closed."""
+        """Fork the agent of a rank shim that sent its data; close a connection that sent something else."""
         self._ignore(connection.fileno())
         descriptors: list[int] = []
         try:
             data, descriptors = receive_descriptors(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
-            if data:  # else it was killed before it could say anything
+            if data:  # no data: the rank shim was killed first
                 self._take_over(connection, data.decode().split(), descriptors)
         except (OSError, ValueError) as error:
             sys.stderr.write(f"poprun: a shim was refused: {error}\n")
@@ -68,14 +69,14 @@ class HostShim(Shim):
             os.close(descriptor)
 
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
-        """Fork the agent of the rank shim that said ``words``: its rank, its parent, its descriptors' names."""
+        """Fork the agent of the rank shim that sent ``words``: its rank, its parent, and descriptors' names."""
         rank, parent, *names = words
         index, runtime, shim = int(rank), int(parent), peer_process(connection)
         if index not in self._awaited:
             raise ValueError(f"process {shim} is not that of an awaited instance")
         environment = environment_of(shim) | dict(zip(names, map(str, descriptors), strict=True))
         try:
-            end = end_of(runtime)  # Hydra's proxy can die without mpiexec noticing
+            end = end_of(runtime)  # mpiexec does not notice if Hydra's proxy dies
         except OSError as error:
             self._report_loss(index, error.errno or 0)
             raise
@@ -91,17 +92,17 @@ class HostShim(Shim):
 
 
 def has_room() -> bool:
-    """Whether the kernel allows two more processes: tried with threads, which it counts and nobody can kill."""
+    """Whether the kernel allows two more processes, tried with threads, which count as processes for the limit."""
     gate = _thread.allocate_lock()
     started = []
-    with gate:  # so that they live at the same time
+    with gate:  # so that all threads live at the same time
         try:
             for _ in range(_NUM_PROBED):
                 has_ended = _thread.allocate_lock()
                 has_ended.acquire()
                 _thread.start_new_thread(_pass, (gate, has_ended))
                 started.append(has_ended)
-        except RuntimeError:  # as Python says that there can be no more
+        except RuntimeError:  # Python's error if no more threads are possible
             pass
     for has_ended in started:
         has_ended.acquire()
@@ -114,7 +115,7 @@ def _pass(gate: _thread.LockType, has_ended: _thread.LockType) -> None:
 
 
 def end_of(process: int) -> int:
-    """A descriptor that becomes readable when ``process`` ends; it is already when there is none of that id."""
+    """Return a descriptor that becomes readable when ``process`` ends, at once if there is no such process."""
     try:
         return os.pidfd_open(process)
     except ProcessLookupError:

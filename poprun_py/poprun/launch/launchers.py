@@ -1,8 +1,9 @@
-"""The launchers: the commands that start shims, one for each instance by MPI or srun, one for all directly.
+"""The launchers: commands that start shims, one per instance with MPI or srun, otherwise one for all.
 
-An MPI runtime is told to bind no process to cores and to take more processes than cores. Flags: MPICH's "Using the
-Hydra Process Manager", mpiexec.gforker's usage, mpirun(1) and prterun(1). Between hosts no value stands in a
-command line: the runtime carries the named variables, and the tasks of Slurm inherit poprun's environment.
+Options tell an MPI runtime to bind no process to cores and to accept more processes than cores. They are from
+MPICH's "Using the Hydra Process Manager", mpiexec.gforker's usage, mpirun(1) and prterun(1). Between hosts no
+command line contains the value of a variable: the runtime passes the named variables on, and Slurm's tasks inherit
+poprun's environment.
 """
 
 import math
@@ -37,17 +38,22 @@ if TYPE_CHECKING:
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch", "start_shim.py"))
-"""The shim in a bare interpreter: no site packages, no user's sitecustomize, a few milliseconds."""
+"""The command line of the shim: a bare interpreter without site packages and sitecustomize, which starts in a few
+ms.
+"""
 
 RANK_SHIM_WORDS: Final = (*SHIM_WORDS[:-1], os.path.join(_PACKAGE, "launch", "start_rank_shim.py"))
-"""The shim that an MPI runtime starts on this machine, where the host shim forks the agents."""
+"""The command line of the rank shim, which an MPI runtime starts on this machine if a host shim forks the agents.
+"""
 
 _ALL_SHIM_WORDS: Final = (SHIM_WORDS, RANK_SHIM_WORDS)
 
 _SLURM_RANK: Final = "SLURM_PROCID"
 
 SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE)
-"""What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
+"""The variables that shims on other hosts need; a command line has the names, and the runtime passes the values
+on.
+"""
 
 _LOOK_SECONDS: Final = 0.2
 _READ_BYTES: Final = 64 * 1024
@@ -60,13 +66,13 @@ class LaunchCommand(NamedTuple):
     """The command of one process that poprun starts."""
 
     words: tuple[str, ...]  # its argv
-    environment: Mapping[str, str]  # what is added to its environment; it tells the shims where their rank is told
-    death_signal: int  # what it is sent when poprun dies
-    is_host_shim: bool = False  # whether the rank shims hand over to it
+    environment: Mapping[str, str]  # variables added to its environment, among them the name of the rank variable
+    death_signal: int  # the signal that it gets when poprun dies
+    is_host_shim: bool = False  # whether rank shims connect to the process
 
 
 def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """The words for MPICH's Hydra before those of the user's; its proxies are told where mpiexec is."""
+    """Return the options for MPICH's Hydra before the user's options; its proxies get the address of mpiexec."""
     fixed = ("-rmk", "user", "-bind-to", "none")
     if network is None:
         return ("-launcher", "fork", *fixed)
@@ -80,7 +86,7 @@ def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, .
 
 
 def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
-    """The variable with the options of Hydra's ssh; none in Slurm, which needs no ssh."""
+    """Return the variable with the options for Hydra's ssh; {} in Slurm, which does not use ssh."""
     if plan.remote.slurm_job is not None:
         return {}
     from poprun.launch.routes import ssh_options
@@ -89,7 +95,7 @@ def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """The words for Open MPI's PRRTE before those of the user's; its daemons find their way back by themselves."""
+    """Return the options for Open MPI's PRRTE before the user's options; its daemons find mpirun themselves."""
     fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
     if network is None:
         return fixed
@@ -106,25 +112,25 @@ def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, .
 
 
 def _is_ipv6(address: str) -> bool:
-    """Whether it is an IPv6 address or network, which the runtimes accept by name only, or not at all."""
+    """Whether ``address`` is an IPv6 address or network, which MPI runtimes do not accept in every option."""
     return ":" in address
 
 
 def _slots(plan: LaunchPlan) -> Iterator[str]:
-    """Each host with the number of its instances, as HOST:COUNT."""
+    """Return an iterator over the hosts with the number of their instances, as HOST:COUNT."""
     return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
 
 
 def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | None") -> LaunchCommand:
-    """The one command that starts every shim of ``plan``, its words in PopRun's order."""
+    """Return the MPI command that starts every shim of ``plan``, with its words in PopRun's order."""
     is_mpich = runtime.kind is MpiKind.MPICH
     forker = runtime.forker if network is None else None
     if forker:
-        own: tuple[str, ...] = (forker,)  # it binds nothing to cores, counts none, and opens no port
+        own: tuple[str, ...] = (forker,)  # the forker binds nothing to cores, counts no cores, and opens no port
     else:
         own = (runtime.path, *(_hydra_words(plan, network) if is_mpich else _prrte_words(plan, network)))
     environment = {RANK_VARIABLE: HYDRA_RANK if is_mpich else OMPI_RANK}
-    if is_mpich and network is not None:  # last, as Hydra 5 does not carry the last variable of its environment
+    if is_mpich and network is not None:  # last, because Hydra 5 loses the last variable of its environment
         environment |= _hydra_variables(plan)
     return LaunchCommand(
         words=(
@@ -136,12 +142,12 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
             *(RANK_SHIM_WORDS if has_host_shim(plan, network) else SHIM_WORDS),
         ),
         environment=environment,
-        death_signal=signal.SIGKILL if forker else signal.SIGTERM,  # a forker that is asked waits for seconds
+        death_signal=signal.SIGKILL if forker else signal.SIGTERM,  # a forker waits for seconds after SIGTERM
     )
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """The commands that start the shims of ``plan``: one for all instances, MPI's or Slurm's own, or both."""
+    """Return the commands that start the shims of ``plan``: poprun's shim, MPI's or Slurm's command, or both."""
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
@@ -159,13 +165,13 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
 
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
-    """Whether one process forks the agents of a job of MPI, and the runtime's shims hand over to it."""
-    # with words of the user's a runtime may give a shim more, such as cores; other hosts have no host shim
+    """Whether one host shim forks all agents of an MPI job, so that the runtime starts only rank shims."""
+    # with the user's options a runtime may give each shim other things, such as cores; other hosts have none
     return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
-    """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
+    """Return the srun command that starts every shim of ``plan`` in an allocation of Slurm."""
     from poprun.launch.routes import srun_words
 
     step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
@@ -177,38 +183,38 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 
 
 class StartWatch:
-    """Watches the shims while a job starts, to find those that end before their agent has reported."""
+    """A watch over the shims at the start of a job, which finds shims that end before their agents report."""
 
-    # They leave no trace on the control socket, and Hydra goes on waiting for them.
+    # Such shims are not visible on the control socket, and Hydra waits for them forever.
 
     def __init__(self, now_seconds: float, runtime: MpiRuntime | None) -> None:
-        self.runtime = runtime  # what starts all shims, on this machine; else there is nothing to see
+        self.runtime = runtime  # the MPI runtime that starts all shims on this machine; None: no watch
         self._has_reaped = False
         self._next_seconds = now_seconds + _LOOK_SECONDS
         self._shims: set[ProcessKey] = set()
         self._seen: set[int] = set()
         self._num_reported = 0
         self._idle_since_seconds = math.inf
-        self.has_lost_one = False  # whether a shim, or an agent, was gone before it had reported
-        self.idle_seconds = 0.0  # for how long there has been no shim that may still report
+        self.has_lost_one = False  # whether a shim or an agent ended before the agent had reported
+        self.idle_seconds = 0.0  # time since when no living shim can still report
 
     def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
-        """Look for shims below the launcher's processes now and then; those in ``reported`` are known."""
-        if len(reported) > self._num_reported:  # a runtime that was slow with its first shim is at work now
+        """Look for shims below the launcher's processes from time to time; ``reported`` are known shims."""
+        if len(reported) > self._num_reported:  # the runtime is working, even if it was slow with its first shim
             self._num_reported = len(reported)
             self._idle_since_seconds, self.idle_seconds = math.inf, 0.0
         if self.runtime is not None and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _LOOK_SECONDS
-            # One look later: an agent that saw its shim end reports first which one it was.
+            # Only at the next look: an agent that saw the end of its shim first reports which shim ended.
             self.has_lost_one = self.has_lost_one or self._has_reaped
             self._has_reaped = any(has_reaped(root) and _is_mpich(root, self.runtime) for root in roots)
             below = {key for root in roots for key in descendants(root) if key.pid not in reported}
-            # To read the words of a process that maps its memory is to wait for it: so only once.
+            # Reading a command line waits while the process maps memory, so each process is read only once.
             self._shims |= {key for key in below - self._shims if tuple(words_of(key.pid)) in _ALL_SHIM_WORDS}
             self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
-        """Store which shims, and agents still in their shim's session, are alive now."""
+        """Record which shims, and agents that are still in their shim's session, are alive now."""
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living
         self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
@@ -216,20 +222,20 @@ class StartWatch:
 
 
 def _is_mpich(pid: int, runtime: MpiRuntime) -> bool:
-    """Whether a process is MPICH's launcher itself, whose children are shims or their proxy, and no script."""
+    """Whether process ``pid`` is MPICH's launcher itself and not a script; its children are shims or a proxy."""
     try:
         return runtime.kind is MpiKind.MPICH and os.path.samefile(f"/proc/{pid}/exe", runtime.launcher)
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 
 class LauncherProcesses:
-    """The processes that poprun itself has started, and the last of what they printed."""
+    """The processes that poprun itself has started, and the last lines of their output."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._running: set[int] = set()
-        self.started: set[int] = set()  # the process ids of all, also of those that have ended
+        self.started: set[int] = set()  # the process ids of all started processes, also of ended processes
         self._output = b""
         self._was_asked = False
         self.exit_code: int | None = None
@@ -242,11 +248,11 @@ class LauncherProcesses:
         working_directory: str,
         open_files: int = 0,
     ) -> None:
-        """Start every command in the working directory; ``open_files`` is their soft limit, 0 for poprun's."""
+        """Start all commands in ``working_directory``; ``open_files`` is the soft limit, 0 for poprun's own."""
         inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
         reader, writer = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)
-        with _listen_to_rank_shims() as listener:  # closed here, so that nobody waits for a host shim that is gone
+        with _listen_to_rank_shims() as listener:  # closed here, so that no rank shim waits for a dead host shim
             inherited[HOST_SHIM] = listener.getsockname()[1:].decode()
             for command in commands:
                 listening = {LISTENER: str(listener.fileno())} if command.is_host_shim else {}
@@ -278,26 +284,26 @@ class LauncherProcesses:
 
     @property
     def running(self) -> frozenset[int]:
-        """The process ids of those that run."""
+        """The process ids of the processes that still run."""
         return frozenset(self._running)
 
     @property
     def has_ended(self) -> bool:
-        """Whether none of them runs any more."""
+        """Whether all processes have ended."""
         return not self._running
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of them has failed."""
+        """Whether one of the processes has failed."""
         return bool(self.exit_code)
 
     @property
     def output(self) -> list[str]:
-        """The last lines that they printed."""
+        """The last lines that the processes printed."""
         return self._output.decode(errors="replace").splitlines()
 
     def reap(self) -> bool:
-        """Reap every child that has ended, adopted ones too; whether poprun itself had started one of them."""
+        """Reap all ended children, also adopted children; return whether poprun itself had started one."""
         num_running = len(self._running)
         for ended in reap():
             if ended.pid in self._running:
@@ -306,7 +312,7 @@ class LauncherProcesses:
         return len(self._running) < num_running
 
     def end(self, signum: int) -> None:
-        """Send a signal to those that still run; how they then end is no failure."""
+        """Send ``signum`` to all processes that still run; an end after the signal is not a failure."""
         self.reap()
         self._was_asked = True
         for pid in self._running:
@@ -322,7 +328,7 @@ class LauncherProcesses:
 
 
 def _listen_to_rank_shims() -> socket.socket:
-    """The socket at which the host shim listens to rank shims; its name differs from a control socket's."""
+    """Return the socket at which the host shim listens for rank shims; its name is not a control socket's."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(abstract_address(f"poprun-shims-{os.getpid()}-{os.urandom(16).hex()}"))
     listener.listen(socket.SOMAXCONN)
@@ -330,5 +336,5 @@ def _listen_to_rank_shims() -> socket.socket:
 
 
 def _is_of_another_job(name: str) -> bool:
-    """Whether a variable tells of an MPI job around this one, which the runtime would then join."""
+    """Whether ``name`` is a variable of an outer MPI job, which the runtime would join if it saw the variable."""
     return name.startswith(_JOB_PREFIXES) and _SETTINGS_MARK not in name

@@ -1,8 +1,8 @@
 """The leftovers of killed MPI programs and launchers: shared memory, and session folders of Open MPI.
 
-A killed program leaves its files in /dev/shm: those with a name of the MPI runtimes, of this user, changed since
-the job began, which no process has open. A killed PRRTE leaves ``ompi.<process id>``, and the next one with this
-id cannot start. Standard library only: the agents run this.
+A killed program leaves files in /dev/shm. Such a file has a name of the MPI runtimes, belongs to this user, was
+changed since the job began, and is open in no process. A killed PRRTE leaves the folder ``ompi.<process id>``, and
+a later PRRTE with this id cannot start. Standard library only: the agents run this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import stat
 import time
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -26,15 +26,15 @@ _PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
 
 
 def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
-    """Remove every leftover in ``folder`` that is not older than ``age_seconds``; their paths."""
-    # not where processes that cannot be seen may use the folder, as in a container that shares it with its host
+    """Remove every leftover file in ``folder`` that is at most ``age_seconds`` old; return the removed paths."""
+    # nothing is removed if invisible processes may use the folder, as in a container that shares it with its host
     files = set(_files(folder, time.time() - age_seconds)) if _sees_everybody() else set()
     if files:
         files -= _held(files)
     for file in files:
         try:
             os.unlink(file)
-        except OSError:  # somebody else was faster
+        except OSError:  # another process has removed the file
             continue
     return sorted(files)
 
@@ -51,7 +51,7 @@ def _files(folder: str, since_seconds: float) -> Iterator[str]:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder; none of one that cannot be read."""
+    """Return the entries of ``folder``; [] if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -60,15 +60,15 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _held(files: set[str]) -> set[str]:
-    """Those of ``files`` that a process has open or mapped."""
-    # descriptors first: a program opens a file, maps it, and closes it, so one of the two shows it
+    """Return the files in ``files`` that a process has open or mapped."""
+    # descriptors first: a program opens a file, maps it and closes it, so one of the two lists contains the file
     held: set[str] = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 held |= files & set(_open_files(f"/proc/{name}/fd"))
                 held |= files & set(_mapped_files(f"/proc/{name}/maps"))
-            except OSError:  # it has ended, or is another user's, who cannot hold files of this one
+            except OSError:  # the process has ended, or belongs to another user, who cannot open this user's files
                 continue
     return held
 
@@ -77,7 +77,7 @@ def _open_files(folder: str) -> Iterator[str]:
     for descriptor in os.listdir(folder):
         try:
             yield os.readlink(f"{folder}/{descriptor}")
-        except OSError:  # it was closed
+        except OSError:  # the file was closed
             continue
 
 
@@ -90,7 +90,7 @@ def _mapped_files(maps: str) -> Iterator[str]:
 
 
 def _sees_everybody() -> bool:
-    """Whether shared memory is no further shared than the list of processes (see namespaces(7))."""
+    """Whether every process that shares this shared memory is visible in this process's /proc (namespaces(7))."""
     try:
         is_inside = os.readlink("/proc/self/ns/pid") != _FIRST_PROCESS_SPACE
         return not (is_inside and os.readlink("/proc/self/ns/ipc") == _FIRST_MEMORY_SPACE)
@@ -99,13 +99,13 @@ def _sees_everybody() -> bool:
 
 
 def session_parent(environ: Mapping[str, str]) -> str:
-    """The folder in which a launcher that is started with ``environ`` keeps its own."""
+    """Return the folder in which a launcher with the environment ``environ`` makes its session folder."""
     return next((environ[name] for name in _PLACES if environ.get(name)), "/tmp")
 
 
 def remove_abandoned_sessions(parent: str) -> list[str]:
-    """Remove every session folder in ``parent`` that is this user's and whose launcher has ended; their paths."""
-    # containers may share ``parent`` and not their process ids: a folder without this machine's name stays
+    """Remove this user's session folders in ``parent`` whose launchers have ended; return the removed paths."""
+    # containers may share ``parent`` but not process ids, so a folder without this machine's name stays
     removed = list(_abandoned(parent, os.uname().nodename))
     if removed:
         import shutil

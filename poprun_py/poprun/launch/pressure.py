@@ -1,11 +1,11 @@
-"""What the machine keeps from one process: time without a core of its own, and time its control group forbids.
+"""What a process lacks on its machine: time without a core, time of throttling, and memory.
 
-Standard library only, and little of it: a bare interpreter loads this in each shim.
+Each shim loads this module in a bare interpreter, so it imports nothing.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Final
@@ -17,14 +17,16 @@ _MEMORY_FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""A group's limit, what it uses, and the cache among that which makes room; of both versions."""
+"""For both versions of control groups: the files with the limit and the use, and the name of the cache that can be
+freed.
+"""
 
 _KILL_FILES: Final = ("memory.events", "memory.oom_control")
 _ROOT: Final = "/sys/fs/cgroup"
 
 
 def measure_pressure(pid: int) -> dict[str, float]:
-    """What a process lacked: seconds without a core that it wanted, seconds of throttling; and the memory left."""
+    """Return the seconds that a process waited for a core, the seconds of throttling, and the free memory."""
     if not pid:
         return {}
     delay = _read(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
@@ -37,7 +39,7 @@ def measure_pressure(pid: int) -> dict[str, float]:
 
 
 def throttled_seconds(membership: str, root: str = _ROOT) -> float:
-    """How long a process's control group, or one around it, was not allowed to compute; cgroups(7)."""
+    """Return how long the CPU quota of a process's control group, or of a group around it, stopped the process."""
     texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
     return max(
         (
@@ -49,7 +51,7 @@ def throttled_seconds(membership: str, root: str = _ROOT) -> float:
 
 
 def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo") -> int:
-    """How much memory the machine has left for a process, or a control group that it is in; 0 if nobody tells."""
+    """Return the free memory for a process, from the machine and its control groups; 0 if it is unknown."""
     lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
     rooms = [int(fields[1]) * _KIBIBYTE for fields in lines]
     for folder in _folders("memory", membership, root):
@@ -61,28 +63,28 @@ def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo
 
 
 def count_kills(membership: str, root: str = _ROOT) -> list[int | None]:
-    """How many processes the kernel has ever killed for want of memory: in the control group, on the machine."""
+    """Return how many processes the kernel killed for lack of memory: in the control group, and on the machine."""
     files = (f"{folder}/{name}" for folder in _folders("memory", membership, root) for name in _KILL_FILES)
     texts = (next((text for file in files if "oom_kill " in (text := _read(file))), ""), _read("/proc/vmstat"))
     return [_number(text, "oom_kill") if text else None for text in texts]
 
 
 def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
-    """The folders of a process's control group of a controller, and of those around it."""
+    """Yield the folders of a process's control group for ``controller``, and of the groups around it."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # of version 1, distributions mount the controller under its name, if only as a link
+        # in version 1, distributions mount the controller under its name, or make a link
         top, place = f"{root}/{controller}" if controllers else root, path.rstrip("/")
         while place:
             yield f"{top}{place}"
             place = place.rpartition("/")[0]
-        yield top  # in a container this is its own group, whatever that is called outside
+        yield top  # in a container this folder is the container's own group, whatever its name outside
 
 
 def _number(text: str, wanted: str) -> int:
-    """The number behind a name in a list of both; 0 where there is none."""
+    """Return the number after the name ``wanted`` in a list of names and numbers; 0 if it is missing."""
     pairs = (line.partition(" ") for line in text.splitlines())
     return next((int(number) for name, _, number in pairs if name == wanted), 0)
 

@@ -1,7 +1,7 @@
-"""How the hosts of a job reach each other: what is found before the job starts, and the words of ssh and srun.
+"""The routes between the hosts of a job, found before the job starts, and the command lines of ssh and srun. Pure.
 
-Host keys are checked as the user's configuration of ssh says; nothing here changes that. Nobody can type a
-password or a passphrase: what needs one is an error (ssh_config(5), BatchMode). Pure.
+The user's configuration of ssh decides how host keys are checked; poprun does not change this. A host that needs a
+password or passphrase is an error, because nobody can type it (ssh_config(5), BatchMode).
 """
 
 import shlex
@@ -22,52 +22,52 @@ Places = Sequence[tuple[str, str]]  # a host's addresses as (interface, address)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRoute:
-    """One host of a job, as the others reach it."""
+    """The name and address at which the other hosts of a job reach one host."""
 
-    name: str  # what the user calls it
-    address: str  # its IP address for the job's traffic. All hosts of a job have one of the same family
+    name: str  # the user's name of the host
+    address: str  # its IP address in the job; all hosts have the same IP version
     interface: str  # the network interface that has this address
-    # devices that the job holds there, in slot order; empty for those of the plan
+    # devices that the job has leased there, in slot order; empty for the devices of the plan
     devices: tuple[str, ...] = ()
-    lease_address: str = ""  # where its agents are given the lease of the job there; empty when it has none
+    lease_address: str = ""  # address where its agents fetch the job's lease; empty without a lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKey:
-    """The secret with which agents of other hosts prove that they belong to a job, new for each attempt."""
+    """The secret with which agents of other hosts prove that they belong to a job; each attempt has a new key."""
 
-    text: str = field(repr=False)  # the key; nobody else may read it
-    file: str  # where every host holds it until the agents have come
+    text: str = field(repr=False)  # the key, which no other user may read
+    file: str  # the file with the key on every host until the agents have connected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNetwork:
-    """The hosts of a job that are not, or not only, the machine that poprun runs on."""
+    """The hosts of a job that runs also or only on other machines than poprun's machine."""
 
-    control_host: str  # address of this machine at which the agents report
-    hosts: tuple[HostRoute, ...]  # the hosts of the plan, in its order
+    control_host: str  # address of this machine to which agents connect
+    hosts: tuple[HostRoute, ...]  # the hosts in the order of the plan
     key: JobKey
-    lease_holders: tuple[int, ...] = ()  # children of poprun through which it holds the leases on them
+    lease_holders: tuple[int, ...] = ()  # children of poprun that keep the leases on the hosts
 
 
 def ssh_options(config: str | None) -> tuple[str, ...]:
-    """The options of every call of ssh; ``config`` stands in the place of the user's own configuration file."""
+    """Return the options for every call of ssh; the file ``config`` replaces the user's configuration of ssh."""
     return (*(("-F", config) if config is not None else ()), *_SSH_OPTIONS)
 
 
 def remote_words(
     config: str | None, job: str | None, host: str, command: Sequence[str], *, is_kept: bool = False
 ) -> tuple[str, ...]:
-    """The argv that runs ``command`` on ``host``, by srun in Slurm's ``job`` if there is one, else by ssh."""
-    # one that is kept as long as the job finds out when the host is lost, and shares no connection that might end
+    """Return the argv that runs ``command`` on ``host``: with srun if ``job`` is a Slurm job, else with ssh."""
+    # a kept ssh notices the loss of the host, and does not share a connection that another ssh might end
     if job is not None:
         return (*srun_words(job, (host,), 1), *command)
     return ("ssh", *ssh_options(config), *(_SSH_KEPT if is_kept else ()), "-T", "--", host, shlex.join(command))
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
-    """The words before a command that Slurm runs ``num_per_host`` times on each host, in a step of ``job``."""
-    # the step shares what the job has with others, and Slurm neither binds it to cores nor starts it as MPI's
+    """Return the words before a command that Slurm runs ``num_per_host`` times per host, in a step of ``job``."""
+    # the step shares the job's resources with other steps; Slurm does not bind cores and does not start MPI
     return (
         *("srun", *(() if job is None else (f"--jobid={job}",)), *_SRUN_OPTIONS),
         *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts) * num_per_host}", f"--ntasks-per-node={num_per_host}"),

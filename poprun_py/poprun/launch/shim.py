@@ -1,8 +1,9 @@
-"""The shim, which an MPI runtime or poprun starts. It forks agents and waits for them.
+"""The shim, which an MPI runtime or poprun starts: it forks agents and waits for their end.
 
-A runtime starts one for each instance; without one, poprun starts a single shim for all. See `host_shim` for MPI
-on one machine. It ends with 0 however its program ended: a runtime would end the other instances at a failure,
-before they could be stopped in order. It ends with 1 when an agent was killed, or what started the shim has gone.
+A runtime starts one shim for each instance; without a runtime, poprun starts one shim for all instances. See
+`host_shim` for MPI on one machine. The exit code is 0 even if a program failed, because a runtime would kill the
+other instances after a failure, before poprun can stop them in order. The exit code is 1 if an agent was killed or
+the process that started the shim has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from poprun.launch.process.process_tree import STOPPED_SECONDS, StoppedChildren
 from poprun.launch.process.spawn import close_others
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
@@ -24,37 +25,39 @@ if TYPE_CHECKING:
 
     from poprun.launch.agent import Parentage
 else:
-    import _signal as signal  # signal itself loads enum and more
+    import _signal as signal  # the module signal would load enum and more
 
 CONTROL_ADDRESS = "POPRUN_CONTROL"
-"""Variable that tells a shim where the control socket is: ``tcp://HOST:PORT``, or a name in the abstract namespace
-of this machine, which leaves no file behind."""
+"""The variable with the address of the control socket: ``tcp://HOST:PORT``, or a name in the abstract namespace of
+this machine, which needs no file.
+"""
 
 CONTROL_KEY_FILE = "POPRUN_CONTROL_KEY_FILE"
-"""Variable that tells a shim which file of its host holds the job's key, where the control socket is one of the
-network: an MPI runtime sends the variable over it as it is, and the file came through ssh."""
+"""The variable with the path of the file that contains the job's key, if the control socket is on the network. An
+MPI runtime sends variables unencrypted, but the file came through ssh.
+"""
 
 RANK_VARIABLE = "POPRUN_RANK_VARIABLE"
-"""Variable that tells a shim the name of the variable in which its launcher tells it its rank."""
+"""The variable with the name of the variable in which the launcher gives a shim its rank."""
 
 INSTANCES = "POPRUN_INSTANCES"
-"""The rank variable of the shim that poprun starts itself: its first and its last instance, as in ``0-3``."""
+"""The rank variable of a shim that poprun starts itself: its first and last instance, such as ``0-3``."""
 
 HOST_SHIM = "POPRUN_HOST_SHIM"
-"""Variable that tells a rank shim the name of the host shim's socket, in the abstract namespace."""
+"""The variable with the name of the host shim's socket, in the abstract namespace, for rank shims."""
 
 LISTENER = "POPRUN_LISTENER_FD"
-"""Variable that tells the host shim which of its descriptors is that socket: poprun has made it."""
+"""The variable with the number of the host shim's listening descriptor, which poprun has made."""
 
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 1024
 
 
 def main(kind: type[Shim]) -> NoReturn:
-    """Fork the agents, then live until they end, the runtime's process ends, or the runtime kills this one."""
+    """Fork the agents, then wait until the agents or the runtime's process end, or the runtime kills the shim."""
     sys.excepthook = print_in_one_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
-    # what no variable names is closed, such as the socket on which Hydra listens
+    # close every descriptor that no variable names, such as the socket on which Hydra listens
     close_others({int(fd) for name, fd in os.environ.items() if name.endswith("_FD") and fd.isdecimal()})
     runtime = os.getppid()
     try:
@@ -64,17 +67,17 @@ def main(kind: type[Shim]) -> NoReturn:
         sys.exit(f"poprun: no key of the job on {os.uname().nodename}: {error}")
     shim = kind(os.environ[CONTROL_ADDRESS], key, key_file, runtime)
     is_well = shim.fork_agents(read_instances(os.environ[os.environ[RANK_VARIABLE]])) and shim.wait()
-    os._exit(0 if is_well else 1)  # nothing is left to be torn down, and a job of few instances would wait for it
+    os._exit(0 if is_well else 1)  # the interpreter's own exit would take time, for which a small job would wait
 
 
 def read_instances(text: str) -> range:
-    """The instances whose agents a shim forks: ``2`` is its rank, ``0-3`` are all of a job without a runtime."""
+    """Return the instances whose agents a shim forks: ``2`` is its rank, ``0-3`` are the instances of a job."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 class Shim:
-    """The shim: its agents, and the pipe that they hold the other end of as long as it lives."""
+    """The shim with its agents, and with a pipe whose other end the agents have, so that they notice its end."""
 
     def __init__(self, address: str, key: str, key_file: str, runtime: int) -> None:
         self._address = address
@@ -88,7 +91,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
-        """Fork an agent for each of ``instances``; whether that succeeded, else poprun was told."""
+        """Fork an agent for each of ``instances``; return whether all forks succeeded; report a failure."""
         life_reader, life_writer = os.pipe()
 
         def make_parentage() -> Parentage:
@@ -97,7 +100,7 @@ class Shim:
             os.close(life_writer)
             return Parentage(os.getppid(), self._runtime, (life_reader,), os.environ)
 
-        if len(instances) > 1:  # else the only agent loads it, which leaves less to copy
+        if len(instances) > 1:  # a single agent loads the module itself, so that fork copies less
             load_agent()
         for index in instances:
             if self._fork_agent(index, make_parentage) is None:
@@ -106,7 +109,7 @@ class Shim:
         return True
 
     def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
-        """Fork the agent of instance ``index``, which writes to ``report`` when it ends well; its id, or None."""
+        """Fork the agent of instance ``index``; return its id or None. At a good end it writes to ``report``."""
         try:
             agent = os.fork()
         except OSError as error:
@@ -118,7 +121,7 @@ class Shim:
         return agent
 
     def _be_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int) -> NoReturn:
-        """Run an agent to its end; its exit code is the error number if it could not begin."""
+        """Run an agent to its end and exit; the exit code is the error number if the agent could not begin."""
         exit_code = 1
         try:
             for descriptor in self._handlers:
@@ -131,30 +134,30 @@ class Shim:
                 _report_end(report)
         except OSError as error:
             exit_code = error.errno or 1
-        except Exception as error:  # noqa: BLE001 - it ends here, and nobody else would tell
+        except Exception as error:  # noqa: BLE001 - the process ends now, so it must print every error
             print_in_one_line(type(error), error, None)
         finally:
             os._exit(exit_code)
 
     def wait(self) -> bool:
-        """Wait until every agent has ended, or the runtime's process; whether each agent ended by itself."""
+        """Wait until all agents or the runtime's process have ended; return whether each agent ended by itself."""
         try:
             self._on_readable(os.pidfd_open(self._runtime), self._lose_runtime)
             for agent in self._agents:
                 self._await_end(agent)
         except ProcessLookupError:
             self._lose_runtime()
-        except OSError as error:  # there are too many files
+        except OSError as error:  # too many files are open
             self._lose_all(error.errno or 0)
         stopped = StoppedChildren()
         while self._agents or self._awaited:
-            for descriptor, _ in self._poll.poll(STOPPED_SECONDS * 1000)[:1]:  # another's number may be used again
+            for descriptor, _ in self._poll.poll(STOPPED_SECONDS * 1000)[:1]:  # a handler may reuse a descriptor
                 self._handlers[descriptor]()
             stopped.continue_them()
         return self._is_well
 
     def _on_readable(self, descriptor: int, act: Callable[[], None]) -> None:
-        """Call ``act`` whenever there is something to read from ``descriptor``."""
+        """Call ``act`` whenever ``descriptor`` becomes readable."""
         self._handlers[descriptor] = act
         self._poll.register(descriptor, select.POLLIN)
 
@@ -163,7 +166,7 @@ class Shim:
         del self._handlers[descriptor]
 
     def _await_end(self, agent: int) -> None:
-        """Have an agent reaped as soon as it has ended."""
+        """Reap the agent ``agent`` as soon as it has ended."""
         end = os.pidfd_open(agent)
 
         def note_end() -> None:
@@ -174,7 +177,7 @@ class Shim:
         self._on_readable(end, note_end)
 
     def _note_end(self, agent: int) -> None:
-        """Reap an agent, and report it to poprun if it did not end by itself."""
+        """Reap an ended agent; report the agent to poprun as lost if it did not end by itself."""
         index = self._agents.pop(agent)
         _, status = os.waitpid(agent, 0)
         if status:
@@ -183,11 +186,11 @@ class Shim:
             self._report_loss(index, exit_code if exit_code > 1 else 0)
 
     def _lose_runtime(self) -> None:
-        """Report to poprun that the process which started this one is gone; agents that lose their shim end."""
+        """Report to poprun that the process that started the shim has ended; agents without a shim then end."""
         self._lose_all(0, "runtime_lost")
 
     def _lose_all(self, number: int, event: str = "agent_lost") -> None:
-        """Report all agents to poprun as lost, with an error number, and stop waiting for them."""
+        """Report all agents to poprun as lost, with an error number, and stop waiting for the agents."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
             self._report_loss(index, number, event)
@@ -195,8 +198,8 @@ class Shim:
         self._awaited.clear()
 
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
-        """Report to poprun that an agent is lost, with an error number or 0, and wait until it has heard."""
-        # else poprun would take the end of this process for the first thing that went wrong
+        """Report an agent to poprun as lost, with an error number or 0, and wait until poprun has received it."""
+        # without waiting, poprun would think that the end of this process was the first failure
         from poprun.launch.messages import ProtocolError
         from poprun.launch.messages.control import connect
 
@@ -207,14 +210,14 @@ class Shim:
             link.connection.recv(1)
             link.close()
         except (OSError, ProtocolError):
-            return  # poprun is gone, too
+            return  # poprun is gone as well
 
 
 def load_agent() -> None:
-    """Load all that an agent needs to start a program; a later collection does not write on it."""
-    import _ctypes  # noqa: F401 - see fork_agents
+    """Load all modules that an agent needs, and freeze the garbage collector, so that forks share the memory."""
+    import _ctypes  # noqa: F401 - loaded before the fork, so that agents share it
 
-    import poprun.launch.agent  # noqa: F401 - see fork_agents
+    import poprun.launch.agent  # noqa: F401 - loaded before the fork, so that agents share it
 
     gc.freeze()
     gc.enable()
@@ -223,12 +226,12 @@ def load_agent() -> None:
 def _report_end(report: int) -> None:
     try:
         os.write(report, b"\0")
-    except OSError:  # who would hear it is gone
+    except OSError:  # the reader is gone
         return
 
 
 def read_key(file: str) -> str:
-    """The key in ``file``, which only this user may read or write."""
+    """Return the key in ``file``. Raises PermissionError if another user can read or write the file."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -240,5 +243,5 @@ def read_key(file: str) -> str:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Print why the shim itself has failed, without a traceback, which would not help a user of poprun."""
+    """Print why the shim itself failed, without a traceback, which would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")

@@ -1,6 +1,7 @@
-"""The end of an agent's tree: asked for, and forced at a deadline; after a good end it may take its time.
+"""The end of an agent's process tree: first a request to end, then a kill at a deadline.
 
-Standard library only: a bare interpreter loads this in each shim.
+After a good end of the program, its other processes have more time. Standard library only: each shim loads this
+module in a bare interpreter.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import time
 
 from poprun.launch.process.process_tree import ProcessKey, own_tree, send, terminate, words_of
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     from collections.abc import Sequence
 
     from poprun.launch.messages.control import Message
 else:
-    import _signal as signal  # signal itself loads enum and more
+    import _signal as signal  # the module signal would load enum and more
 
 _GRACE_SECONDS = 5.0
 _LEFTOVER_SECONDS = 1.0
@@ -25,24 +26,24 @@ _MOST_LETTERS = 100
 
 
 class TreeEnding:
-    """The end of this process's tree."""
+    """The end of this process's tree: whether it has begun, and its deadline."""
 
     def __init__(self) -> None:
-        self.grace_seconds = _GRACE_SECONDS  # how long the program may take to end, once it was asked
-        self.was_stopped = False  # whether the program was asked to end, or is never to begin
-        self.is_patient = False  # whether what is left of a program that has ended well may end by itself
+        self.grace_seconds = _GRACE_SECONDS  # time that the program has to end after the request
+        self.was_stopped = False  # whether the program was asked to end, or must not begin
+        self.is_patient = False  # whether the other processes of a program that ended well may end by themselves
         self._deadline_seconds: float | None = None
         self._told_at_seconds = 0.0
         self._news: list[Message] = []
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a deadline."""
+        """Whether the end has begun, so that there is a deadline."""
         return self._deadline_seconds is not None
 
     def stop(self, program: int | None) -> None:
-        """Ask the program to end; what is left of its tree at the deadline is killed."""
-        # its children only once it has ended: while it saves its state it needs its data loader's workers
+        """Ask the program to end; the rest of its tree is killed at the deadline."""
+        # not its children until it has ended, because a program that saves its state needs its DataLoader workers
         self.was_stopped = True
         if self.is_patient:
             self._lose_patience()
@@ -52,7 +53,7 @@ class TreeEnding:
             os.killpg(program, signal.SIGCONT)
 
     def end_leftovers(self, *, after_good_end: bool) -> None:
-        """Ask what an ended program left behind to end, too; after a good end only when its time is over."""
+        """Ask the processes that an ended program left to end: now, or after a good end at the deadline."""
         self.is_patient = after_good_end and not self.was_stopped
         if self.is_patient:
             self._begin(self.grace_seconds)
@@ -67,7 +68,7 @@ class TreeEnding:
         self._deadline_seconds = 0.0
 
     def is_over(self, program: int | None) -> bool:
-        """Whether nothing is left of a tree that was to end; kills what is left after the deadline."""
+        """Whether no process of a tree that must end is left; after the deadline kill the remaining processes."""
         if self._deadline_seconds is None:
             return False
         tree = own_tree()
@@ -85,7 +86,7 @@ class TreeEnding:
         return False
 
     def news(self) -> Message | None:
-        """The next event about what a program has left running after its good end."""
+        """Return the next event about processes that a program left after its good end; None if there is none."""
         return self._news.pop(0) if self._news else None
 
     def _name_left(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:

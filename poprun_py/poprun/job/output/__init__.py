@@ -1,1 +1,1 @@
-"""The programs' output: read, kept in logs, cut into lines, tagged and shown."""
+"""The output of the programs: poprun reads it, writes logs, divides it into lines, adds tags and shows it."""

@@ -1,20 +1,20 @@
-"""The folding of lines that several instances print alike: each is shown once. Pure: time is an argument.
+"""Folding of lines that several instances print: each such line is shown once. Pure: time is an argument.
 
-Each instance's lines wait in a queue of its own. A line that all of them hold is shown at once, after what each
-printed before it; any other is shown when it has waited long enough, together with whoever holds it by then. Lines
-leave a queue only at its head, so every instance's lines stay in their order, whatever is folded.
+The lines of each instance wait in a queue. A line that is in all queues is shown at once, after the lines before
+it in each queue. Any other line is shown when it has waited long enough, together with the instances that have
+printed it by then. Lines leave a queue only at the front, so that every instance's lines stay in order.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-HOLD_SECONDS: Final = 0.2  # no line waits longer for others to print it
-MAX_HELD_BYTES: Final = 1024 * 1024  # more is not held back: the oldest lines go first
+HOLD_SECONDS: Final = 0.2  # longest time that a line waits for other instances to print it
+MAX_HELD_BYTES: Final = 1024 * 1024  # if more bytes wait, the oldest lines are shown
 
 
 class Folded(NamedTuple):
-    """A line, and the instances that printed it, ascending."""
+    """A line, and the ascending indices of the instances that printed the line."""
 
     instances: tuple[int, ...]
     line: bytes
@@ -27,17 +27,17 @@ class _Held(NamedTuple):
 
 
 class Folder:
-    """The lines of one stream that wait to be folded, of all instances that print until :meth:`end` is called."""
+    """The lines of one stream that wait to be folded, from all instances for which :meth:`end` was not called."""
 
     def __init__(self, instances: Iterable[int]) -> None:
         self._queues: dict[int, deque[_Held]] = {instance: deque() for instance in sorted(instances)}
         self._running = set(self._queues)
-        self._counts: dict[bytes, dict[int, int]] = {}  # how often each line stands in whose queue
+        self._counts: dict[bytes, dict[int, int]] = {}  # how often each line is in the queue of each instance
         self._num_lines = 0
         self._held_bytes = 0
 
     def add(self, instance: int, line: bytes, now_seconds: float) -> list[Folded]:
-        """Add one whole line of ``instance``; the lines that are to be shown now."""
+        """Add one whole line of ``instance``; return the lines to show now."""
         counts = self._counts.setdefault(line, {})
         counts[instance] = counts.get(instance, 0) + 1
         self._queues[instance].append(_Held(self._num_lines, now_seconds + HOLD_SECONDS, line))
@@ -51,7 +51,7 @@ class Folder:
         return shown
 
     def add_lines(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
-        """Add what ``instance`` wrote; the lines that are to be shown now. Steps of bars are not held back."""
+        """Add the output of ``instance``; return the lines to show now. Steps of progress bars do not wait."""
         shown: list[Folded] = []
         for line in lines.splitlines(keepends=True):
             if line.endswith(b"\n"):
@@ -61,14 +61,14 @@ class Folder:
         return shown
 
     def due(self, now_seconds: float) -> list[Folded]:
-        """The lines that have waited long enough."""
+        """Return the lines that have waited long enough, to show them."""
         shown: list[Folded] = []
         while (due := self.due_at_seconds) is not None and due <= now_seconds:
             shown.append(self._show_next(self._oldest(self._queues)))
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Mark that ``instance`` prints no more; the lines that need not wait for it any longer."""
+        """Record that ``instance`` prints no more; return the lines that need not wait for it any longer."""
         self._running.discard(instance)
         if not self._running:
             return [folded for other in self._queues for folded in self._show_until(other, 0)]
@@ -78,14 +78,14 @@ class Folder:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """When the line that waits longest is due; None when none waits."""
+        """The time at which the oldest waiting line must be shown; None if no line waits."""
         return min((queue[0].due_at_seconds for queue in self._queues.values() if queue), default=None)
 
     def _is_everybodys(self, line: bytes) -> bool:
         return self._running <= self._counts[line].keys()
 
     def _show_until(self, instance: int, num_left: int) -> list[Folded]:
-        """Show until ``num_left`` lines of ``instance`` wait, in the order in which they came."""
+        """Show lines, oldest first, until only ``num_left`` lines of ``instance`` wait; return the shown lines."""
         queue, shown = self._queues[instance], []
         while len(queue) > num_left:
             holders = self._counts[queue[len(queue) - num_left - 1].line]
@@ -93,14 +93,14 @@ class Folder:
         return shown
 
     def _oldest(self, instances: Iterable[int]) -> int:
-        """The instance whose first waiting line came first."""
+        """Return the instance whose first waiting line is the oldest."""
         return min(
             (instance for instance in instances if self._queues[instance]),
             key=lambda instance: self._queues[instance][0].number,
         )
 
     def _show_next(self, instance: int) -> Folded:
-        """Show the next line of ``instance``, or a line that must come before it in another instance's queue."""
+        """Show the next line of ``instance``, or a line that must be shown before it in another queue."""
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._not_there_yet(line, seen)) is not None:
@@ -109,12 +109,12 @@ class Folder:
         return self._remove(line)
 
     def _not_there_yet(self, line: bytes, seen: set[int]) -> int | None:
-        """An instance that holds ``line``, but not at the head of its queue."""
+        """Return an instance whose queue contains ``line``, but not at the front; None if there is none."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)
 
     def _remove(self, line: bytes) -> Folded:
-        """Remove ``line`` from all queues that begin with it."""
+        """Remove ``line`` from all queues in which it is the first line; return the line and its instances."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
         for instance in instances:

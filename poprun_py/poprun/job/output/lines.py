@@ -1,7 +1,7 @@
-r"""Lines: cut from a byte stream, and tagged with the instance that printed them.
+r"""Lines: divided from a byte stream, and tagged with the instance that printed the line.
 
-Bytes stay bytes: what is not decoded cannot be torn or lost. A line ends with ``\n``, ``\r\n`` or ``\r`` (a step
-of a progress bar). Lines travel in blocks, as they were read: whole lines, one after the other.
+Bytes are not decoded, so that no character is damaged or lost. A line ends with ``\n``, ``\r\n`` or ``\r`` (a step
+of a progress bar). Lines are passed on in blocks, as they were read: whole lines, one after the other.
 """
 
 from functools import lru_cache
@@ -13,20 +13,20 @@ from poprun.text.ranges import fold_hosts, fold_numbers
 
 STEP_SECONDS: Final = 1.0
 _CURSOR_UP: Final = b"\x1b[A"
-MAX_LINE_BYTES: Final = 1024 * 1024  # a line that grows longer is passed on in parts
+MAX_LINE_BYTES: Final = 1024 * 1024  # a longer line is passed on in parts
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _NUM_REMEMBERED: Final = 4096
 
 
 class LineSplitter:
-    """Cuts a stream into whole lines."""
+    """A splitter that divides a byte stream into whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._is_drawing = False
 
     def feed(self, data: bytes) -> bytes:
-        r"""The lines that ``data`` completes, with their endings; a ``\r`` at the end waits for the next byte."""
+        r"""Return the lines that ``data`` completes, with their ends; a final ``\r`` waits for the next byte."""
         data = self._rest + data
         after_bar = data.rfind(b"\r", 0, -1) + 1
         end = max(after_bar, data.rfind(b"\n") + 1)
@@ -38,21 +38,21 @@ class LineSplitter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """The last line, with a line break added if it has none."""
+        """Return the last line, with a line break added if it has none."""
         rest, self._rest = self._rest, b""
         return rest if not rest or rest.endswith(b"\r") else rest + b"\n"
 
     @property
     def step(self) -> bytes:
-        r"""The part of a progress bar's next step that has come without its end; empty if there is no bar."""
-        # some programs write ``\r`` before each step, some behind it: either way it would be shown one step late
+        r"""The part of a progress bar's next step that has arrived without its end; empty if there is no bar."""
+        # programs write ``\r`` before or after each step; without this, a step would be shown one step late
         if self._rest.endswith(b"\r"):
             return self._rest[:-1]
         return self._rest if self._is_drawing else b""
 
 
 def tagged(tag: bytes, lines: bytes) -> bytes:
-    """Whole lines, each with ``tag`` before it."""
+    """Return whole lines with ``tag`` before each line."""
     if not tag or not lines:
         return lines
     if b"\r" in lines:
@@ -61,14 +61,14 @@ def tagged(tag: bytes, lines: bytes) -> bytes:
 
 
 class StepLines:
-    """Progress bars as lines, for a pipe or a file: a bar's step is a line of its own, one each second at most."""
+    """Progress bars as lines, for a pipe or a file: a step is one line, and at most one step a second is shown."""
 
     def __init__(self) -> None:
         self._shown_at_seconds: dict[tuple[int, ...], float] = {}
         self._waiting: dict[tuple[int, ...], bytes] = {}  # the last step that was not shown
 
     def show(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
-        """Return what is to be shown of whole ``lines`` that ``instances`` printed."""
+        """Return what to show of the whole lines ``lines`` that ``instances`` printed."""
         has_bar = instances in self._shown_at_seconds
         if not (has_bar or b"\r" in lines or _CURSOR_UP in lines):
             return lines
@@ -88,13 +88,13 @@ class StepLines:
         return b"".join(shown)
 
     def end(self, instances: tuple[int, ...]) -> bytes:
-        """Return the last step of a bar that its program has left as it was."""
+        """Return the last step of a progress bar that was not yet shown when its program ended."""
         self._shown_at_seconds.pop(instances, None)
         return self._waiting.pop(instances, b"")
 
 
 class Tags:
-    """The tags of one of poprun's streams, as the plan wants them, perhaps coloured."""
+    """The tags of one of poprun's streams, in the plan's format and perhaps with colours."""
 
     def __init__(self, plan: LaunchPlan, stream: str, *, is_coloured: bool) -> None:
         self._plan = plan
@@ -105,7 +105,7 @@ class Tags:
         self.of = lru_cache(maxsize=_NUM_REMEMBERED)(self._make)
 
     def _make(self, instances: tuple[int, ...]) -> bytes:
-        """The tag of a line that these instances printed; it has a colour if they are one."""
+        """Return the tag of a line that ``instances`` printed; coloured if there is only one instance."""
         if not self._plan.is_tagged:
             return b""
         text = self._template.format_map(self._values(instances))

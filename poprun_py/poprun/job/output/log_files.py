@@ -1,4 +1,4 @@
-"""A log of each stream of each instance: the bytes that the program wrote, and nothing else."""
+"""The logs of the programs' output: one file for each stream of each instance, with exactly the bytes written."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from poprun.plan.program_environment import check_folder_name
 
 _NAMES: Final = {1: "out", 2: "err"}
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-"""Another user may have put a pipe there, which would keep poprun waiting for a reader."""
+"""Flags to open a log; O_NONBLOCK, because opening a pipe of another user would wait for a reader."""
 _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 
 
@@ -50,7 +50,7 @@ class LogFiles:
             ) from None
 
     def write(self, instance: int, stream: int, data: bytes) -> None:
-        """Append ``data`` to the log of ``stream`` (1 or 2) of ``instance``; nothing once that log was cut off."""
+        """Append ``data`` to the log of ``stream`` (1 or 2) of ``instance``; do nothing after a write error."""
         descriptor = self._descriptors.get((instance, stream))
         if descriptor is None:
             return
@@ -65,11 +65,11 @@ class LogFiles:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close all logs, and warn how many were cut off if that was more than one."""
+        """Close all logs, and warn how many logs are incomplete if there are several."""
         for (instance, stream), descriptor in self._descriptors.items():
             try:
                 os.close(descriptor)
-            except OSError as error:  # a file system that writes late says so now
+            except OSError as error:  # a file system that writes late reports errors now
                 self._note_cut(instance, stream, error)
         self._descriptors = {}
         if self._num_cut > 1:
@@ -87,7 +87,7 @@ class LogFiles:
 
 @contextmanager
 def _made_folder(above: int, name: str) -> Iterator[int]:
-    """The descriptor of the folder ``name`` in another one, for the length of a block; made if missing."""
+    """Return a context with the descriptor of the folder ``name`` in another folder; make it if it is missing."""
     descriptor = open_below(above, name, FOLDER, makes_folder=True)
     try:
         yield descriptor

@@ -1,8 +1,8 @@
 r"""Progress bars on a terminal that several instances share. Pure.
 
-A bar is a row that ends with ``\r``: its next step is written over it. Here the last bar that was drawn stays the
-bottom row: lines of others take its place and it is drawn again below them. Bars below each other move the cursor
-up; they may, as long as nobody else has written the rows that they move to.
+A bar is a row that ends with ``\r``, so that its next step replaces it. The last drawn bar stays the bottom row:
+lines of other instances are written in its place, and the bar is drawn again below them. Programs with several
+bars move the cursor up; this is allowed until another writer has changed these rows.
 """
 
 import re
@@ -20,21 +20,21 @@ _Writer = tuple[str, tuple[int, ...]]
 
 
 class BottomRow:
-    """The rows around the terminal's cursor; ``columns`` says how wide the terminal is now, 0 if nobody knows."""
+    """The rows around the terminal's cursor; ``columns`` returns the width of the terminal, 0 if unknown."""
 
     def __init__(self, columns: Callable[[], int]) -> None:
         self._columns = columns
         self._bar = b""
         self._owner: _Writer | None = None
-        self._num_used = 0  # rows from the cursor's own downwards that are not empty
+        self._num_used = 0  # rows that are not empty, from the cursor's row downwards
         self._writer: _Writer | None = None
-        self._num_above = 0  # rows above the cursor that this writer wrote last
+        self._num_above = 0  # rows above the cursor that ``_writer`` wrote last
 
     def render(self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes) -> bytes:
-        """The bytes that show whole ``lines``, and then ``step``, the beginning of a bar's next step."""
+        """Return the bytes that show whole ``lines`` and then ``step``, the beginning of a bar's next step."""
         writer = (stream, instances)
         if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:
-            step = b""  # it cannot be written twice
+            step = b""  # such a step cannot be written twice
         if b"\r" not in lines and not step and _CURSOR_UP not in lines and self._num_used <= 1:
             return self._render_lines(writer, tagged(tag, lines))
         rows = [*lines.splitlines(keepends=True), *([step + b"\r"] if step else ())]
@@ -46,7 +46,7 @@ class BottomRow:
         )
 
     def end_bars(self, stream: str, instance: int) -> bytes:
-        """The bytes for the end of a stream: its bars stay where they are, on rows of their own."""
+        """Return the bytes for the end of a stream, which leave its bars in place, in their own rows."""
         if self._owner != (stream, (instance,)):
             return b""
         below = b"\n" * self._num_used
@@ -60,7 +60,7 @@ class BottomRow:
             num_left = num_up - row.endswith(b"\n")
             if (num_up if writes_above else num_left) <= (self._num_above if self._writer == writer else 0):
                 return self._render_move(writer, tag + row, num_left)
-            row = row.replace(_CURSOR_UP, b"").rstrip(b"\r\n") + b"\n"  # rows of others stand there
+            row = row.replace(_CURSOR_UP, b"").rstrip(b"\r\n") + b"\n"  # other writers' rows are there
             if row.isspace():
                 return b""
         return (
@@ -89,7 +89,7 @@ class BottomRow:
     def _render_step(self, writer: _Writer, tag: bytes, row: bytes) -> bytes:
         if row == b"\r" or (row.isspace() and not self._is_owned_by(writer)):
             return b""
-        if row.isspace():  # the bar is wiped out
+        if row.isspace():  # the program has erased the bar
             self._bar, self._num_used = b"", max(0, self._num_used - 1)
             return _ERASE_TO_END
         bar = clip(tag + row[:-1], self._columns()) + b"\r"
@@ -104,7 +104,7 @@ class BottomRow:
 
 
 def clip(text: bytes, columns: int) -> bytes:
-    """The part of ``text`` that fits in ``columns``, with all of its colours; all of it if ``columns`` is 0."""
+    """Return the part of ``text`` that fits in ``columns``, with all colour codes; the whole text for 0."""
     if not columns or len(text) <= columns:
         return text
     shown, num_signs = [], 0

@@ -1,7 +1,7 @@
-"""The relay of the programs' output: a thread that reads it, keeps it in logs, tags it, and writes it on.
+"""The relay of the programs' output: a thread that reads the output, logs it, adds tags, and writes it on.
 
-A reader that does not read (a pager, a stopped terminal) blocks this thread and through the pipes the programs, as
-it would without poprun; it never blocks the supervision.
+If the process that reads poprun's output stops reading (a pager, a stopped terminal), this thread waits, and the
+programs wait because their pipes are full, as without poprun. poprun's supervision of the job never waits.
 """
 
 import errno
@@ -33,7 +33,7 @@ _NAMES: Final = {1: "stdout", 2: "stderr"}
 
 _HEADER: Final = b"Traceback (most recent call last):"
 _READ_BYTES = 64 * 1024
-"""What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
+"""The capacity of a pipe; reading is half as fast with a larger buffer, because its memory is new each time."""
 
 _TAIL_LINES = 200
 _LAST_LINES = 20
@@ -43,17 +43,17 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One stream of one program."""
+    """One output stream of one program."""
 
-    descriptor: int  # the reading end of its pipe
-    instance: int  # whose stream it is
-    target: int  # descriptor of poprun's own stream that it goes to: 1 or 2
-    is_shown: bool  # whether its lines are written there at all; they are logged and remembered either way
-    # whether its bytes are written there as they come, because nobody else writes and no tag is wanted
+    descriptor: int  # the reading end of the stream's pipe
+    instance: int  # the instance that writes the stream
+    target: int  # descriptor of poprun's own stream to which it goes: 1 or 2
+    is_shown: bool  # whether its lines are shown; lines are always logged and remembered
+    # whether its bytes are written unchanged, because only one instance writes and lines need no tag
     is_raw: bool
 
 
-OnClosed = Callable[[OSError], None]  # called when poprun's output cannot be written any more, with the reason
+OnClosed = Callable[[OSError], None]  # called with the reason when poprun's output cannot be written any more
 
 
 class OutputStream:
@@ -65,12 +65,12 @@ class OutputStream:
         self._is_closed = False
 
     def write(self, data: bytes) -> None:
-        """Write all of ``data``."""
+        """Write all of ``data`` to the stream; drop the rest after an error."""
         view = memoryview(data)
         while view and not self._is_closed:
             try:
                 view = view[os.write(self._descriptor, view) :]
-            except BlockingIOError:  # somebody made the terminal non-blocking
+            except BlockingIOError:  # another program made the terminal non-blocking
                 select.select((), (self._descriptor,), ())
             except OSError as error:
                 self._is_closed = True
@@ -80,7 +80,7 @@ class OutputStream:
 
 
 class Display:
-    """Shows the lines of all instances on one of poprun's streams, which has a bottom row if it is a terminal."""
+    """The display of all instances' lines on one of poprun's streams, with a bottom row if it is a terminal."""
 
     def __init__(
         self, stream: str, output: OutputStream, tags: Tags, row: "BottomRow | None", folder: "Folder | None"
@@ -93,23 +93,23 @@ class Display:
         self._steps = StepLines()
 
     def pass_on(self, data: bytes) -> None:
-        """Write ``data`` as it is."""
+        """Write ``data`` unchanged."""
         self._output.write(data)
 
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
-        """Show what ``instance`` wrote: whole lines, and what has come of a progress bar's next step."""
+        """Show the output of ``instance``: whole lines, and the arrived part of a progress bar's next step."""
         if self._folder is not None:
             self._write_folded(self._folder.add_lines(instance, lines, time.monotonic()))
             lines = b""
         self._write((instance,), lines, step)
 
     def show_due(self) -> None:
-        """Show the lines that have waited long enough for others to print them, too."""
+        """Show the lines that have waited long enough for other instances to print the same lines."""
         if self._folder is not None:
             self._write_folded(self._folder.due(time.monotonic()))
 
     def end(self, instance: int) -> None:
-        """End the lines of an instance that writes no more."""
+        """Show the remaining lines of ``instance``, which writes no more."""
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
@@ -119,7 +119,7 @@ class Display:
 
     @property
     def due_in_seconds(self) -> float | None:
-        """When :meth:`show_due` has something to show; None if no line waits."""
+        """The time until :meth:`show_due` has a line to show; None if no line waits."""
         due_at_seconds = None if self._folder is None else self._folder.due_at_seconds
         return None if due_at_seconds is None else max(0.0, due_at_seconds - time.monotonic())
 
@@ -137,8 +137,8 @@ class Display:
 
 
 def make_displays(plan: LaunchPlan, on_closed: OnClosed, *, has_colours: bool) -> dict[int, Display]:
-    """The displays of both streams, by number; ``on_closed`` is called when nobody reads poprun's any more."""
-    rows: dict[int, BottomRow] = {}  # a terminal's, which two streams may share
+    """Return the displays of both streams by number; ``on_closed`` is called when nobody reads poprun's output."""
+    rows: dict[int, BottomRow] = {}  # by terminal, because two streams may share a terminal
     displays = {}
     for target, name in _NAMES.items():
         is_terminal = os.isatty(target)
@@ -157,7 +157,7 @@ def _bottom_row(terminal: int, rows: "dict[int, BottomRow]") -> "BottomRow":
 def _columns(terminal: int) -> int:
     try:
         return os.get_terminal_size(terminal).columns
-    except OSError:  # the terminal has gone
+    except OSError:  # the terminal does not exist any more
         return 0
 
 
@@ -175,7 +175,7 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
 
 
 class Relay:
-    """Reads every one of ``pipes``, (descriptor, instance, stream), until it ends; logs and shows its lines."""
+    """The thread that reads each of ``pipes``, (descriptor, instance, stream), to its end, and shows the lines."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Relay:
         ]
         self._displays = displays
         self._logs = logs
-        self._shows_all = shows_all  # whether each call of a traceback is shown
+        self._shows_all = shows_all  # whether all calls of a traceback are shown
         self._is_interrupted = False
         self._tracebacks: TracebackFilter | None = None
         self._splitters = {source: LineSplitter() for source in sources}
@@ -214,12 +214,12 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="poprun-relay", daemon=True)
 
     def start(self) -> None:
-        """Begin to read; an OSError says that there can be no more threads."""
+        """Begin to read. Raises OSError if no more threads are possible."""
         start_thread(self._thread)
 
     def finish(self, timeout_seconds: float) -> None:
-        """Read what the pipes still hold and end; give up on a reader that does not read within the timeout."""
-        os.close(self._stop_writer)  # which wakes the thread
+        """Read what is left in the pipes and stop; give up after ``timeout_seconds`` if poprun's reader blocks."""
+        os.close(self._stop_writer)  # closing the pipe wakes the thread
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
         if not self._thread.is_alive():
@@ -227,25 +227,25 @@ class Relay:
             os.close(self._stop_reader)
 
     def tail(self, instance: int) -> list[str]:
-        """Return the last lines of the standard error; if there are none, those of an output that is not shown."""
+        """Return the last lines of an instance's standard error; otherwise the last lines of a hidden output."""
         return _decode(self._tails.get(instance) or self._printed.get(instance) or ())
 
     def last_lines(self, instance: int) -> list[str]:
-        """The last lines that ``instance`` wrote, where the job's report is to have them."""
+        """Return the last lines that ``instance`` wrote; [] if the job's report does not need the lines."""
         return _decode((self._last_lines or {}).get(instance, ()))
 
     def leave_out_interrupts(self) -> None:
-        """From now on, do not show the tracebacks of KeyboardInterrupt: Ctrl-C was pressed."""
+        """Hide tracebacks of KeyboardInterrupt from now on, because the user has pressed Ctrl-C."""
         self._is_interrupted = True
 
     @property
     def interrupted(self) -> tuple[int, ...]:
-        """The instances whose tracebacks of KeyboardInterrupt were not shown, ascending."""
+        """The ascending indices of the instances whose tracebacks of KeyboardInterrupt were hidden."""
         return () if self._tracebacks is None else self._tracebacks.interrupted
 
     def _run(self) -> None:
         self._read_all()
-        for source in tuple(self._splitters):  # pipes that a process that is none of ours holds open
+        for source in tuple(self._splitters):  # pipes that a foreign process still keeps open
             self._end(source)
         if self._logs is not None:
             self._logs.close()
@@ -286,7 +286,7 @@ class Relay:
             self._displays[source.target].show(source.instance, self._sifted(source, lines), splitter.step)
 
     def _end(self, source: Source) -> None:
-        """Show the last line of a source that has ended."""
+        """Show the last line of ``source``, which has ended, and close its descriptor."""
         lines = self._splitters.pop(source).finish()
         self._remember(source, lines)
         if source.is_shown and not source.is_raw:
@@ -318,7 +318,7 @@ class Relay:
 
 def _add_lines(tail: deque[bytes], lines: bytes) -> None:
     for line in lines.splitlines(keepends=True)[-_TAIL_LINES:]:
-        if tail and tail[-1].endswith(b"\r"):  # a step of a progress bar, which the next line replaces
+        if tail and tail[-1].endswith(b"\r"):  # a step of a progress bar is replaced by the next line
             tail.pop()
         is_long = len(line) > _TAIL_LINE_BYTES
         tail.append(line[: _TAIL_LINE_BYTES // 2] + b" ... " + line[-_TAIL_LINE_BYTES // 2 :] if is_long else line)
@@ -329,7 +329,7 @@ def _decode(lines: Iterable[bytes]) -> list[str]:
 
 
 def _read(source: Source) -> bytes:
-    """Read the next bytes of a stream; none at its end, and, with a warning, where it is cut off."""
+    """Return the next bytes of a stream; b"" at its end, and also, with a warning, after a read error."""
     try:
         return os.read(source.descriptor, _READ_BYTES)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The programs' standard streams while a job runs: opened for each instance, read, fed and finished.
+"""The standard streams of the programs while a job runs: poprun opens, reads, feeds and closes the streams.
 
-On several hosts instance 0 is sent poprun's standard input as it comes, whether or not the program reads it, as
-ssh does; the end of the input is the end of what the program reads.
+On several hosts instance 0 gets poprun's standard input as it comes, whether or not the program reads it, as with
+ssh; the end of poprun's input is the end of the program's input.
 """
 
 import errno
@@ -30,13 +30,13 @@ _STDERR: Final = 2
 
 
 class ProgramStreams:
-    """The standard streams of all programs of one attempt: pipes, sockets between hosts, or poprun's own."""
+    """The standard streams of all programs of one attempt: pipes, sockets between hosts, or poprun's streams."""
 
     def __init__(
         self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, *, shows_all: bool
     ) -> None:
         self._plan = plan
-        self._shows_all = shows_all  # whether tracebacks are shown with each call
+        self._shows_all = shows_all  # whether tracebacks are shown with all calls
         self._has_colours = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._null = os.open(os.devnull, os.O_RDWR)
         self._pipes: list[tuple[int, int, int]] = []
@@ -45,11 +45,11 @@ class ProgramStreams:
         self._relay: Relay | None = None
         self._feed: InputFeed | None = None
         is_alone = plan.num_instances == 1 and not plan.is_tagged
-        # whether the one program has poprun's own streams: debuggers and progress bars work as without poprun
+        # whether the only program has poprun's own streams, so that debuggers and progress bars work as usual
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """The three descriptors for ``instance``, to be closed when passed on; none if it has ``sockets``."""
+        """Return the three descriptors for ``instance``, to be closed when passed on; [] if it has ``sockets``."""
         if sockets:
             self._fed = sockets.get(_STDIN, self._fed)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -60,14 +60,14 @@ class ProgramStreams:
         return [stdin, self._open_pipe(instance, _STDOUT), self._open_pipe(instance, _STDERR)]
 
     def close(self, streams: list[int]) -> None:
-        """Close what :meth:`open` opened."""
+        """Close the descriptors that :meth:`open` opened."""
         for descriptor in streams:
             if descriptor > _STDERR and descriptor != self._null:
                 os.close(descriptor)
 
     @property
     def has_no_reader(self) -> bool:
-        """Whether the one program has poprun's own standard output, and nobody reads that any more (poll(2))."""
+        """Whether the only program has poprun's own standard output, whose reader has gone (poll(2))."""
         poll = select.poll()
         poll.register(_STDOUT, 0)
         return self.is_inherited and any(events & select.POLLERR for _, events in poll.poll(0))
@@ -85,7 +85,7 @@ class ProgramStreams:
             self._feed.start()
 
     def finish(self, timeout_seconds: float) -> None:
-        """Read what the pipes still hold, end, and close what is open."""
+        """Read what is left in the pipes, stop the threads, and close all open files."""
         if self._feed is not None:
             self._feed.end()
         if self._relay is not None:
@@ -95,28 +95,28 @@ class ProgramStreams:
         os.close(self._null)
 
     def last_line(self, instance: int) -> str:
-        """The last line that ``instance`` wrote to its standard error, or nothing."""
+        """Return the last line that ``instance`` wrote to standard error; an empty text if there is none."""
         tail = [] if self._relay is None else self._relay.tail(instance)
         return tail[-1] if tail else ""
 
     def tails(self, instances: Iterable[int]) -> dict[int, list[str]]:
-        """The last lines that each of ``instances`` wrote to its standard error."""
+        """Return the last lines that each of ``instances`` wrote to its standard error, by instance."""
         relay = self._relay
         return {} if relay is None else {index: relay.tail(index) for index in instances}
 
     def last_lines(self) -> dict[int, list[str]]:
-        """The last lines that each instance wrote, where the job's report is to have them."""
+        """Return the last lines of each instance, by instance; {} if the job's report does not need the lines."""
         relay, instances = self._relay, range(self._plan.num_instances)
         return {} if relay is None else {index: lines for index in instances if (lines := relay.last_lines(index))}
 
     def leave_out_interrupts(self) -> None:
-        """From now on, do not show the tracebacks of KeyboardInterrupt: Ctrl-C was pressed."""
+        """Hide tracebacks of KeyboardInterrupt from now on, because the user has pressed Ctrl-C."""
         if self._relay is not None:
             self._relay.leave_out_interrupts()
 
     @property
     def interrupted(self) -> tuple[int, ...]:
-        """The instances whose tracebacks of KeyboardInterrupt were not shown, ascending."""
+        """The ascending indices of the instances whose tracebacks of KeyboardInterrupt were hidden."""
         return () if self._relay is None else self._relay.interrupted
 
     def _open_pipe(self, instance: int, stream: int) -> int:
@@ -151,21 +151,21 @@ _JOIN_SECONDS: Final = 1.0
 
 
 class InputFeed:
-    """Sends what comes from one descriptor to a connected socket until there is no more, or nobody reads it."""
+    """A thread that sends data from one descriptor to a socket, until the data end or nobody reads the socket."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source = source
         self._target = socket.socket(fileno=target)
-        self._target.setblocking(False)  # noqa: FBT003 - it takes no keywords
+        self._target.setblocking(False)  # noqa: FBT003 - the method takes no keywords
         self._stop_reader, self._stop_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="poprun-input", daemon=True)
 
     def start(self) -> None:
-        """Begin to read; an OSError says that there can be no more threads."""
+        """Begin to read. Raises OSError if no more threads are possible."""
         start_thread(self._thread)
 
     def end(self) -> None:
-        """Stop reading."""
+        """Stop reading and wait a moment for the thread."""
         os.close(self._stop_writer)
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
@@ -173,14 +173,14 @@ class InputFeed:
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
-        with self._target, suppress(OSError):  # the instance has gone, or there is no standard input
+        with self._target, suppress(OSError):  # the instance has ended, or there is no standard input
             while data := self._read():
                 while data and self._is_ready(self._target.fileno(), select.POLLOUT):
                     data = data[self._target.send(data) :]
 
     def _read(self) -> bytes:
-        """The next input; nothing at its end."""
-        # SIGTTIN is blocked: so a read fails, instead of stopping poprun, while others have the terminal
+        """Return the next input; an empty value at its end."""
+        # SIGTTIN is blocked, so that a read fails and does not stop poprun while another program has the terminal
         while self._is_ready(self._source, select.POLLIN):
             try:
                 return os.read(self._source, _READ_BYTES)
@@ -191,7 +191,7 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait until a descriptor is ready, or for the given time; False when the feed ends, or nobody reads."""
+        """Wait until ``descriptor`` is ready or the time is over; return False if the feed or the reader ends."""
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)

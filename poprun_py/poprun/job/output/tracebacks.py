@@ -1,7 +1,7 @@
-"""The tracebacks that programs print, as poprun shows them: short, and once where instances print the same. Pure.
+"""Tracebacks of the programs as poprun shows them: short, and only once if several instances print the same. Pure.
 
-Calls of libraries become a line, and the user's own calls stay whole. Log files and the last lines that poprun
-remembers keep every line; ``poprun -v`` shows every line, too.
+Several calls of libraries become one line, and the user's own calls stay complete. Log files and the last lines
+that poprun remembers contain every line; ``poprun -v`` shows every line as well.
 """
 
 import re
@@ -19,34 +19,34 @@ _ORIGIN: Final = re.compile(rb"Process \S+:$|Exception ignored ")
 _LINK: Final = re.compile(rb"During handling of the above exception|The above exception was the direct cause")
 _RANK: Final = re.compile(rb"^\[rank\d+\]: ?")
 _CALL: Final = b'  File "'
-_SCRIPT: Final = b"/bin/"  # where pip puts the command of an installed program
+_SCRIPT: Final = b"/bin/"  # the folder in which pip puts commands of installed programs
 _FOLDED: Final = "  … ".encode()
 _PACKAGE: Final = re.compile(r"/(?:site|dist)-packages/(\w+)")
 
 
 _MOST_REPEATED: Final = 100
-"""So many characters of a message are shown again if another instance has printed all of the message."""
+"""The number of characters of a message that are shown again if another instance has printed the whole message."""
 
 
 class _Printed(NamedTuple):
-    """A traceback as it was printed first."""
+    """A traceback as an instance printed it first."""
 
     instance: int
     error: bytes  # the line that names the exception
     is_ours: bool  # whether popdist has raised the exception, which ends most programs
-    message: list[bytes]  # the lines of popdist behind the one that names the exception
+    message: list[bytes]  # popdist's lines after the line that names the exception
 
 
 class _After(NamedTuple):
-    """What follows a traceback that an instance has printed."""
+    """The state of an instance after it has printed a traceback."""
 
     printed: _Printed
     is_repeat: bool
-    withheld: list[bytes]  # lines of a repeat that equal those of the first one, so far
+    withheld: list[bytes]  # lines of a repeat that equal the first traceback's lines until now
 
 
 class TracebackFilter:
-    """The filter of all standard errors of a job, which shortens tracebacks unless ``shows_all``."""
+    """The filter of all standard errors of a job, which shortens tracebacks unless ``shows_all`` is true."""
 
     def __init__(self, *, shows_all: bool) -> None:
         self._shows_all = shows_all
@@ -54,15 +54,15 @@ class TracebackFilter:
         self._held: dict[int, list[bytes]] = {}
         self._interrupted: set[int] = set()
         self._printed: dict[str, _Printed] = {}
-        self._after: dict[int, _After] = {}  # by instance, where its last lines belong to a traceback
+        self._after: dict[int, _After] = {}  # by instance, if its last lines belong to a traceback
 
     @property
     def interrupted(self) -> tuple[int, ...]:
-        """The instances whose tracebacks of KeyboardInterrupt were left out, ascending."""
+        """The ascending indices of the instances whose tracebacks of KeyboardInterrupt were hidden."""
         return tuple(sorted(self._interrupted))
 
     def feed(self, instance: int, lines: bytes, *, leaves_out_interrupts: bool) -> bytes:
-        """Return the lines to show after ``instance`` wrote ``lines``; the beginning of a traceback is held back.
+        """Return the lines to show after ``instance`` wrote ``lines``; the beginning of a traceback is withheld.
 
         After Ctrl-C ``leaves_out_interrupts`` is True: tracebacks of KeyboardInterrupt are not shown.
         """
@@ -72,7 +72,7 @@ class TracebackFilter:
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """Return the lines that were held back, because ``instance`` writes no more, but no repeated message."""
+        """Return the withheld lines of ``instance``, which writes no more, except a repeated message."""
         self._after.pop(instance, None)
         return self._release(instance)
 
@@ -98,7 +98,7 @@ class TracebackFilter:
         return self._after_traceback(instance, line, text)
 
     def _end_traceback(self, instance: int, held: list[bytes], line: bytes) -> bytes:
-        """Return what is shown of the traceback ``held``, whose exception ``line`` names."""
+        """Return what to show of the traceback ``held``; ``line`` names its exception."""
         if self._leaves_out_interrupts and _INTERRUPT.match(_DECORATION.sub(b"", line)):
             self._interrupted.add(instance)
             return b""
@@ -121,10 +121,10 @@ class TracebackFilter:
         return b"".join(folded)
 
     def _after_traceback(self, instance: int, line: bytes, text: bytes) -> bytes:
-        """Return ``line``, without empty lines around a link; lines of a repeated message are withheld.
+        """Return ``line``, without empty lines around a link; withhold the lines of a repeated message.
 
-        Withheld lines are shown as soon as another line follows: only a link, or the end of a program, shows that
-        they were the message, and nothing that the program said later.
+        Withheld lines are shown as soon as a different line follows. Only a link or the end of a program shows
+        that the lines were the message and no later output.
         """
         after = self._after.get(instance)
         if after is None:
@@ -146,14 +146,14 @@ class TracebackFilter:
 
 
 def _fold(held: list[bytes]) -> list[bytes]:
-    """Return the lines of a traceback: one for each row of calls of libraries, the program's own calls whole."""
-    calls: list[list[bytes]] = [[]]  # first what stands above the calls
+    """Return the lines of a traceback: one line for each series of library calls, and all own calls unchanged."""
+    calls: list[list[bytes]] = [[]]  # the first item contains the lines above the calls
     for line in held:
         if _CALL in line:
             calls.append([])
         calls[-1].append(line)
     packages = [_package(call[0].decode(errors="replace")) for call in calls[1:]]
-    programs = next((it for it in packages if it not in ("", "Python")), "")  # that of an installed program
+    programs = next((it for it in packages if it not in ("", "Python")), "")  # the package of an installed program
     if all(package or _SCRIPT in call[0] for package, call in zip(packages, calls[1:], strict=True)):
         packages = ["" if it == programs else it for it in packages]
     shown = list(calls[0])
@@ -171,7 +171,7 @@ def _fold(held: list[bytes]) -> list[bytes]:
 
 
 def _package(call: str) -> str:
-    """Return the name of the library that a call stands in; empty for the user's own code."""
+    """Return the name of the library that contains ``call``; an empty text if the call is the user's own code."""
     if is_own_code(call):
         return ""
     found = _PACKAGE.search(call)

@@ -1,5 +1,5 @@
-"""The messages of poprun, its agents and its monitors, and the connection that carries them."""
+"""The messages between poprun, its agents and its monitors, and the connection for the messages."""
 
 
 class ProtocolError(Exception):
-    """The error when the other side sent something that is no message."""
+    """Error for received data that is not a valid message."""

@@ -1,7 +1,7 @@
-"""How far other clocks are ahead of ours, by messages that are answered with the other clock's time.
+"""The offset between this clock and the clocks of other hosts, measured with messages that contain the time.
 
-Between the moment at which a question is sent and the one at which its answer is heard lies the moment at which it
-was answered. So each exchange bounds the offset, whatever the ways there and back take.
+The other host answers at some moment between the question and the arrival of the answer. So each exchange gives
+bounds for the offset, however long the messages travel.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from poprun.launch.messages.control import Message
 
 ROUND_SECONDS: Final = 5.0
-"""How often the clocks of other hosts are asked."""
+"""The time between two rounds of questions to the clocks of other hosts."""
 
 _QUESTIONS_OF_ROUND: Final = 6
 _RECENT_ROUNDS: Final = 12
@@ -21,7 +21,7 @@ _NANOSECONDS: Final = 1e9
 
 
 class Exchange(NamedTuple):
-    """A question that was sent and whose answer was heard by our clock, answered at a time of the other clock."""
+    """A question and its answer: two times of our clock, and the time of the other clock in the answer."""
 
     sent_ns: int
     answered_ns: int
@@ -29,17 +29,17 @@ class Exchange(NamedTuple):
 
     @property
     def middle_ns(self) -> int:
-        """The middle between question and answer."""
+        """The middle between the question and the arrival of the answer, by our clock."""
         return (self.sent_ns + self.heard_ns) // 2
 
     @property
     def offset_seconds(self) -> float:
-        """How far the other clock is ahead, if the answer was given in the middle."""
+        """The seconds by which the other clock is ahead, if the answer was given in the middle."""
         return (self.answered_ns - self.middle_ns) / _NANOSECONDS
 
     @property
     def uncertainty_seconds(self) -> float:
-        """The largest error of the offset."""
+        """The largest possible error of ``offset_seconds``."""
         return (self.heard_ns - self.sent_ns) / 2 / _NANOSECONDS
 
 
@@ -48,27 +48,27 @@ class ClockFit:
     """A straight line through the offsets of another clock."""
 
     at_ns: int  # a time of our clock
-    offset_seconds: float  # how far the other clock was ahead then
-    drift: float  # how much it gains, in seconds a second
-    drift_uncertainty: float  # the largest error of that; 0 where one exchange cannot show a drift
-    uncertainty_seconds: float  # the largest error of offsets between the first and the last exchange
+    offset_seconds: float  # seconds by which the other clock was ahead at ``at_ns``
+    drift: float  # how much the other clock gains, in seconds per second
+    drift_uncertainty: float  # the largest error of ``drift``; 0 with only one exchange
+    uncertainty_seconds: float  # the largest error of an offset from the first to the last exchange
 
     def offset_at(self, our_ns: int) -> float:
-        """How many seconds the other clock is ahead at a time of ours."""
+        """Return how many seconds the other clock is ahead when our clock shows ``our_ns``."""
         return self.offset_seconds + self.drift * (our_ns - self.at_ns) / _NANOSECONDS
 
     def to_theirs(self, our_ns: int) -> int:
-        """What the other clock shows when ours shows ``our_ns``."""
+        """Return what the other clock shows when our clock shows ``our_ns``."""
         return our_ns + round(self.offset_at(our_ns) * _NANOSECONDS)
 
     def to_ours(self, their_ns: int) -> int:
-        """What our clock shows when the other shows ``their_ns``."""
+        """Return what our clock shows when the other clock shows ``their_ns``."""
         without_drift_ns = their_ns - round(self.offset_seconds * _NANOSECONDS)
         return without_drift_ns - round((without_drift_ns - self.at_ns) * self.drift / (1 + self.drift))
 
 
 def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
-    """The line through the best exchanges among the first and the last of ``exchanges``, ordered by time."""
+    """Return the line through the best of the first and the best of the last ``exchanges``, ordered by time."""
     share = max(1, len(exchanges) // 4)
     first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
     last = min(exchanges[-share:], key=lambda it: it.uncertainty_seconds)
@@ -82,7 +82,7 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
         drift_uncertainty=sum(errors) / seconds if seconds else 0.0,
         uncertainty_seconds=max(errors),
     )
-    # before the first of the two exchanges and after the last the errors of both count
+    # outside of the interval between the two exchanges, the errors of both count
     outside = max(first.middle_ns - exchanges[0].sent_ns, exchanges[-1].heard_ns - last.middle_ns) / _NANOSECONDS
     bend = max(abs(line.offset_at(it.middle_ns) - it.offset_seconds) - it.uncertainty_seconds for it in exchanges)
     more = outside * line.drift_uncertainty + max(0.0, bend)
@@ -90,7 +90,7 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
 
 
 class HostClocks:
-    """Asks one agent of each other host for its clock, in rounds, and keeps what they answer."""
+    """The rounds of questions to one agent of each other host for its clock, and the answers."""
 
     def __init__(
         self,
@@ -98,16 +98,16 @@ class HostClocks:
         send_order: Callable[[int, Message], object],
         round_seconds: float = ROUND_SECONDS,
     ) -> None:
-        self._host_of = host_of  # of the instances on other hosts
+        self._host_of = host_of  # the host of each instance on another host
         self._send_order = send_order
         self._round_seconds = round_seconds
-        # for each host the best exchange of each round; of long jobs only some of the earlier ones
+        # the best exchange of each round, for each host; long jobs keep only some of the earlier rounds
         self.rounds: dict[str, list[Exchange]] = {host: [] for host in host_of.values()}
         self._num_open: dict[str, int] = {}
         self._due_seconds: dict[str, float] = {}
 
     def ask(self, reachable: Collection[int], now_seconds: float) -> None:
-        """Begin the rounds that are due, of the hosts that have a reachable instance."""
+        """Begin a round of questions to each host whose round is due and that has an instance in ``reachable``."""
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
                 self._due_seconds[host] = now_seconds + self._round_seconds
@@ -115,7 +115,7 @@ class HostClocks:
                 self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
     def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
-        """Add the event of an agent that has answered; until its round is complete it is asked again."""
+        """Record an agent's answer, and ask the agent again until the round has enough answers."""
         exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)
@@ -132,15 +132,15 @@ class HostClocks:
             self._send_order(instance, {"order": "clock", "sent_ns": time.time_ns()})
 
     def round_trips(self) -> dict[str, float]:
-        """The shortest time in which each host that has answered has done so of late, in seconds."""
+        """Return the shortest recent time, in seconds, between a question and its answer for each host."""
         pairs = {host: rounds[-_RECENT_ROUNDS:] for host, rounds in self.rounds.items() if rounds}
         return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
 
     def fits(self) -> dict[str, ClockFit]:
-        """The clock of each host that has answered, as `recent_fits` has it."""
+        """Return the fit of each host's clock, for hosts that have answered; see `recent_fits`."""
         return recent_fits(self.rounds)
 
 
 def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
-    """The clock of each host that has answered, by its last rounds: about a minute."""
+    """Return the fit of each host's clock from its last rounds, about a minute; only hosts that have answered."""
     return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}

@@ -1,9 +1,9 @@
-"""The control channel: what poprun, its agents and its monitors say to each other, and the connection they use.
+"""The control channel: the messages between poprun, its agents and its monitors, and their connections.
 
-An agent sends *events*, poprun sends *orders*. On one machine the connection is a unix socket, whose other end the
-kernel vouches for; between hosts a TCP socket on which both ends prove that they know the job's key (`proofs`).
-Messages are JSON objects, one a line. Standard library only, and little of it: each shim of an MPI job loads this
-in a bare interpreter. So not the package `json`, but the part of it in C, with the arguments that `json` gives it.
+An agent sends *events*, poprun sends *orders*. On one machine the connection is a unix socket, and the kernel says
+which user is at the other end. Between hosts it is a TCP socket, on which both ends prove that they know the job's
+key (`proofs`). Messages are JSON objects, one on each line. Each shim of an MPI job loads this module in a bare
+interpreter, so it imports little of the standard library: not the package `json`, but its part in C.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from _struct import Struct
 
 from poprun.launch.messages import ProtocolError
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 
     from poprun.launch.messages.proofs import Seal
 else:
-    import _socket as socket  # socket itself loads enum, selectors and more
+    import _socket as socket  # the module socket would load enum, selectors and more
 
     from poprun.launch.process import NamedTuple
 
-MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # room for the largest environment that Linux lets a program have
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # enough for the largest environment that Linux allows
 Message = dict[str, object]
 
 _BLANKS = " \t\r"
 
-VIEW_EVENT = "view"  # a monitor's, in place of an agent's hello; it is sent views of the job until it hangs up
-LOST = "lost"  # the event that poprun makes up when an agent's connection closes
+VIEW_EVENT = "view"  # a monitor's first event, instead of hello; the monitor then gets views of the job
+LOST = "lost"  # the event that poprun makes itself when an agent's connection closes
 RECEIVE_BYTES = 64 * 1024
 
 EVENT_FIELDS: dict[str, dict[str, type]] = {
     "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
-    "stream": {"instance": int, "stream": int},  # this socket is one of the program's streams, on another host
-    "agent_lost": {"instance": int, "errno": int},  # a shim's agent ended, or cannot go on; errno or 0
-    "runtime_lost": {"instance": int},  # who started the shim was killed, and the shim lives
+    "stream": {"instance": int, "stream": int},  # the socket is a standard stream of a program on another host
+    "agent_lost": {"instance": int, "errno": int},  # a shim's agent ended or cannot continue; errno or 0
+    "runtime_lost": {"instance": int},  # the process that started the shim was killed, but the shim lives
     VIEW_EVENT: {},
     "started": {"pid": int},
-    "failed_to_hold": {"errno": int},  # nobody keeps the job's lease on its host any more
+    "failed_to_hold": {"errno": int},  # no process keeps the job's lease on the host any more
     "failed_to_bind": {"errno": int, "cores": list},
     "failed_to_start": {"errno": int, "place": str},
-    "stats": {"progress": str},  # what the program's tree uses and how far it is
+    "stats": {"progress": str},  # the resources and the progress of the program's tree
     "signal_unhandled": {"signal": int},  # no process of the program handles a signal
-    "stacks": {"text": str, "processes": list},  # where the program stands
-    "clock": {"sent_ns": int, "answered_ns": int},  # poprun's clock as it asked, and the agent's
-    "calls": {"groups": dict, "page": str},  # when it has called its last collectives, and its whole page
+    "stacks": {"text": str, "processes": list},  # the stacks of the program's processes
+    "clock": {"sent_ns": int, "answered_ns": int},  # the time of poprun's question, and the agent's time
+    "calls": {"groups": dict, "page": str},  # the program's last collectives, and its whole progress page
     "exited": {"code": int, "at_seconds": float, "was_stopped": bool},  # a negative code is a signal
-    "machine": {"killed": list, "limits": dict},  # what another host's kernel has killed, and what it grants
-    "left": {"processes": list, "is_ended": bool},  # what a program has left running after a good end
+    "machine": {"killed": list, "limits": dict},  # on another host: processes that the kernel killed, and limits
+    "left": {"processes": list, "is_ended": bool},  # processes that still run after a program's good end
     "shim_lost": {},  # the MPI runtime killed the shim
-    "ended": {},  # nothing of the program's tree is left
+    "ended": {},  # no process of the program's tree is left
 }
-"""What each event must hold; more may come with it."""
+"""The fields that each event must have, with their types; an event may have more fields."""
 
 _TCP = "tcp://"
 _LOOPBACK = "127.0.0.1"
@@ -67,7 +67,7 @@ _CREDENTIALS = Struct("iII")
 
 
 class _Grammar:
-    """What the scanner asks for, as `json.JSONDecoder` has it: Python's own numbers, no hooks."""
+    """The attributes that the JSON scanner reads, as in `json.JSONDecoder`: Python's number types and no hooks."""
 
     strict = True
     object_hook = None
@@ -81,17 +81,17 @@ def _refuse(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no JSON")
 
 
-_scan = make_scanner(_Grammar)  # type: ignore[arg-type]  # it asks for these attributes, and no more
+_scan = make_scanner(_Grammar)  # type: ignore[arg-type]  # the scanner reads only these attributes
 _encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)  # noqa: FBT003
 
 
 def encode(message: Message) -> bytes:
-    """One message as a line of bytes."""
+    """Return ``message`` as a line of bytes."""
     return "".join(_encode(message, 0)).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The message in a line; a ProtocolError if it is no JSON object."""
+    """Return the message in ``line``. Raises ProtocolError if ``line`` is not a JSON object."""
     try:
         text = line.decode().strip(_BLANKS)
         message, end = _scan(text, 0)
@@ -103,14 +103,14 @@ def decode(line: bytes) -> Message:
 
 
 class LineReader:
-    """Cuts a byte stream into lines, and drops those that grow too long."""
+    """A reader that divides a byte stream into lines and drops lines that are too long."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._is_too_long = False
 
     def feed(self, data: bytes) -> tuple[list[bytes], int]:
-        """Every line that ``data`` completes, without its ending, and how many were too long and are lost."""
+        """Return the lines that ``data`` completes, without line ends, and the number of dropped lines."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         num_lost = 0
         if self._is_too_long and lines:
@@ -126,7 +126,7 @@ class LineReader:
 
 
 def check_event(message: Message) -> None:
-    """Check that a message is an event with all its fields, or raise a ProtocolError."""
+    """Check that ``message`` is a known event with all its fields. Raises ProtocolError if it is not."""
     kind = message.get("event")
     fields = EVENT_FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
@@ -137,17 +137,17 @@ def check_event(message: Message) -> None:
 
 
 def abstract_address(name: str) -> str:
-    """The socket address for a control socket's name (Linux's abstract namespace starts with a zero byte)."""
+    """Return the socket address of a control socket's name: in Linux's abstract namespace, after a zero byte."""
     return "\0" + name
 
 
 def peer_user(connection: socket.socket) -> int:
-    """User id of the process at the other end, as the kernel tells it (unix(7), SO_PEERCRED)."""
+    """Return the user id of the process at the other end, which the kernel reports (unix(7), SO_PEERCRED)."""
     return _peer(connection)[1]
 
 
 def peer_process(connection: socket.socket) -> int:
-    """Process id of the process at the other end, as the kernel tells it."""
+    """Return the process id of the process at the other end, which the kernel reports."""
     return _peer(connection)[0]
 
 
@@ -158,7 +158,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 class Received(NamedTuple):
-    """The messages that came over a link at once, why others are none, and the descriptors that came along."""
+    """The messages received together over a link, the reasons for refused messages, and received descriptors."""
 
     messages: list[Message]
     refusals: list[str]
@@ -168,7 +168,7 @@ class Received(NamedTuple):
 def receive_descriptors(
     connection: socket.socket, num_bytes: int, max_descriptors: int
 ) -> tuple[bytes, list[int]]:
-    """What has come over a unix socket, and the descriptors that came along (unix(7), SCM_RIGHTS)."""
+    """Receive at most ``num_bytes`` from a unix socket; return the data and descriptors (unix(7), SCM_RIGHTS)."""
     data, ancillary, _, _ = connection.recvmsg(num_bytes, socket.CMSG_LEN(max_descriptors * _DESCRIPTOR.size))
     descriptors = [
         descriptor
@@ -180,28 +180,28 @@ def receive_descriptors(
 
 
 class Link:
-    """The connection between poprun and one agent or monitor, which owns the socket; a TCP one has a ``seal``."""
+    """The connection between poprun and one agent or monitor; it owns the socket. A TCP link has a ``seal``."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
         self.connection = connection
         self._seal = seal
         self._lines = LineReader()
-        self.is_sealed = seal is not None  # then the other end may be on another host
+        self.is_sealed = seal is not None  # if True, the other end may be on another host
 
     def fileno(self) -> int:
-        """The socket's descriptor, for selectors; negative when it is closed."""
+        """Return the socket's descriptor, for selectors; a negative number if the socket is closed."""
         return self.connection.fileno()
 
     def own_address(self) -> str:
-        """The address of this end, at which others reach this host; a loopback address on a unix socket."""
+        """Return this end's address, at which other hosts reach this host; a loopback address on a unix socket."""
         return _LOOPBACK if self._seal is None else str(self.connection.getsockname()[0])
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the socket of the connection."""
         self.connection.close()
 
     def send(self, *messages: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send messages, and descriptors with them if the other end is on this machine; an OSError if gone."""
+        """Send messages, and descriptors if the other end is on this machine. Raises OSError if it is gone."""
         lines = [encode(message) for message in messages]
         if self._seal is not None:
             lines = [self._seal.seal(line) for line in lines]
@@ -213,7 +213,7 @@ class Link:
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
-        """The messages that came, or None when the other end is gone; ``check`` raises a ProtocolError."""
+        """Return the received messages; ``check`` may refuse a message. Return None if the other end is gone."""
         try:
             data, descriptors = self._read()
         except OSError:
@@ -240,7 +240,7 @@ class Link:
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
-    """Connect an agent with poprun: an OSError if nobody is there, a ProtocolError if it is another job's."""
+    """Connect an agent with poprun. Raises OSError if nobody listens, ProtocolError if it is another job."""
     if not address.startswith(_TCP):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_seconds)
@@ -263,18 +263,18 @@ def _connect_over_network(address: str, key: str, timeout_seconds: float) -> Lin
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The ``CONTROL_ADDRESS`` of a TCP socket."""
+    """Return the value of ``CONTROL_ADDRESS`` for a TCP socket."""
     return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
 
 
 def is_remote(address: str) -> bool:
-    """Whether ``address`` is one of the network."""
+    """Whether ``address`` is a network address, so that poprun may be on another host."""
     return address.startswith(_TCP)
 
 
 def notice_death(connection: socket.socket) -> None:
-    """Let the kernel find out when the other host is gone, whether or not there is something to send (tcp(7))."""
-    # Not for a program's output: there, an end that does not read would count as dead, too.
+    """Make the kernel report the loss of the other host, even if there is nothing to send (tcp(7))."""
+    # Not used for a program's output, because a reader that only pauses would count as dead.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)

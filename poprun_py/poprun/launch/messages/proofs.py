@@ -1,8 +1,8 @@
-"""The proof that both ends of a connection between hosts know the job's key, and the seals of what they then say.
+"""The proof that both ends of a connection between hosts know the job's key, and the seals of later messages.
 
-A challenge from each side is answered with an HMAC (RFC 2104) of both; the key is never sent. Every line then has
-an HMAC over its number and its text: one that was invented, changed, repeated or left out is found before it is
-parsed. Whoever can listen on the network can read what is said. Standard library only.
+Each side sends a challenge, and the other side answers with an HMAC (RFC 2104) of both challenges; the key is
+never sent. Then every line has an HMAC over its number and its text. So a line that was invented, changed,
+repeated or left out is found before it is parsed. The messages are not encrypted. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SEPARATOR = b" "
 
 
 def new_key() -> str:
-    """A key for one job, as text for an environment variable."""
+    """Return a new random key for a job, as text for an environment variable."""
     return os.urandom(KEY_BYTES).hex()
 
 
 class Handshake:
-    """One side of the proof that both know the key."""
+    """One side of the proof that both sides know the key."""
 
     def __init__(self, key: str, *, is_agent: bool) -> None:
         self._key = bytes.fromhex(key)
@@ -38,11 +38,11 @@ class Handshake:
         self.nonce = os.urandom(NONCE_BYTES)
 
     def proof(self, other_nonce: bytes) -> bytes:
-        """The proof for the other side that this one knows the key."""
+        """Return this side's proof, for the other side, that this side knows the key."""
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:
-        """Check that the other side knows the key, else raise ProtocolError; the seal for all further messages."""
+        """Check the other side's proof and return the seal for later messages. Raises ProtocolError if wrong."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not hmac.compare_digest(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")
@@ -55,7 +55,7 @@ class Handshake:
 
 
 class Seal:
-    """Numbers and seals the lines of one direction, and opens those of the other."""
+    """The seals of one connection: it numbers and seals sent lines, and checks received lines."""
 
     def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
         self._sending_key = sending_key
@@ -64,13 +64,13 @@ class Seal:
         self._num_received = 0
 
     def seal(self, line: bytes) -> bytes:
-        """``line`` with its seal in front; it must hold no line break but the one at its end."""
+        """Return ``line`` with its seal before it; ``line`` must have no line break except at its end."""
         mark = self._mark(self._sending_key, self._num_sent, line.removesuffix(b"\n"))
         self._num_sent += 1
         return mark + _SEPARATOR + line
 
     def open(self, line: bytes) -> bytes:
-        """The text of a sealed line, which must be the other side's and the next of its lines."""
+        """Return the text of a sealed line. Raises ProtocolError if it is not the other side's next line."""
         mark, _, text = line.partition(_SEPARATOR)
         if not hmac.compare_digest(mark, self._mark(self._receiving_key, self._num_received, text)):
             raise ProtocolError("a control message does not bear the seal of this job")
@@ -83,7 +83,7 @@ class Seal:
 
 
 def prove(connection: socket.socket, key: str) -> Seal:
-    """An agent's side of the handshake, in which poprun speaks first; a ProtocolError if it lacks the key."""
+    """Run an agent's side of the handshake and return the seal. Raises ProtocolError if poprun lacks the key."""
     handshake = Handshake(key, is_agent=True)
     nonce = _read_exactly(connection, NONCE_BYTES)
     connection.sendall(handshake.nonce + handshake.proof(nonce))

@@ -1,6 +1,6 @@
-"""The view of a running job: one value, which poprun sends and a monitor draws.
+"""The view of a running job: one value, which poprun sends and a monitor draws. Pure.
 
-Pure. Both ends of the connection know it as this dataclass, and the connection as JSON.
+poprun and the monitor use the view as a dataclass; the connection contains it as JSON.
 """
 
 from collections.abc import Mapping
@@ -17,45 +17,45 @@ from poprun.text.fields import between, read_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """One instance at one moment."""
+    """The state of one instance at one moment."""
 
     index: int
     host: str
-    state: str  # how far its process has come, in a word
-    exit_code: int | None = None  # negative for a signal; None while it runs
-    looked_at_seconds: float | None = None  # monotonic time of its agent's last look
-    num_steps: int = 0  # optimizer steps that were counted; 0 where nobody counts them
-    step: int | None = None  # the step and the loss that the program reported last
+    state: str  # the state of its process, in a word
+    exit_code: int | None = None  # negative for a signal; None while the instance runs
+    looked_at_seconds: float | None = None  # monotonic time of its agent's last measurement
+    num_steps: int = 0  # optimizer steps that were counted; 0 if not counted
+    step: int | None = None  # the step that the program reported last, with its loss
     loss: float | None = None
-    waits_in: str = ""  # the collective that it waits in
-    cpu_seconds: float | None = None  # of all its processes, as the memory; None before the first look
+    waits_in: str = ""  # the collective in which the instance waits
+    cpu_seconds: float | None = None  # of all its processes, like the memory; None if not yet measured
     memory_bytes: int | None = None
-    last_line: str = ""  # that it printed
+    last_line: str = ""  # the last line that the instance printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A job at one moment."""
+    """The state of a job at one moment."""
 
-    pid: int  # of poprun
+    pid: int  # process id of poprun
     job_id: str
     restart_count: int
-    phase: str  # how far it has come, in a word
+    phase: str  # the phase of the job, in a word
     seconds: Annotated[float, between(0, float_info.max)]
     program: tuple[str, ...]
     num_replicas: int
     parallelism: Parallelism
     instances: tuple[InstanceView, ...]
-    slow: str = ""  # who keeps the others waiting now, and why; empty while nobody does
-    said: str = ""  # what poprun has said since the last view of where the programs stand
+    slow: str = ""  # the instance for which all others wait now, and why; empty if none
+    said: str = ""  # messages of poprun about the programs' state since the last view
 
     def to_message(self) -> Message:
-        """The view as JSON values. Inverse of :meth:`from_message`."""
+        """Return the view as JSON values; :meth:`from_message` reads these values."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """The view that ``message`` holds; a ProtocolError if it is one of another version of poprun."""
+        """Return the view in ``message``. Raises ProtocolError if another version of poprun sent it."""
         try:
             return read_record(cls, message, "the view", noun="a view")
         except PlanError:

@@ -1,13 +1,13 @@
-"""Processes: started, found, ended, and what a bare interpreter needs for that.
+"""Processes: how poprun starts, finds and ends processes, with what a bare interpreter needs for this.
 
-`NamedTuple` is for modules that shims and agents load: `typing` takes longer than all of them.
+`NamedTuple` is for modules that shims and agents load, because `typing` takes longer to load than all of these.
 """
 
 from __future__ import annotations
 
 from _operator import itemgetter  # the part of operator in C
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     from typing import Any, ClassVar, Self
 
@@ -25,7 +25,7 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
             setattr(cls, field, property(itemgetter(position)))
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """A tuple of ``values`` and of those that are ``named``."""
+        """Return a tuple of the positional ``values`` and the values ``named`` by their fields."""
         rest = cls._fields[len(values) :]
         found = {**{field: cls._defaults[field] for field in rest if field in cls._defaults}, **named}
         if len(values) > len(cls._fields) or found.keys() != set(rest):

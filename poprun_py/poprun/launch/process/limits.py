@@ -1,8 +1,8 @@
-"""What this machine grants the processes of a job, what a job needs of it, and what the kernel has killed.
+"""The limits of this machine for a job's processes, what a job needs, and which processes the kernel killed.
 
 A process is in control groups (cgroups(7)), which limit its time on cores and its memory; the limit of each group
-holds. poprun has a socket and two pipes open for each instance: it raises its own soft limit of open files
-(getrlimit(2)), and the programs start with the user's.
+counts. poprun has a socket and two pipes open for each instance, so it raises its own soft limit of open files
+(getrlimit(2)); the programs start with the user's limit.
 """
 
 import errno
@@ -27,18 +27,18 @@ _KIBIBYTE: Final = 1024
 
 
 class _ControlGroup(NamedTuple):
-    """A control group: its folder, which need not exist in a container, and whether it is of version 2."""
+    """A control group: its folder, which a container may lack, and whether its version is 2."""
 
     folder: str
     is_unified: bool
 
     def file(self, unified: str, older: str) -> str:
-        """The path of one of its files, whose name depends on the version."""
+        """Return the path of a file of the group; its name is ``unified`` in version 2, otherwise ``older``."""
         return os.path.join(self.folder, unified if self.is_unified else older)
 
 
 def _control_groups(controller: str, membership: str, cgroups: str) -> Iterator[_ControlGroup]:
-    """The groups of this process that may hold files of ``controller``, inner ones first."""
+    """Yield the control groups of this process that may have files of ``controller``, inner groups first."""
     try:
         lines = read_text(membership).splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def _control_groups(controller: str, membership: str, cgroups: str) -> Iterator[
 
 
 def cpu_quota(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> float | None:
-    """How many cores' worth of time the control groups grant; None when they set no limit."""
+    """Return the number of cores whose time the control groups allow; None if no group has a limit."""
     quotas = map(_group_quota, _control_groups("cpu", membership, cgroups))
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -69,19 +69,19 @@ def _group_quota(group: _ControlGroup) -> float | None:
 
 
 class KillCounts(NamedTuple):
-    """How many processes the kernel has ever killed for want of memory; None where it does not say."""
+    """The numbers of processes that the kernel has ever killed for lack of memory; None if unknown."""
 
-    in_group: int | None = None  # in the control group of this process and those inside it
+    in_group: int | None = None  # in the control group of this process and in the groups inside it
     on_machine: int | None = None  # on the machine
 
     def since(self, before: "KillCounts") -> "KillCounts":
-        """How many it has killed since the counts were ``before``."""
+        """Return how many processes the kernel has killed since the counts were ``before``."""
         pairs = zip(self, before, strict=True)
         return KillCounts(*(None if now is None or then is None else now - then for now, then in pairs))
 
 
 def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
-    """The processes that the kernel has killed until now. The arguments are for tests."""
+    """Return how many processes the kernel has killed until now. The arguments are for tests."""
     files = (
         group.file("memory.events", "memory.oom_control")
         for group in _control_groups("memory", membership, cgroups)
@@ -92,7 +92,7 @@ def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: 
 
 
 def _named_count(path: str, name: str) -> int | None:
-    """The number behind ``name`` in a file of names and numbers; None when there is none."""
+    """Return the number after ``name`` in a file of names and numbers; None if it is missing."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in read_text(path).splitlines()]
         return next((int(row[1]) for row in rows if row[:1] == [name]), None)
@@ -101,14 +101,14 @@ def _named_count(path: str, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """The memory and processor time that a program may use; None where no limit is set or can be read."""
+    """The memory and processor time that a program may use; None for a limit that is not set or not known."""
 
-    group_bytes: int | None = None  # what the control groups around this process may use
+    group_bytes: int | None = None  # limit of the control groups around this process
     machine_bytes: int | None = None  # the machine's memory
-    address_space_bytes: int | None = None  # what each process may address (``ulimit -v``)
+    address_space_bytes: int | None = None  # address space of each process (``ulimit -v``)
     cpu_seconds: int | None = None  # processor time that each process may use (``ulimit -t``)
     shared_bytes: int | None = None  # size of /dev/shm
-    shared_free_bytes: int | None = None  # what is free there
+    shared_free_bytes: int | None = None  # free memory in /dev/shm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,22 +116,22 @@ class Evidence:
     """The facts of the machine that may explain why a program has failed."""
 
     killed: KillCounts = field(default_factory=KillCounts)  # processes that the kernel has killed during the job
-    limits: MemoryLimits = field(default_factory=MemoryLimits)  # what a program may have
+    limits: MemoryLimits = field(default_factory=MemoryLimits)  # the limits of a program
 
 
 def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
-    """The evidence in an event of another host's agent."""
+    """Return the evidence in an event of an agent on another host."""
     limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
     return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
 
 
 def evidence_since(before: KillCounts) -> Evidence:
-    """The evidence after a failure of a job that began with the counts ``before``."""
+    """Return the evidence after a failure of a job; ``before`` are the counts from the job's beginning."""
     return Evidence(killed=kill_counts().since(before), limits=memory_limits())
 
 
 def memory_limits(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> MemoryLimits:
-    """The limits of a program that is started here. The arguments are for tests."""
+    """Return the limits of a program that is started on this machine. The arguments are for tests."""
     groups = (_group_limit(group) for group in _control_groups("memory", membership, cgroups))
     kibibytes = _named_count(_MEMINFO, "MemTotal:")
     shared = None
@@ -160,20 +160,20 @@ def _soft_limit(kind: int) -> int | None:
 
 
 def read_text(path: str) -> str:
-    """The whole text of one of the kernel's files."""
+    """Return the whole text of a file of the kernel."""
     with open(path, encoding="utf-8") as file:
         return file.read()
 
 
 _LEAST_FILES: Final = 13
-_LEAST_FILES_OF_INSTANCE: Final = 3  # fewer open files than these two say are not enough for any job
+_LEAST_FILES_OF_INSTANCE: Final = 3  # a limit of open files below these two numbers is too low for every job
 _WANTED_FILES: Final = 64
-_WANTED_FILES_OF_INSTANCE: Final = 8  # so many are enough for poprun and for every launcher, with logs and leases
+_WANTED_FILES_OF_INSTANCE: Final = 8  # enough open files for poprun and every launcher, with logs and leases
 _LOOPBACK: Final = ("127.0.0.1", 9)
 
 
 def check_system() -> None:
-    """Check that the system shows its processes in /proc, and lets poprun open /dev/null and a few files."""
+    """Check that /proc shows processes, and that poprun can open /dev/null and a few files."""
     raise_open_files(0)
     if not os.path.exists(f"/proc/{os.getpid()}/stat"):
         raise LaunchError(
@@ -192,12 +192,12 @@ def check_system() -> None:
 
 @cache
 def users_open_files() -> int:
-    """The soft limit of open files that poprun was called with, for the programs."""
+    """Return the soft limit of open files with which the user called poprun; the programs get this limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_open_files(num_instances: int) -> None:
-    """Raise this process's limit of open files to what a job needs, as far as the hard limit allows."""
+    """Raise this process's soft limit of open files for a job. Raises LaunchError if the hard limit is too low."""
     users_open_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -215,12 +215,12 @@ def raise_open_files(num_instances: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-_LONGEST_ADDRESS: Final = 107  # of a unix socket, in bytes: unix(7)
-_SOCKET_NAME: Final = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # as Python's multiprocessing names one
+_LONGEST_ADDRESS: Final = 107  # largest address of a unix socket, in bytes: unix(7)
+_SOCKET_NAME: Final = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # the name of a socket of Python's multiprocessing
 
 
 def find_tmpdir_problem(folder: str) -> str:
-    """Why libraries cannot open sockets below a TMPDIR; empty when they can."""
+    """Return why libraries cannot open sockets below the TMPDIR ``folder``; an empty text if they can."""
     num_bytes = len(os.fsencode(folder))
     if num_bytes + len(_SOCKET_NAME) <= _LONGEST_ADDRESS:
         return ""
@@ -231,10 +231,10 @@ def find_tmpdir_problem(folder: str) -> str:
 
 
 def find_loopback_problem() -> str:
-    """Why the processes of this machine cannot reach each other at its loopback address; empty when they can."""
+    """Return why processes cannot connect at this machine's loopback address; an empty text if they can."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(_LOOPBACK)  # asks the kernel for a way, and sends nothing
+            probe.connect(_LOOPBACK)  # asks the kernel for a route, and sends nothing
     except OSError as error:
         if error.errno in (errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL):
             return (

@@ -1,8 +1,8 @@
-"""The tree of processes below one, and how they are signalled, whatever session or group they moved to.
+"""The tree of processes below a process, and signals to the tree, whatever session or group a process moved to.
 
-Process groups do not hold a tree together: a data loader's worker may call setsid. So the tree is walked in
-/proc (see proc_pid_stat(5)). A process is known by its id *and* its start time, because ids are used again.
-Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
+A process group does not contain the whole tree, because a DataLoader worker may call setsid. So the tree is read
+from /proc (see proc_pid_stat(5)). A process is identified by its id *and* its start time, because ids are reused.
+Each shim of an MPI job loads this module in a bare interpreter, so it imports little of the standard library.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import os
 import resource
 import time
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import NamedTuple
 else:
-    import _signal as signal  # signal itself loads enum and more
+    import _signal as signal  # the module signal would load enum and more
 
     from poprun.launch.process import NamedTuple
 
-STOPPED_SECONDS = 1.0  # how often to look for children that are stopped
-_LEFTOVER_SECONDS = 1.0  # what left processes get to end after SIGTERM
+STOPPED_SECONDS = 1.0  # time between two searches for stopped children
+_LEFTOVER_SECONDS = 1.0  # time in which leftover processes can end after SIGTERM
 _POLL_SECONDS = 0.02
 _KIBIBYTE = 1024
 _STATE_FIELD, _PARENT_FIELD, _CHILD_FAULTS_FIELD, _START_FIELD = 0, 1, 8, 19
 
 
 class ProcessKey(NamedTuple):
-    """One process for all time: its id, and when it started in clock ticks since boot."""
+    """The unique key of a process: its id, and its start time in clock ticks since boot."""
 
     pid: int
     start_ticks: int
 
 
 class Ended(NamedTuple):
-    """A child that has ended: its id, exit code, negative for a signal, and most memory, 0 if unknown."""
+    """A child that has ended: its id, its exit code (negative for a signal), and its peak memory, 0 if unknown."""
 
     pid: int
     code: int
@@ -56,7 +56,7 @@ def _read_stat(pid: int) -> _Stat | None:
             text = file.read()
     except OSError:
         return None
-    # The name in parentheses may hold anything, so the fields are counted from the last parenthesis.
+    # The name in parentheses may contain any text, so the fields are counted from the last parenthesis.
     fields = text[text.rindex(b")") + 2 :].split()
     key = ProcessKey(pid, int(fields[_START_FIELD]))
     has_reaped = fields[_CHILD_FAULTS_FIELD] != b"0"  # no child runs without a page fault
@@ -70,25 +70,25 @@ def _all_stats() -> Iterator[_Stat]:
 
 
 def key_of(pid: int) -> ProcessKey | None:
-    """The key of the process that has the id ``pid`` now, or None when there is none."""
+    """Return the key of the process that has the id ``pid`` now; None if there is no such process."""
     stat = _read_stat(pid)
     return None if stat is None else stat.key
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no process ``pid``, or one that only has not been reaped."""
+    """Whether there is no process ``pid``, or only a process that has ended and was not reaped."""
     stat = _read_stat(pid)
     return stat is None or stat.state == "Z"
 
 
 def has_reaped(pid: int) -> bool:
-    """Whether there is a process ``pid`` that has reaped a child of its own."""
+    """Whether there is a process ``pid`` that has reaped one of its children."""
     stat = _read_stat(pid)
     return stat is not None and stat.has_reaped
 
 
 def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Every living descendant of ``root``, parents first, without those in ``apart_from`` and below them."""
+    """Return the living descendants of ``root``, parents first, without ``apart_from`` and their descendants."""
     children: dict[int, list[_Stat]] = {}
     for stat in _all_stats():
         children.setdefault(stat.parent, []).append(stat)
@@ -111,34 +111,34 @@ def _descend(
 
 
 def unreaped_children(parents: Collection[int]) -> list[int]:
-    """Return the processes that have ended, and that their ``parents`` have not asked about."""
+    """Return the ids of the ended processes that their parents, which are in ``parents``, have not reaped."""
     return [stat.key.pid for stat in _all_stats() if stat.state == "Z" and stat.parent in parents]
 
 
 def _known_children(pid: int) -> Iterator[_Stat]:
-    """The children of a process as its threads have them; one that ends at this moment may hide another."""
+    """Yield the children of a process from its threads' lists; a child that ends now may hide another child."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return
     for thread in threads:
         try:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 children = file.read().split()
-        except OSError:  # the thread has ended, or the kernel does not tell (CONFIG_PROC_CHILDREN)
+        except OSError:  # the thread has ended, or the kernel has no such file (CONFIG_PROC_CHILDREN)
             continue
         yield from filter(None, map(_read_stat, map(int, children)))
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """The ids of the processes above a process, its parent first."""
+    """Yield the ids of the processes above the process ``pid``, its parent first."""
     while (stat := _read_stat(pid)) is not None and stat.parent > 0:
         yield stat.parent
         pid = stat.parent
 
 
 def words_of(pid: int) -> list[str]:
-    """The argv of a process; empty when it is gone, a zombie, or a thread of the kernel."""
+    """Return the argv of a process; [] if it has ended, is a zombie, or is a thread of the kernel."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().decode(errors="replace").split("\0")[:-1]
@@ -147,7 +147,7 @@ def words_of(pid: int) -> list[str]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty when it is gone, or another user's."""
+    """Return the environment with which a process started; {} if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
@@ -158,8 +158,8 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """The descendants of this process that handle ``signum``, without those below another one that does."""
-    # a helper that was forked from a program has the program's handlers, and is the program's to tell
+    """Return the descendants of this process that handle ``signum``, but none below another such descendant."""
+    # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
     found: list[ProcessKey] = []
     covered: set[int] = set()
     for key in descendants(os.getpid()):
@@ -175,7 +175,7 @@ def catchers(signum: int) -> list[ProcessKey]:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether the process has a handler for the signal (proc_pid_status(5), SigCgt); none has one for 0."""
+    """Whether the process ``pid`` has a handler for ``signum`` (proc_pid_status(5), SigCgt); False for 0."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             masks = [line.split()[1] for line in file if line.startswith(b"SigCgt:")]
@@ -185,20 +185,20 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Every living descendant of this process, a subreaper, without those in ``apart_from`` and below them.
+    """Return the living descendants of this process, a subreaper, without ``apart_from`` and their descendants.
 
-    One may be missing for a moment while another ends. An empty answer is certain: the processes of others, of
-    which there may be thousands, are read before it.
+    A descendant may be missing for a moment while another ends. An empty result is certain, because the slower
+    list of all processes of the machine is read before it.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # a subreaper without a child has no descendants
+    except ChildProcessError:  # a subreaper without children has no descendants
         return []
     return _descend(os.getpid(), apart_from, _known_children) or descendants(os.getpid(), apart_from)
 
 
 def reap() -> Iterator[Ended]:
-    """Reap every child that has ended, adopted ones too."""
+    """Reap every child that has ended, also adopted children, and yield each child's end."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while True:
         try:
@@ -207,13 +207,13 @@ def reap() -> Iterator[Ended]:
             return
         if pid == 0:
             return
-        # the kernel counts what the child held before it executed its program: less than ours says nothing
+        # the kernel also counts the child's memory before exec, which was ours: a smaller value says nothing
         peak_bytes = usage.ru_maxrss * _KIBIBYTE if usage.ru_maxrss > own else 0
         yield Ended(pid, os.waitstatus_to_exitcode(status), peak_bytes)
 
 
 def send(keys: Iterable[ProcessKey], signum: int) -> None:
-    """Send ``signum`` to each process; those that are gone, or whose id is used again, are left out."""
+    """Send ``signum`` to each process, except a process that has ended or whose id was reused."""
     for key in keys:
         if key_of(key.pid) == key:
             try:
@@ -223,22 +223,22 @@ def send(keys: Iterable[ProcessKey], signum: int) -> None:
 
 
 def terminate(keys: Iterable[ProcessKey]) -> None:
-    """Send SIGTERM to processes, and SIGCONT so that stopped ones can end."""
+    """Send SIGTERM to the processes ``keys``, and SIGCONT so that a stopped process can end."""
     keys = list(keys)
     send(keys, signal.SIGTERM)
     send(keys, signal.SIGCONT)
 
 
 class StoppedChildren:
-    """The children of this process that somebody has stopped, and that have to act: they are continued."""
+    """The children of this process that somebody has stopped; they are continued because they must act."""
 
     def __init__(self) -> None:
         self._seen: list[ProcessKey] = []
         self._next_seconds = 0.0
 
     def continue_them(self) -> None:
-        """Continue those that were seen stopped at the last look, and look for others, at most once a second."""
-        if time.monotonic() >= self._next_seconds:  # a pause of the whole job stops this process meanwhile, too
+        """Continue the children found stopped by the last search, and search again, at most once a second."""
+        if time.monotonic() >= self._next_seconds:  # a pause of the whole job also stops this process
             self._next_seconds = time.monotonic() + STOPPED_SECONDS
             send(self._seen, signal.SIGCONT)
             self._seen = list(_newly_stopped())
@@ -249,12 +249,12 @@ def _newly_stopped() -> Iterator[ProcessKey]:
         while (child := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOHANG)) is not None:
             if (key := key_of(child.si_pid)) is not None:
                 yield key
-    except ChildProcessError:  # there is no child at all
+    except ChildProcessError:  # there are no children
         return
 
 
 def user_name(uid: int) -> str:
-    """The name of the user with that number, or the number where there is no such user."""
+    """Return the name of the user with the id ``uid``; the id as text if there is no such user."""
     import pwd
 
     try:
@@ -264,7 +264,7 @@ def user_name(uid: int) -> str:
 
 
 def user_of(pid: int) -> str:
-    """The name of the user whose process it is; empty when this machine's /proc does not show it."""
+    """Return the name of the owner of the process ``pid``; an empty text if /proc does not show the process."""
     try:
         return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
@@ -272,7 +272,7 @@ def user_of(pid: int) -> str:
 
 
 def end_descendants(spared: Collection[int], kill_seconds: float) -> list[ProcessKey]:
-    """End all descendants but the ``spared`` and their children; return those that SIGKILL did not end in time."""
+    """End all descendants except ``spared`` and their children; return the processes that SIGKILL did not end."""
     if not _living(spared):
         return []
     terminate(_living(spared))

@@ -1,7 +1,7 @@
-"""Starting processes: with the descriptors they need, an end when their parent dies, and a bounded time to answer.
+"""The start of processes: with chosen descriptors, an end when the parent dies, and a time limit for answers.
 
-Not with `subprocess`, whose import costs each start of a job more than the usual question does. Standard library
-only, and little of it: each shim of an MPI job loads this in a bare interpreter.
+The module `subprocess` is not used, because its import takes longer than the usual question at the start of a job.
+Each shim of an MPI job loads this module in a bare interpreter, so it imports little of the standard library.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import resource
 import select
 import time
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from threading import Thread
     from typing import NamedTuple, NoReturn
 else:
-    import _signal as signal  # signal itself loads enum and more
+    import _signal as signal  # the module signal would load enum and more
 
     from poprun.launch.process import NamedTuple
 
@@ -27,27 +27,28 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the call, for which the C library has no function (asm/unistd_64.h, asm-generic/unistd.h)."""
+"""The number of the system call, which has no function in the C library (asm/unistd_64.h, asm-generic/unistd.h).
+"""
 
-# The first two are ignored by every Python, the others by agents; an ignored signal stays so across exec.
+# Every Python ignores the first two signals, agents ignore the others; exec keeps a signal ignored.
 _TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
 _NUM_STREAMS = 3
 _READ_BYTES = 64 * 1024
-_LEAST_STACK_BYTES = 2**21  # of a thread where ``ulimit -s`` says nothing: pthread_create(3)
+_LEAST_STACK_BYTES = 2**21  # stack of a thread without ``ulimit -s``: pthread_create(3)
 
 
 def become_subreaper() -> None:
-    """Adopt every descendant whose own parent dies, so that none escapes by losing its parent."""
+    """Make this process adopt every descendant whose parent dies, so that no descendant escapes."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(signum: int) -> None:
-    """Have the kernel send ``signum`` to this process when the *thread* that forked it ends."""
+    """Make the kernel send ``signum`` to this process when the *thread* that forked this process ends."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def take_memory_from(nodes: Collection[int]) -> None:
-    """Have the kernel take this process's memory from these NUMA nodes only, or raise an OSError."""
+    """Let the kernel take this process's memory only from the NUMA nodes ``nodes``. Raises OSError on failure."""
     import ctypes
 
     number = _SET_MEMPOLICY.get(os.uname().machine)
@@ -55,34 +56,34 @@ def take_memory_from(nodes: Collection[int]) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     mask = sum(1 << node for node in nodes).to_bytes(8 * (max(nodes) // 64 + 1), "little")
     c_library = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told to.
+    # The kernel reads one bit less than the argument says.
     if c_library.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(8 * len(mask) + 1)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _prctl(option: int, argument: int) -> None:
-    # Of ctypes the part that calls functions: the rest of it takes longer to load than a shim to start.
+    # Only the part of ctypes that calls functions: all of ctypes takes longer to load than a shim takes to start.
     from _ctypes import call_function, dlopen, dlsym
 
-    this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
+    this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) has no name for the program
     call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))
 
 
 class ProcessStart(NamedTuple):
-    """A process to be started."""
+    """The description of a process to start."""
 
     words: Sequence[str]  # its argv; the first is a path or a name on PATH
-    working_directory: str  # where it starts
-    environment: Mapping[str, str]  # its whole environment
+    working_directory: str  # directory in which it starts
+    environment: Mapping[str, str]  # its complete environment
     streams: Sequence[int]  # the three descriptors that become its standard input, output and error
-    death_signal: int  # what the kernel sends it when the process that starts it dies
-    kept: Iterable[int] = ()  # further descriptors that it inherits under their own numbers
-    open_files: int = 0  # its soft limit of open files; 0 for that of the process that starts it
+    death_signal: int  # the signal that it gets when the starting process dies
+    kept: Iterable[int] = ()  # other descriptors that it inherits with unchanged numbers
+    open_files: int = 0  # its soft limit of open files; 0: the starting process's limit
 
 
 def start_process(start: ProcessStart) -> int:
-    """Fork and execute, from the main thread; the id of process and session, or an OSError with the path."""
-    # the death signal comes when the *thread* that forked ends
+    """Start a process, from the main thread; return its id, also its session's. Raises OSError with a path."""
+    # only from the main thread, because the death signal comes when the *thread* that forked ends
     parent = os.getpid()
     pipe: tuple[int, ...] = ()
     try:
@@ -109,7 +110,7 @@ def _run_child(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
     try:
         os.setsid()
         die_with_parent(start.death_signal)
-        if os.getppid() != parent:  # it died between the fork and the line above
+        if os.getppid() != parent:  # the parent died before die_with_parent was called
             os._exit(1)
         _arrange_descriptors(start.streams, set(start.kept), failure_pipe)
         signal.set_wakeup_fd(-1)
@@ -123,7 +124,7 @@ def _run_child(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
         os.chdir(place)
         place = start.words[0]
         os.execvpe(place, list(start.words), dict(start.environment))  # noqa: S606 - starting programs is the purpose
-    except (OSError, ValueError) as error:  # a word that no program can be given is a ValueError
+    except (OSError, ValueError) as error:  # a word with a NUL byte gives a ValueError
         number = error.errno if isinstance(error, OSError) else errno.EINVAL
         os.write(failure_pipe, f"{number} {place}".encode(errors="replace"))
     finally:
@@ -131,27 +132,27 @@ def _run_child(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
 
 
 def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: int) -> None:
-    # First out of the way of 0, 1 and 2, so that no stream is overwritten before it is moved.
+    # First copy the streams to other numbers than 0, 1 and 2, so that no stream is overwritten before its move.
     moved = [os.dup(descriptor) for descriptor in streams]
     for number, descriptor in enumerate(moved):
         os.dup2(descriptor, number)
     close_others({*kept, failure_pipe})
     for descriptor in kept:
-        os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - the function takes no keywords
 
 
 def close_others(kept: Collection[int]) -> None:
-    """Close all descriptors of this process but its standard streams and those that are ``kept``."""
+    """Close all descriptors of this process except its standard streams and the descriptors ``kept``."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) >= _NUM_STREAMS and int(name) not in kept:
             try:
                 os.close(int(name))
-            except OSError:  # the listing's own descriptor is closed by now
+            except OSError:  # the descriptor of listdir itself is already closed
                 continue
 
 
 def start_thread(thread: Thread) -> None:
-    """Start a thread; an OSError says that there can be no more, where Python raises a RuntimeError."""
+    """Start ``thread``. Raises OSError, not Python's RuntimeError, if no more threads are possible."""
     try:
         thread.start()
     except RuntimeError:
@@ -160,7 +161,7 @@ def start_thread(thread: Thread) -> None:
 
 
 def thread_shortage() -> int:
-    """Why a thread could not be started, as an error number: no address space for its stack, else no process."""
+    """Return the error number for a thread that could not start: ENOMEM for no address space, else EAGAIN."""
     limit, stack = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -169,14 +170,14 @@ def thread_shortage() -> int:
 
 
 class Answer(NamedTuple):
-    """What a program has said, and how it ended."""
+    """The output of a program that was run, and its exit code."""
 
-    text: str  # what it has printed on both streams; or why it could not be run
-    code: int | None  # its exit code, negative for a signal; None where it could not be run, or took too long
+    text: str  # its output on both streams; or why the program could not run
+    code: int | None  # its exit code, negative for a signal; None if it could not run or took too long
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
-    """The text that a program prints on both streams; None when it cannot be run, fails, or takes too long."""
+    """Return a program's output on both streams; None if it cannot run, fails, or takes too long."""
     (answer,) = answers_of((words,), timeout_seconds, os.environ)
     return answer.text if answer.code == 0 else None
 
@@ -184,7 +185,7 @@ def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
 def answers_of(
     commands: Sequence[Sequence[str]], timeout_seconds: float, environment: Mapping[str, str]
 ) -> list[Answer]:
-    """Run several programs at once, and return what each answers within the time that they have together."""
+    """Run several programs at once; return the answer of each within ``timeout_seconds``, one limit for all."""
     deadline_seconds = time.monotonic() + timeout_seconds
     asked = [_ask(words, environment) for words in commands]
     return [
@@ -193,7 +194,7 @@ def answers_of(
 
 
 def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple[int, int]:
-    """Start a program; its id and the descriptor that it prints to, or why it cannot be run."""
+    """Start a program; return its id and the descriptor of its output, or an answer with the error."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)
     try:
@@ -208,7 +209,7 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple
 
 
 def _await_answer(pid: int, reader: int, deadline_seconds: float, timeout_seconds: float) -> Answer:
-    """Wait for what a program prints, and for its end; kill it where it takes too long."""
+    """Wait for a program's output and its end; kill the program if it takes too long."""
     end = os.pidfd_open(pid)
     text = _read_all(reader, deadline_seconds).decode(errors="replace")
     is_late = not _is_ready(end, deadline_seconds)
