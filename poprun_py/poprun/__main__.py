@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def run_command(words: list[str]) -> int:
-    """Run poprun with ``words``, the arguments after its name; return the exit code of the job or of the error."""
+    """Run poprun with the arguments ``words``; return the exit code of the job, or of the error if one occurs."""
     try:
         from poprun.text.screen import exit_code_of, log, write_any_letter
     except (MemoryError, SystemError):  # Python raises SystemError if an import finds no memory

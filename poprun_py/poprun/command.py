@@ -1,4 +1,4 @@
-"""What poprun does for a command line: it prints a help page, a version or a plan, or starts a job."""
+"""The actions of poprun for a command line: print help, a version, findings or a plan, or start a job."""
 
 import os
 import re
@@ -36,7 +36,7 @@ _ENGINES_OWN: Final = ("host", "num-instances", "image")  # options that a batch
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what the arguments ``words``, which lack poprun's name, ask for; return poprun's exit code."""
+    """Run poprun with the arguments ``words``, which do not contain poprun's name; return the exit code."""
     if (instruction := os.environ.get(COMPLETION)) is not None:
         from poprun.cli.completion import answer
 
@@ -82,7 +82,7 @@ def _no_program(line: CommandLine) -> UsageError:
 
 
 def _examine_machine(line: CommandLine) -> int:
-    """Print what this machine and the named hosts have and lack; return 0 if a job can run here, otherwise 1."""
+    """Check this machine and the named hosts and print the findings; return 0 if a job can run here, else 1."""
     from poprun.hosts.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
     from poprun.hosts.doctor.facts import examine
 
@@ -227,7 +227,7 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """Return ``facts``, in which GPUs of other jobs are marked, and the pod to plan for; None if no pod."""
+    """Return ``facts`` with GPUs of other jobs marked, and the pod to plan for; None if there is no pod."""
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
     from poprun.devices.lease.pool_client import facts_under_pool
@@ -273,7 +273,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """Raise PlanError if this machine lacks something that the plan in ``file`` names; log what will be slow."""
+    """Check that this machine has everything that the plan in ``file`` needs, and log what will be slow."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.log(f"warning: {difference}")
 

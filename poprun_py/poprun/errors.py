@@ -67,7 +67,7 @@ class PoolError(PoprunError):
 
 
 class IpusTakenError(PoprunError):
-    """Error for virtual IPUs that the job needs and other jobs use; the message says which jobs, since when."""
+    """Error for virtual IPUs that the job needs but other jobs use; the message names these jobs and the time."""
 
     exit_code = 69
 
@@ -108,7 +108,7 @@ def describe_error(number: int) -> str:
 
 
 def error_of_system(error: OSError | MemoryError) -> PoprunError:
-    """Return the PoprunError for an unexpected error of the system: it names the lacking resource or the file."""
+    """Return the PoprunError for an error of the system; the message names the lacking resource or the file."""
     if isinstance(error, MemoryError):
         return LaunchError(SHORTAGES[errno.ENOMEM])
     if error.errno in SHORTAGES:

@@ -262,7 +262,7 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
     """Return the pause, at most 30 s, before the restart of a job that ended with ``end``; None for no restart."""
-    # poprun does not restart a job that somebody asked to end, or whose program forbids this or cannot be executed
+    # no restart of a job that somebody asked to end, or whose program forbids a restart or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
     is_hopeless = failed is not None and failed.cannot_run

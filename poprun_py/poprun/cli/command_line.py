@@ -1,4 +1,4 @@
-"""The command line of poprun: it parses arguments, environment variables and a file of options; help pages.
+"""The command line of poprun: parsing of arguments, environment variables and files of options, and help pages.
 
 click parses one argument at a time, so that poprun can also accept PopRun's forms: abbreviated names, ``--vv``,
 and a boolean value after a switch. The first argument that is no option begins the program's command line.
@@ -83,7 +83,7 @@ _NEXT: Final = "\0"  # a mark for "the next word"; a program's argument cannot c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A command line after parsing and checking; the section ``line`` of the table of options sets the fields."""
+    """A command line after parsing and checking; options of the section ``line`` set its fields."""
 
     program: tuple[str, ...] = ()  # the program and its arguments, as written; may be empty
     given: tuple[OptionValue, ...] = ()
@@ -113,7 +113,7 @@ class CommandLine:
         return not (self.is_dry_run or self.emitted)
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """Return the request of this command line, with ``program`` as found from ``working_directory``."""
+        """Return the request of this command line; ``program`` is the resolved command line of the program."""
         asked = self.values.get("request", {})
         # if the user does not give the number of instances, each of several hosts has one instance
         if len(asked.get("hosts", ())) > 1:
@@ -131,7 +131,7 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the command line in ``words``, which override the variables in ``environ`` and a file of options."""
+    """Parse ``words``; return the command line. Words override ``environ``, which overrides a file of options."""
     texts, program = read_words(words)
     if texts.keys() & {"help", "help-all"}:  # the help page is shown even if other words are wrong
         return CommandLine(shows_help=True, shows_whole_help="help" not in texts)
@@ -187,7 +187,7 @@ def _add_hosts(request: dict[str, Any], host_file: str) -> None:
 
 
 def _read_mapping(text: str) -> AskedMapping:
-    """Return the mapping of instances to replicas that ``text`` contains, or that the file ``text`` contains."""
+    """Return the parallel mapping in ``text``: sizes such as tensor=2, or the name of a file with a mapping."""
     from poprun.plan.parallelism import mapping_in_file, mapping_in_words
     from poprun.text.input_files import read_text
 
@@ -222,7 +222,7 @@ def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
 
 
 class _Parameter(click.Option):
-    """An option of the table as an option of click; a switch has a second such object for ``--no-…``."""
+    """An option of the table as an option of click; each switch has a second option of click for ``--no-…``."""
 
     def __init__(self, option: Option, *, is_negated: bool = False) -> None:
         self.option = option
@@ -251,7 +251,7 @@ def long_names() -> tuple[str, ...]:
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Parse options up to the program; return the texts of each option by its name, and the program's words."""
+    """Parse options up to the program; return each option's texts by its name, and the program's command line."""
     rest = deque(words)
     texts: dict[Option, list[str]] = {}
     while begins_with_option(rest):
@@ -274,7 +274,10 @@ def begins_with_option(words: Sequence[str]) -> bool:
 
 
 def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Remove the first option from ``words``; return its options with texts, None instead of a missing text."""
+    """Remove the first word and its value from ``words``; return the options in this word, with their values.
+
+    A word of short options contains several options. A value is None if it is missing.
+    """
     written, equals, value = words.popleft().partition("=")
     if _habit(written):
         raise _unknown(written)
@@ -343,7 +346,7 @@ def _unknown(written: str) -> UsageError:
 
 
 def origins(given: Iterable[OptionValue], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return the name, value and origin of each option in ``given``; ``with_defaults`` adds all other options."""
+    """Return the name, value and origin of each option in ``given``; ``with_defaults`` adds the other options."""
     by_name = {one.option.name: one for one in given}
     rows = []
     for option in OPTIONS:

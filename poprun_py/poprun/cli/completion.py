@@ -96,7 +96,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[Com
 
 
 def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Remove the first option from ``words``; return its options with their texts, [] if the option is wrong."""
+    """Return the result of :func:`take_options` for ``words``; [] if the first option is wrong."""
     try:
         return take_options(words)
     except UsageError:
@@ -104,7 +104,7 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
-    """Return the completions of ``begun``, the begun value of ``option``; in a list the last host is completed."""
+    """Return the values of ``option`` that begin with ``begun``; in a list of hosts only the last is completed."""
     if option.kind in (FILE, FOLDER, SIZES):
         return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)

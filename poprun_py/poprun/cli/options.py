@@ -18,7 +18,7 @@ from poprun.text.ranges import parse_hosts, parse_numbers
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat, visible
 
 LINE: Final = "line"
-"""The section of the values that are not part of a request: what to print, and what to read from files."""
+"""The section of options that are no part of a request: output to print, and files to read."""
 
 REQUEST: Final = "request"  # the section of the direct fields of :class:`LaunchRequest`
 VARIABLE_PREFIX: Final = "POPRUN_"
@@ -231,7 +231,7 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """Put ``options`` under a heading of the help page; add defaults that are numbers or names to their help."""
+    """Put ``options`` under a heading of the help page; add defaults that are numbers or names to help texts."""
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 

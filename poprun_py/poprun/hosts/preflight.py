@@ -89,7 +89,7 @@ def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], s
 
 
 def _usable(own: Places, reached: str | None, version: int) -> list[tuple[str, str]]:
-    """Return a host's addresses of an IP version: first ssh's address, then its interface's, then the rest."""
+    """Return a host's addresses of one IP version; the addresses of the interface that ssh uses come first."""
     family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
     interface = next((name for name, address in own if address == reached), None)
     outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
@@ -126,7 +126,7 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
 
 
 def forget_key(plan: LaunchPlan, key: JobKey, here: Collection[str]) -> None:
-    """Make each host that answers remove the job's key; called if no agent, which removes it, was started."""
+    """Make each host that answers remove the job's key, because no agent was started that would remove it."""
 
     async def ask() -> None:
         own = next(iter(here), _HERE)
@@ -145,7 +145,7 @@ async def _forget(connections: HostConnections, plan: LaunchPlan, key: JobKey, s
 
 
 class _Examiner:
-    """One check of all hosts of a job; ``here`` is this machine's name among the hosts, or another name."""
+    """One check of all hosts of a job; ``here`` is the name of this machine, which may be one of the hosts."""
 
     def __init__(self, plan: LaunchPlan, here: str) -> None:
         self._plan = plan
@@ -154,7 +154,7 @@ class _Examiner:
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
-        """Return the network and the reason of its addresses, None if there is a problem; and all problems."""
+        """Check all hosts; return the network with the reason for its addresses, or None, and all problems."""
         try:
             answers = await self._ask_for_facts()
             self._record_problems(answers)
@@ -247,7 +247,7 @@ class _Examiner:
         return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """Check that every host can connect to this machine and to the host of instance 0 by its own address."""
+        """Check that every host can connect, from its address, to this machine and to the host of instance 0."""
         # Agents connect to this machine, and instances to instance 0's host; this machine may be a host as well.
         first = self._plan.hosts[0]
         host = routes[self._here].address

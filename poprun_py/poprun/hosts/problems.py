@@ -86,7 +86,7 @@ def program_files(program: Sequence[str]) -> list[str]:
 
 
 def package_places(program: Sequence[str], own_packages: str) -> list[str]:
-    """Return patterns of folders with packages that all hosts must have alike, for poprun and for the program."""
+    """Return patterns for the folders of packages whose versions must be equal on all hosts."""
     environment = os.path.dirname(os.path.dirname(program[0]))
     folders = (
         glob.escape(own_packages),
@@ -122,7 +122,7 @@ def problems_of(
 
 
 def limits_of_open_mpi(host: str, answer: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Yield a problem for each limit of ``host``, which may be this machine, that stops Open MPI's daemon."""
+    """Yield a problem for each limit of ``host`` that stops Open MPI's daemon; ``host`` may be this machine."""
     if plan.mpi is None or plan.mpi.kind is not MpiKind.OPEN_MPI:
         return
     if answer["temporary"]:
@@ -181,7 +181,10 @@ def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> I
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Yield problems of ``host`` with the plan's cores and cache, from its answer ``slots``; not with GPUs."""
+    """Yield the problems of ``host`` with the plan's cores and cache, found in the host's answer ``slots``.
+
+    GPUs are checked by the host's pool.
+    """
     if slots["cache"]:
         yield Problem(host, slots["cache"], "give another --executable-cache-path")
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
@@ -192,7 +195,7 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
 
 
 def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
-    """Yield the names of ``hosts`` that mean different addresses on different hosts, including this machine."""
+    """Yield a problem for each name in ``hosts`` that means different addresses on different hosts."""
     for name in hosts:
         # How a host resolves its own name does not matter: the result is often a loopback address.
         views = {
@@ -209,7 +212,7 @@ def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
 
 
 def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
-    """Yield a problem for each host that is the same machine as another host: each has the other's address."""
+    """Yield a problem for each host that is the same machine as another host, by comparing addresses."""
     own = {host: {address for _, address in places[host]} for host in routes}
     owners: dict[str, str] = {}
     for host, route in routes.items():
@@ -223,7 +226,7 @@ def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) 
 def judge_routes(
     route: HostRoute, targets: Mapping[str, tuple[str, int]], problems: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield a problem for each target that a host cannot reach: ``problems`` has a text or "" for each target."""
+    """Yield a problem for each target that the host cannot reach: its text in ``problems`` is not empty."""
     for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
         if problem:
             cause = f"it does not reach {name} from {route.address} at {address}: {problem}"
@@ -240,7 +243,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
-    """Return the problem of a host that did not answer; ``code`` is the exit code, None if time was over."""
+    """Return the problem of a host that did not answer; ``code`` is the exit code, None after a timeout."""
     said = words.splitlines()[-1] if words else ""
     if in_slurm:
         ended = "no answer in time" if code is None else f"exit code {code}"

@@ -95,7 +95,7 @@ def version(file: str) -> str:
 
 
 def package_versions(patterns: list[str]) -> dict[str, str]:
-    """Return packages' versions by folder; a pattern is such as ``/env/lib/python3*/site-packages/torch``."""
+    """Return packages' versions by folder, for patterns such as ``/env/lib/python3*/site-packages/torch``."""
     found: dict[str, str] = {}
     for folder in {path for pattern in patterns for path in glob.glob(pattern)}:
         for file in ("version.py", "__init__.py"):

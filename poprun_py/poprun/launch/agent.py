@@ -1,4 +1,4 @@
-"""The agent of one instance: it starts the program, reports the program's end to poprun, and leaves no process.
+"""The agent of an instance: it starts the program, reports its end to poprun, and leaves no process behind.
 
 An agent has its own session, which Ctrl-C and the MPI runtime do not reach, and is a subreaper. It ends the
 program's tree when poprun orders this, when poprun or the shim is gone, and when the program has ended. The agent
@@ -84,7 +84,7 @@ def forget_key(key: HeldKey) -> None:
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
     """Bind this process to cores and memory nodes; return the reason if the memory cannot be bound, else {}."""
-    # child processes inherit both: sched_setaffinity(2), and set_mempolicy(2), which containers may forbid
+    # child processes inherit both settings: sched_setaffinity(2); set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)
         if os.sched_getaffinity(0) != set(cores):  # the kernel silently leaves out cores that it cannot give
@@ -108,7 +108,7 @@ def hold_port(address: str) -> socket.socket:
 
 
 def is_in_use(holder: socket.socket) -> bool:
-    """Whether a library listens at the port of the socket ``holder``; if not, the port is closed from now on."""
+    """Whether a library listens at the port of ``holder``; if not, ``holder`` takes the port from now on."""
     try:
         holder.listen()
     except OSError:
@@ -139,7 +139,7 @@ def connect_streams(address: str, key: str, index: int, timeout_seconds: float) 
 
 
 def detach_streams() -> None:
-    """Replace this process's standard streams, pipes of the MPI runtime that it may wait for, by /dev/null."""
+    """Replace this process's standard streams by /dev/null, because an MPI runtime may wait until they close."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(NUM_STREAMS):
         os.dup2(null, descriptor)
@@ -178,7 +178,7 @@ class Agent:
         self._is_remote = bool(key.text)
         self._address = control.own_address()
         # one port for TensorFlow's worker, on all addresses; two more for torch's store and JAX's coordinator
-        self._held = [hold_port("::" if ":" in self._address else "0.0.0.0")]  # noqa: S104 - nobody listens there
+        self._held = [hold_port("::" if ":" in self._address else "0.0.0.0")]  # noqa: S104 - the socket does not listen
         self._held += [hold_port(self._address) for _ in range(2 if index == 0 else 0)]
         self._store = open_store_listener(self._address) if index == 0 else None
         self._program: int | None = None
@@ -305,7 +305,7 @@ class Agent:
             return
 
     def _listen_to(self, descriptor: int) -> bool:
-        """Answer the program or obey poprun; return False if the other end is gone. Without poprun, stop."""
+        """Answer the program or obey poprun; return False if the sender is gone. If poprun is gone, stop."""
         if self._clock is not None and descriptor == self._clock.fileno():
             return self._clock.answer()
         if self._receive():
@@ -378,7 +378,7 @@ class Agent:
         self._let_go()
 
     def _open_clock(self) -> int:
-        """Begin to answer a traced program's questions for the time; return the descriptor that it inherits."""
+        """Begin to answer a traced program's questions for the time; return the descriptor for the program."""
         from poprun.launch.clock_answers import ClockAnswers
 
         self._clock = ClockAnswers()
@@ -394,7 +394,7 @@ class Agent:
         return fetch_lease(self._lease_address)
 
     def _leave_lease(self) -> None:
-        """Tell the lease's keeper to end if poprun is out of reach; otherwise wake it, so that it hears poprun."""
+        """Tell the lease's keeper to end if poprun is out of reach; otherwise wake the keeper."""
         if self._lease_address:
             from poprun.launch.fetched_lease import give_up_lease, wake_holder
 

@@ -22,7 +22,7 @@ _MAX_DESCRIPTORS = 4
 
 
 def fetch_lease(address: str) -> list[int]:
-    """Return the descriptors of the job's lease on this host, open here. Raises OSError if no process keeps it."""
+    """Fetch the job's lease on this host; return its descriptors. Raises OSError if no process keeps it."""
     with _connected(address) as connection:
         connection.sendall(FETCH)
         data, descriptors = receive_descriptors(connection, 1, _MAX_DESCRIPTORS)

@@ -72,7 +72,7 @@ class LaunchCommand(NamedTuple):
 
 
 def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """Return the options for MPICH's Hydra before the user's options; its proxies get the address of mpiexec."""
+    """Return poprun's options for MPICH's Hydra; they tell Hydra's proxies the address of mpiexec."""
     fixed = ("-rmk", "user", "-bind-to", "none")
     if network is None:
         return ("-launcher", "fork", *fixed)
@@ -95,7 +95,7 @@ def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """Return the options for Open MPI's PRRTE before the user's options; its daemons find mpirun themselves."""
+    """Return poprun's options for Open MPI's PRRTE, whose daemons find mpirun themselves."""
     fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
     if network is None:
         return fixed
@@ -166,7 +166,7 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
     """Whether one host shim forks all agents of an MPI job, so that the runtime starts only rank shims."""
-    # with the user's options a runtime may give each shim other things, such as cores; other hosts have none
+    # with the user's options a runtime may give shims other things, such as cores; other hosts have no host shim
     return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
@@ -185,7 +185,7 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 class StartWatch:
     """A watch over the shims at the start of a job, which finds shims that end before their agents report."""
 
-    # Such shims are not visible on the control socket, and Hydra waits for them forever.
+    # A shim that ends early is not visible on the control socket, and Hydra waits for the shim forever.
 
     def __init__(self, now_seconds: float, runtime: MpiRuntime | None) -> None:
         self.runtime = runtime  # the MPI runtime that starts all shims on this machine; None: no watch
@@ -239,7 +239,7 @@ class LauncherProcesses:
         self._output = b""
         self._was_asked = False
         self.exit_code: int | None = None
-        """Exit code of the first one that failed, negative for a signal; 0 when none has, None while all run."""
+        """Exit code of the first failed process, negative for a signal; 0 if none failed, None while all run."""
 
     def start(
         self,
@@ -303,7 +303,7 @@ class LauncherProcesses:
         return self._output.decode(errors="replace").splitlines()
 
     def reap(self) -> bool:
-        """Reap all ended children, also adopted children; return whether poprun itself had started one."""
+        """Reap all ended children, also adopted ones; return whether poprun itself had started one of them."""
         num_running = len(self._running)
         for ended in reap():
             if ended.pid in self._running:

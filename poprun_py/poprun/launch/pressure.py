@@ -1,4 +1,4 @@
-"""What a process lacks on its machine: time without a core, time of throttling, and memory.
+"""Measurements of what a process lacks on its machine: time without a core, time of throttling, and memory.
 
 Each shim loads this module in a bare interpreter, so it imports nothing.
 """
@@ -39,7 +39,7 @@ def measure_pressure(pid: int) -> dict[str, float]:
 
 
 def throttled_seconds(membership: str, root: str = _ROOT) -> float:
-    """Return how long the CPU quota of a process's control group, or of a group around it, stopped the process."""
+    """Return how long a CPU quota, of a process's control group or an outer group, stopped the process."""
     texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
     return max(
         (

@@ -42,7 +42,7 @@ class JobKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNetwork:
-    """The hosts of a job that runs also or only on other machines than poprun's machine."""
+    """The network of a job that uses other hosts than poprun's machine: its hosts, its key, and its leases."""
 
     control_host: str  # address of this machine to which agents connect
     hosts: tuple[HostRoute, ...]  # the hosts in the order of the plan

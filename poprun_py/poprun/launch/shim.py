@@ -77,7 +77,7 @@ def read_instances(text: str) -> range:
 
 
 class Shim:
-    """The shim with its agents, and with a pipe whose other end the agents have, so that they notice its end."""
+    """The shim with its agents; each agent has the other end of a pipe, and so notices the end of the shim."""
 
     def __init__(self, address: str, key: str, key_file: str, runtime: int) -> None:
         self._address = address
@@ -109,7 +109,7 @@ class Shim:
         return True
 
     def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
-        """Fork the agent of instance ``index``; return its id or None. At a good end it writes to ``report``."""
+        """Fork the agent of instance ``index``; return its id or None. It writes to ``report`` at a good end."""
         try:
             agent = os.fork()
         except OSError as error:

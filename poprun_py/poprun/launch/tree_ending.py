@@ -68,7 +68,7 @@ class TreeEnding:
         self._deadline_seconds = 0.0
 
     def is_over(self, program: int | None) -> bool:
-        """Whether no process of a tree that must end is left; after the deadline kill the remaining processes."""
+        """Whether a tree that must end has no process left; kill the remaining processes after the deadline."""
         if self._deadline_seconds is None:
             return False
         tree = own_tree()

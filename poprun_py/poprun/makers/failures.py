@@ -1,4 +1,4 @@
-"""Recognition of device errors in a program's output by the messages of the makers' runtimes; advice. Pure."""
+"""Device errors in a program's output: their recognition by the runtimes' messages, and advice. Pure."""
 
 import re
 from collections.abc import Sequence

@@ -75,7 +75,7 @@ def _size_of(kind: str) -> int:
 
 
 def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Return the GPUs in the driver's ``files`` of /sys that this process may open, in the order of ROCm."""
+    """Return the GPUs that this process may open, from the driver's ``files`` in /sys, in the order of ROCm."""
     del answers
     nodes = sorted(int(path.split("/")[-2]) for path in files if path.endswith("/gpu_id"))
     folder = next((path.rpartition("/")[0].rpartition("/")[0] for path in files if path.endswith("/gpu_id")), "")

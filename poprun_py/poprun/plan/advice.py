@@ -39,7 +39,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Return why the plan in ``source`` is slow here. Raises PlanError if this machine lacks its GPUs or cores."""
+    """Check that this machine has the GPUs and cores of the plan in ``source``; return why it will be slow."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -241,7 +241,7 @@ def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """Return the advice to start ``better`` instances, which use ``used`` of ``total`` devices, not ``busy``."""
+    """Return the advice to start ``better`` instances, which use ``used`` of ``total``, instead of ``busy``."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"

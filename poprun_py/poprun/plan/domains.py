@@ -1,4 +1,4 @@
-"""Checks whether a job fits the virtual IPUs, and the number of IPU-Link domains of a pod for the job. Pure.
+"""The fit of a job to the virtual IPUs, and the number of IPU-Link domains of a pod for the job. Pure.
 
 A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance is in one IPU-Link domain, because its
 IPUs exchange results. So each domain has at least one instance, and all domains have the same number. The error
@@ -55,7 +55,7 @@ def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
 
 
 def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -> list[int]:
-    """Return the possible numbers of domains, each with the same number of instances; ``sizes`` are descending."""
+    """Return the numbers of domains over which the job can be divided evenly; ``sizes`` are descending."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return [
         count

@@ -134,7 +134,7 @@ def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: Start
 
 
 def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
-    """Return the variable with the workers for `tf.distribute.MultiWorkerMirroredStrategy`; {} if no workers."""
+    """Return the variable with the workers of `tf.distribute.MultiWorkerMirroredStrategy`; {} without workers."""
     if not start.workers:
         return {}
     cluster = {"worker": [str(worker) for worker in start.workers]}
@@ -142,6 +142,6 @@ def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
 
 
 def _for_onnxruntime(plan: LaunchPlan, user: Mapping[str, str]) -> dict[str, str]:
-    """Return the instance's number of threads, without which onnxruntime starts a thread on each core."""
+    """Return the variable with the instance's number of threads; else onnxruntime uses a thread per core."""
     threads = str(plan.threads_per_replica or user.get(contract.NUM_THREADS))
     return {ONNXRUNTIME: str(int(threads) * plan.layout.num_local_replicas)} if threads.isdecimal() else {}

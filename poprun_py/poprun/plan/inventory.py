@@ -99,7 +99,7 @@ def cpu_slots() -> Iterator[VirtualIpu]:
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` CPU shares; if None, of ``num_shown`` shares to which jobs can add more."""
+    """Return a cluster of ``num_ipus`` CPU shares; None: ``num_shown`` shares, to which jobs can add more."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
@@ -132,7 +132,7 @@ def size_of_partition(num_ipus: int) -> int:
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """Return ``num_ipus`` of ``ipus``: neighbours from a multiple of their number on, otherwise the first IPUs."""
+    """Return ``num_ipus`` of ``ipus``: consecutive IPUs from an aligned index on, otherwise the first IPUs."""
     size = size_of_partition(num_ipus)
     there = {ipu.index: ipu for ipu in ipus}
     for first in there:

@@ -53,7 +53,7 @@ class MpiWords:
 
 
 def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
-    """Read ``words``, the value of ``option``, for the MPI ``kind``; None if no MPI launcher starts the job."""
+    """Read ``words``, the value of ``option``; ``kind`` is None if no MPI launcher starts the job."""
     variables: list[tuple[str, str | None]] = []
     is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []

@@ -58,7 +58,7 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
 
 
 def choose_parallelism(request: LaunchRequest) -> Parallelism:
-    """Return how the instances of ``request`` share a replica. Raises PlanError if its options contradict."""
+    """Return how the instances of ``request`` share a replica. Raises PlanError if two options contradict."""
     asked, size = request.mapping, request.instances_per_replica
     if size is not None:
         check_count("--instances-per-replica", size)
@@ -94,7 +94,7 @@ def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple
 
 
 def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, is_other: bool) -> str:
-    """Return the message that the asked number of instances (``is_other``) or replicas contradicts the mapping."""
+    """Return the message that the mapping contradicts the asked number of instances (``is_other``) or replicas."""
     option, given, right = (
         ("--num-instances", request.num_instances, number)
         if is_other

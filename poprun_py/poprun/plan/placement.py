@@ -88,13 +88,13 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """Return the index of an instance's node, for at least as many instances as nodes; GPUs may add nodes."""
+    """Return the indices of the nodes near an instance's GPUs; if there are none, the index of one node."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
 
 def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
-    """Return each instance's nodes, as indices, for fewer instances than nodes: near nodes first, then evenly."""
+    """Return each instance's node indices, for more nodes than instances: near nodes, and a part of the rest."""
     count = demand.num_instances
     owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
     if not any(owned):
@@ -110,7 +110,7 @@ def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
 
 
 def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """Return the cores of each instance, if no two instances may share a core. Raises PlanError if too few."""
+    """Return the cores of each instance; no two instances share a core. Raises PlanError if there are too few."""
     count, threads = demand.num_instances, demand.num_threads
     units = _within(_groups(host.cpus, _place_of_core), host.max_cores)
     least = -(-threads // min(map(len, units)))
@@ -142,7 +142,7 @@ def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]
 
 
 def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
-    """Cut units into parts of ``size`` units, within caches or nodes if these give at least ``count`` parts."""
+    """Cut units into parts of ``size`` units; prefer parts within a cache, then parts within a node."""
     parts: list[_Part] = []
     for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
         in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))

@@ -273,7 +273,7 @@ class LaunchPlan:
 
     @property
     def is_tagged(self) -> bool:
-        """Whether each line of output starts with the number of its instance."""
+        """Whether each line of output starts with a tag that names its instance."""
         if self.output.is_tagged is not None:
             return self.output.is_tagged
         return self.num_instances > 1 or self.output.tag_format is not None
@@ -285,7 +285,7 @@ class LaunchPlan:
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """Return the names of variables that poprun passes on to instance ``index``; to all instances if None."""
+        """Return the names of variables that poprun passes on to instance ``index``; None means all instances."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
@@ -337,7 +337,7 @@ class LaunchPlan:
         )
 
     def _dealt(self, local_index: int, num_devices: int) -> tuple[int, ...]:
-        """Return the indices of an instance's devices on its host; instances share devices if there are few."""
+        """Return the indices of an instance's devices on its host; with too few devices, instances share them."""
         first, count = local_index * self.num_devices_per_instance, self.num_devices_per_instance
         return tuple(number % num_devices for number in range(first, first + count)) if num_devices else ()
 

@@ -78,7 +78,7 @@ def _read_yaml(text: str) -> object:
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:
-    """Check that the values of a plan from a file fit together. Raises PlanError, which names ``source``."""
+    """Check that the values of a plan from a file fit together. Raises PlanError if they do not."""
     try:
         check_counts(
             num_instances=plan.num_instances,

@@ -78,7 +78,7 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Return the plan of :func:`make_plan`, and advice on it; ``are_hosts_seen``: other hosts will be examined."""
+    """Return the plan of :func:`make_plan` and advice on it; ``are_hosts_seen`` says if hosts are examined."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -196,7 +196,7 @@ def _count(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Return the bindings of a host's instances to cores; ``given``, leased cores, replaces the plan's cores."""
+    """Return the bindings of a host's instances to cores; leased cores in ``given`` replace the plan's cores."""
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -214,7 +214,7 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 def _within_allocation(
     request: LaunchRequest, allocation: Allocation, size: int, *, is_counted: bool
 ) -> LaunchRequest:
-    """Return ``request`` with the hosts and the number of instances of a Slurm allocation: one per task."""
+    """Return ``request`` with the hosts of a Slurm allocation, and with one instance for each task."""
     if allocation.task is not None:
         rank, size = allocation.task
         raise PlanError(

@@ -88,7 +88,7 @@ def read_pod(text: str, source: str) -> Cluster:
 
 
 def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
-    """Return ``pod`` with the IPUs of its host in ``names``; with all IPUs if none of its hosts is there."""
+    """Return ``pod`` with only the IPUs of its host in ``names``; unchanged if ``names`` has none of its hosts."""
     return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 

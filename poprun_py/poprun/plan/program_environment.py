@@ -92,7 +92,7 @@ def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
-    """Return the variables that give torch and NCCL the network interface; without variables the user has set."""
+    """Return the variables that name the network interface for torch and NCCL, unless the user has set them."""
     return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 

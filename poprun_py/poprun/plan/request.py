@@ -190,7 +190,7 @@ class LaunchRequest:
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
-    """Check that ``output`` is possible for ``num_instances``; ``has_mesh``: tags can name stages and shards."""
+    """Check that ``output`` is possible for ``num_instances``; tags need ``has_mesh`` to name stages or shards."""
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(

@@ -123,7 +123,7 @@ class MachineFacts:
         return int(text) if text.isdecimal() else 0
 
     def within(self, allocation: Allocation | None) -> "MachineFacts":
-        """Return the facts of a node of ``allocation``: this machine's facts, or Slurm's if it is no node."""
+        """Return the facts of a node of ``allocation``: this machine's if it is a node, otherwise Slurm's."""
         if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
             return replace(self, allocation=allocation)
         return replace(
@@ -163,12 +163,12 @@ class Binding:
     memory_nodes: tuple[int, ...]
 
     def holds(self, instance: int) -> bool:
-        """Whether ``instance`` is one of ``instances``."""
+        """Whether the binding contains the instance ``instance``."""
         position = bisect_left(self.instances, instance)
         return self.instances[position : position + 1] == (instance,)
 
     def share_of(self, instance: int) -> tuple[int, ...]:
-        """Return the cores of ``instance``, if ``instances`` share the binding's cores evenly; at least one."""
+        """Return the share of ``instance``, at least one core, if instances divide the binding's cores."""
         position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

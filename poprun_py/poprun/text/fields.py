@@ -261,7 +261,7 @@ def _listed(names: Sequence[str], path: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value in the notation of the file, where Python's notation differs: null, true, false."""
+    """Return ``value`` as text in the notation of JSON and YAML, with null, true and false."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
 
 

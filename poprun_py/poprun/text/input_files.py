@@ -25,7 +25,10 @@ STDIN: Final = "-"
 
 
 def read_text(file: str, asked: str, most_bytes: int = MAX_BYTES) -> str:
-    """Return the text of ``file``, or of standard input for ``-``. Raises UsageError, which names ``asked``."""
+    """Return the text of ``file``, or of standard input for ``-``. Raises UsageError if it cannot be read.
+
+    The message begins with ``asked``, the option that names the file.
+    """
     data = b""
     try:
         with open(file, "rb") if file != STDIN else nullcontext(sys.stdin.buffer) as stream:
@@ -132,7 +135,7 @@ def _loader() -> Any:
         depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call] # the stubs' gap
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call] # the type stubs lack this type
             mark = event.start_mark
             if isinstance(event, yaml.AliasEvent):
                 problem = f"found the alias *{event.anchor}, which is not read here: write the value out"

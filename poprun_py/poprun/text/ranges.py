@@ -70,7 +70,7 @@ def describe_rate(per_second: float) -> str:
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """Return the noun with ascending ``numbers`` behind it, such as ``replica 3`` or ``replicas 0-3``."""
+    """Return ``noun`` followed by ascending ``numbers``, such as ``replica 3`` or ``replicas 0-3``."""
     return f"{noun}{'' if len(numbers) == 1 else 's'} {fold_numbers(numbers)}"
 
 

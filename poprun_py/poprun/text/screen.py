@@ -59,7 +59,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """Call the command ``run`` and return its exit code; for an error, call ``report`` and return its code."""
+    """Call ``run`` and return its exit code; after an error, call ``report`` and return the error's exit code."""
     try:
         return run()
     except BrokenPipeError:
@@ -156,7 +156,7 @@ def without_codes(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return ``text``; if it is too long, leave out the middle, because the beginning and the end matter most."""
+    """Return ``text``, without its middle if it is too long, because the beginning and the end matter most."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 4 :]}"
 
 
@@ -187,7 +187,7 @@ def own_line(text: str, level: Level = Level.INFO) -> str:
 
 
 def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
-    """Return ``text`` in PopRun's log format: time, process id and level are before the first line only."""
+    """Return ``text`` in PopRun's log format, with time, process id and level before the first line only."""
     for word, its_level in _WORDS.items():
         if text.startswith(word):
             text, level = text.removeprefix(word), its_level

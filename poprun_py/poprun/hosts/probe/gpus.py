@@ -1,4 +1,4 @@
-"""The devices of this machine, asked from the tools and drivers of each maker whose driver is installed."""
+"""The devices of this machine: poprun asks the tools and drivers of each maker whose driver is installed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def find_devices(environment: Mapping[str, str], root: str = "/") -> FoundDevices:
-    """Return the devices that drivers below ``root`` list; if several makers have devices, the first maker's."""
+    """Return the devices that drivers below ``root`` list, but only of the first maker with usable devices."""
     found = [_devices_of(it, environment, root) for it in MAKERS.values() if _is_here(it, environment, root)]
     usable = [it for it in found if it.gpus]
     if not usable:

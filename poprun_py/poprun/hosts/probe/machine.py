@@ -80,7 +80,7 @@ def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether ``host`` resolves to an address of this machine, which is an address that a socket can bind."""
+    """Whether ``host`` resolves to an address of this machine, tested by binding a socket to the address."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -120,7 +120,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def starter_of_many(environment: Mapping[str, str]) -> str:
-    """Return the launcher that started poprun several times; empty if none did, and inside a job of poprun."""
+    """Return the launcher that started poprun several times; empty if there is none, or inside a poprun job."""
     if NUM_REPLICAS in environment:
         return ""
     names = {"mpiexec": (HYDRA_SIZE, OMPI_SIZE), "torchrun": (WORLD_SIZE,) if RUN_ID in environment else ()}

@@ -1,4 +1,4 @@
-"""The user's program: its command line as it can be executed, what its Python file says, and its Python.
+"""The user's program: the command line that can be executed, and the analysis of its Python file and Python.
 
 A program with a slash is a path. Any other program is looked up on PATH, as a shell does, and then in the working
 directory, so that `poprun train.py` works. A Python file that cannot be executed runs under poprun's own Python.
@@ -49,7 +49,7 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
 
 
 def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the argv for another machine, which poprun cannot see; a Python file gets ``python`` before it."""
+    """Return the argv for a machine that poprun cannot see: ``words``, with ``python`` before a Python file."""
     return ("python", *words) if words and words[0].endswith(".py") else words
 
 
@@ -101,7 +101,7 @@ def _closed_folder(file: str) -> str:
 
 
 def _runs_by_itself(file: str) -> bool:
-    """Whether the system can execute a script: the script has the permission and, if readable, a ``#!`` line."""
+    """Whether the system can execute a script: it is executable, and has a ``#!`` line or cannot be read."""
     if not os.access(file, os.X_OK):
         return False
     try:
@@ -112,7 +112,7 @@ def _runs_by_itself(file: str) -> bool:
 
 
 def _check_interpreter(program: str, file: str, working_directory: str) -> None:
-    """Check that the interpreter in a script's ``#!`` line exists, because execve(2) would blame the script."""
+    """Check that the interpreter in a script's ``#!`` line exists, because execve(2) names only the script."""
     try:
         with open(file, "rb") as script:
             head = script.read(_HEAD_BYTES)
@@ -147,7 +147,7 @@ def _unreachable(what: str, folder: str) -> ProgramNotExecutableError:
 
 
 def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> PoprunError:
-    """Return the error for a program that does not exist or is closed to this user, with a better command line."""
+    """Return the error, with advice, for a program that does not exist or that this user may not reach."""
     from difflib import get_close_matches
 
     program = words[0]
@@ -205,7 +205,7 @@ def fabric_variables(
     *,
     on_cpu: bool,
 ) -> dict[str, str]:
-    """Return the variables that `fabric run` would set; ``counts`` are the instances per host and the hosts."""
+    """Return variables that `fabric run` sets; ``counts`` has the number of instances per host and of hosts."""
     # Fabric() takes the number of devices from its launcher: without these variables each instance would
     # train alone. A script with other numbers would fail with these variables.
     file = next((word for word in program if word.endswith(".py")), "")
@@ -244,9 +244,9 @@ def _calls(source: str) -> "list[ast.Call]":
 
 
 def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
-    """Return which arguments in ``_POSITIONS`` are given to `Fabric(…)`; None if no call, or if ``**`` is used."""
+    """Return the arguments in ``_POSITIONS`` that `Fabric(…)` gets; None without a call, or with ``**``."""
     made = [call for call in calls if _name(call.func) == "Fabric"]
-    if not made or any(word.arg is None for call in made for word in call.keywords):  # **options: anything
+    if not made or any(word.arg is None for call in made for word in call.keywords):  # **options may name all
         return None
     named = {word.arg for call in made for word in call.keywords if word.arg}
     placed = {name for name, place in _POSITIONS.items() if any(len(call.args) > place for call in made)}
@@ -259,7 +259,7 @@ def _name(function: "ast.expr") -> str:
 
 
 def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
-    """Return advice if ``said`` shows that the program lacks a module that poprun's Python has; otherwise ""."""
+    """Return advice if the program's Python lacks a module that poprun's Python has; otherwise an empty text."""
     own_folder = os.path.dirname(sys.executable)
     if not program or os.path.dirname(program[0]) == own_folder:
         return ""
@@ -281,7 +281,7 @@ def _missing_module(said: Sequence[str]) -> str:
 
 
 def _missing_import(program: Sequence[str], working_directory: str) -> str:
-    """Return which of torch and popdist a Python file imports and its Python cannot find; empty text if none."""
+    """Return torch or popdist if a Python file imports it but its Python cannot find it; otherwise ""."""
     if not _PYTHON.fullmatch(os.path.basename(program[0])):
         return ""
     wanted = sorted(set(_IMPORT.findall(_source(script_of(program), working_directory))))

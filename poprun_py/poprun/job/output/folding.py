@@ -61,14 +61,14 @@ class Folder:
         return shown
 
     def due(self, now_seconds: float) -> list[Folded]:
-        """Return the lines that have waited long enough, to show them."""
+        """Return the lines that must be shown now, because they have waited long enough."""
         shown: list[Folded] = []
         while (due := self.due_at_seconds) is not None and due <= now_seconds:
             shown.append(self._show_next(self._oldest(self._queues)))
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Record that ``instance`` prints no more; return the lines that need not wait for it any longer."""
+        """Record that ``instance`` prints no more; return the lines that waited only for ``instance``."""
         self._running.discard(instance)
         if not self._running:
             return [folded for other in self._queues for folded in self._show_until(other, 0)]
@@ -100,7 +100,7 @@ class Folder:
         )
 
     def _show_next(self, instance: int) -> Folded:
-        """Show the next line of ``instance``, or a line that must be shown before it in another queue."""
+        """Show one line: the next line of ``instance``, or a line in another queue that must come first."""
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._not_there_yet(line, seen)) is not None:

@@ -104,7 +104,7 @@ class BottomRow:
 
 
 def clip(text: bytes, columns: int) -> bytes:
-    """Return the part of ``text`` that fits in ``columns``, with all colour codes; the whole text for 0."""
+    """Return the part of ``text`` that fits in ``columns``, with all colour codes; the whole text if it is 0."""
     if not columns or len(text) <= columns:
         return text
     shown, num_signs = [], 0

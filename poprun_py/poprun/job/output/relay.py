@@ -218,7 +218,7 @@ class Relay:
         start_thread(self._thread)
 
     def finish(self, timeout_seconds: float) -> None:
-        """Read what is left in the pipes and stop; give up after ``timeout_seconds`` if poprun's reader blocks."""
+        """Read what is left in the pipes and stop; give up after ``timeout_seconds`` if writing blocks."""
         os.close(self._stop_writer)  # closing the pipe wakes the thread
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
@@ -227,7 +227,7 @@ class Relay:
             os.close(self._stop_reader)
 
     def tail(self, instance: int) -> list[str]:
-        """Return the last lines of an instance's standard error; otherwise the last lines of a hidden output."""
+        """Return the last lines of an instance's standard error; if there are none, of its hidden output."""
         return _decode(self._tails.get(instance) or self._printed.get(instance) or ())
 
     def last_lines(self, instance: int) -> list[str]:

@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return the three descriptors for ``instance``, to be closed when passed on; [] if it has ``sockets``."""
+        """Return the three descriptors for ``instance``, which the caller must close; [] if it has ``sockets``."""
         if sockets:
             self._fed = sockets.get(_STDIN, self._fed)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -67,7 +67,7 @@ class ProgramStreams:
 
     @property
     def has_no_reader(self) -> bool:
-        """Whether the only program has poprun's own standard output, whose reader has gone (poll(2))."""
+        """Whether the only program has poprun's own standard output and the reader of the output has gone."""
         poll = select.poll()
         poll.register(_STDOUT, 0)
         return self.is_inherited and any(events & select.POLLERR for _, events in poll.poll(0))
@@ -151,7 +151,7 @@ _JOIN_SECONDS: Final = 1.0
 
 
 class InputFeed:
-    """A thread that sends data from one descriptor to a socket, until the data end or nobody reads the socket."""
+    """A thread that sends data from a descriptor to a socket, until the data ends or nobody reads the socket."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source = source

@@ -68,7 +68,7 @@ class ClockFit:
 
 
 def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
-    """Return the line through the best of the first and the best of the last ``exchanges``, ordered by time."""
+    """Return the line through two exchanges: the best of the first quarter and the best of the last quarter."""
     share = max(1, len(exchanges) // 4)
     first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
     last = min(exchanges[-share:], key=lambda it: it.uncertainty_seconds)

@@ -82,7 +82,7 @@ def _refuse(value: object) -> object:
 
 
 _scan = make_scanner(_Grammar)  # type: ignore[arg-type]  # the scanner reads only these attributes
-_encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)  # noqa: FBT003
+_encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)  # noqa: FBT003 - the encoder in C takes flags by position only
 
 
 def encode(message: Message) -> bytes:
@@ -137,7 +137,7 @@ def check_event(message: Message) -> None:
 
 
 def abstract_address(name: str) -> str:
-    """Return the socket address of a control socket's name: in Linux's abstract namespace, after a zero byte."""
+    """Return the address of the control socket called ``name``, which is in Linux's abstract namespace."""
     return "\0" + name
 
 
@@ -240,7 +240,7 @@ class Link:
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
-    """Connect an agent with poprun. Raises OSError if nobody listens, ProtocolError if it is another job."""
+    """Connect an agent with poprun. Raises OSError if nobody listens, ProtocolError if the key is wrong."""
     if not address.startswith(_TCP):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_seconds)

@@ -38,11 +38,11 @@ class Handshake:
         self.nonce = os.urandom(NONCE_BYTES)
 
     def proof(self, other_nonce: bytes) -> bytes:
-        """Return this side's proof, for the other side, that this side knows the key."""
+        """Return the proof that this side knows the key, for the other side's challenge ``other_nonce``."""
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:
-        """Check the other side's proof and return the seal for later messages. Raises ProtocolError if wrong."""
+        """Check the other side's proof and return the seal. Raises ProtocolError if the proof is wrong."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not hmac.compare_digest(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")

@@ -111,7 +111,7 @@ def _descend(
 
 
 def unreaped_children(parents: Collection[int]) -> list[int]:
-    """Return the ids of the ended processes that their parents, which are in ``parents``, have not reaped."""
+    """Return the ids of ended processes that were not reaped and whose parent is in ``parents``."""
     return [stat.key.pid for stat in _all_stats() if stat.state == "Z" and stat.parent in parents]
 
 
@@ -158,7 +158,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """Return the descendants of this process that handle ``signum``, but none below another such descendant."""
+    """Return the descendants of this process that handle ``signum``, without descendants of such a process."""
     # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
     found: list[ProcessKey] = []
     covered: set[int] = set()

@@ -82,7 +82,7 @@ class ProcessStart(NamedTuple):
 
 
 def start_process(start: ProcessStart) -> int:
-    """Start a process, from the main thread; return its id, also its session's. Raises OSError with a path."""
+    """Start a process from the main thread and return its id. Raises OSError, whose filename is the path."""
     # only from the main thread, because the death signal comes when the *thread* that forked ends
     parent = os.getpid()
     pipe: tuple[int, ...] = ()
