@@ -1,8 +1,8 @@
 """The table of all options of poprun, and the kinds of values that options have. Pure.
 
-From the rows of the table follow the help pages, the command line, the ``POPRUN_*`` variables and the keys of a
-file of options; a value is parsed in the same way everywhere. A new option needs a row here and a field where its
-value is used.
+The help pages, the command line, the ``POPRUN_*`` variables and the keys of a file of options are made from the
+rows of the table. A value is parsed in the same way everywhere. A new option needs a row here and a field where
+its value is used.
 """
 
 import shlex

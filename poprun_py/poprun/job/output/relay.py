@@ -1,7 +1,8 @@
 """The relay of the programs' output: a thread that reads the output, logs it, adds tags, and writes it on.
 
-If the process that reads poprun's output stops reading (a pager, a stopped terminal), this thread waits, and the
-programs wait because their pipes are full, as without poprun. poprun's supervision of the job never waits.
+If the process that reads poprun's output stops reading (a pager, a stopped terminal), this thread waits. The
+programs then wait because their pipes are full, as without poprun, but poprun's supervision of the job never
+waits.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """The standard streams of the programs while a job runs: poprun opens, reads, feeds and closes the streams.
 
 On several hosts instance 0 gets poprun's standard input as it comes, whether or not the program reads it, as with
-ssh; the end of poprun's input is the end of the program's input.
+ssh. The end of poprun's input is the end of the program's input.
 """
 
 import errno

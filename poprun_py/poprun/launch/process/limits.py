@@ -1,8 +1,8 @@
 """The limits of this machine for a job's processes, what a job needs, and which processes the kernel killed.
 
 A process is in control groups (cgroups(7)), which limit its time on cores and its memory; the limit of each group
-counts. poprun has a socket and two pipes open for each instance, so it raises its own soft limit of open files
-(getrlimit(2)); the programs start with the user's limit.
+counts. For each instance poprun has a socket and two pipes open, so it raises its own soft limit of open files
+(getrlimit(2)). The programs start with the user's limit.
 """
 
 import errno
