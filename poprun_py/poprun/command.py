@@ -109,7 +109,7 @@ def _problems_of_hosts(line: CommandLine) -> str:
 
 
 def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
-    """Return the plan for ``line`` and the facts of the machine; the facts are None if a file has the plan."""
+    """Return the plan for ``line`` and the facts of the machine; the facts are None for a plan from a file."""
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if plan.num_instances > 1 and script_of(plan.program) == "-":
         raise UsageError(
@@ -190,7 +190,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 
 def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
-    """Return ``plan`` with the trace that the program's variables for PopVision ask for, if they ask for any."""
+    """Return ``plan``, with a trace if the program's variables for PopVision ask for a trace."""
     variables = {**os.environ, **plan.variables_of(0)}
     if not any(name in variables for name in ("POPLAR_ENGINE_OPTIONS", "PVTI_OPTIONS")):
         return plan

@@ -43,7 +43,7 @@ class LaunchError(PoprunError):
 
 
 class OutputError(PoprunError):
-    """Error for output of poprun or of a program that cannot be written, for example because the disk is full."""
+    """Error for output, of poprun or of a program, that cannot be written, for example on a full disk."""
 
     exit_code = 73
 

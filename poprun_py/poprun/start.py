@@ -237,7 +237,7 @@ def _run_attempt(
 
 
 def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
-    """Merge what the programs of an attempt recorded and log where the trace is; a further signal stops this."""
+    """Merge what the programs of an attempt recorded and log where the trace is; a signal stops the merge."""
     if plan.trace.folder is None:
         return
     from poprun.observe.trace.collection import collect_trace

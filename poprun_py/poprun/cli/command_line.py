@@ -42,7 +42,7 @@ from poprun.text.ranges import read_host_file
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
-"""The options, by name, that environment variables and files of options may contain."""
+"""The options that environment variables and files of options may set, by name."""
 
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"
@@ -131,7 +131,7 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
-    """Parse ``words``; return the command line. Words override ``environ``, which overrides a file of options."""
+    """Return the command line parsed from ``words``; a missing option is taken from ``environ`` or a file."""
     texts, program = read_words(words)
     if texts.keys() & {"help", "help-all"}:  # the help page is shown even if other words are wrong
         return CommandLine(shows_help=True, shows_whole_help="help" not in texts)
@@ -299,7 +299,7 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | None:
-    """Return the text of one option: the text that click read, or the next word; None if there is no next word.
+    """Return the text of one option: what click read, or the next of ``words``; None if ``words`` is empty.
 
     A switch uses the next word only if this word means yes or no.
     """

@@ -64,7 +64,7 @@ NAMES: Final = {"host": known_hosts, "vipu-partition": _partitions}
 
 
 def answer(instruction: str) -> str:
-    """Return what a shell asks for: ``bash_source`` the script to install, ``bash_complete`` the completions."""
+    """Return what a shell asks for: the script to install (``bash_source``) or completions (``bash_complete``)."""
     shell, _, what = instruction.partition("_")
     known = get_completion_class(shell)
     if known is None or what not in ("source", "complete"):

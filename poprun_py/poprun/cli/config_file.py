@@ -106,7 +106,7 @@ def _value(texts: tuple[str, ...], writer: yaml.SafeDumper, *, is_list: bool) ->
 
 
 def _scalar(text: str, writer: yaml.SafeDumper) -> yaml.ScalarNode:
-    """Return a YAML scalar that is read again as ``text``; quoted if YAML would read null, otherwise unquoted."""
+    """Return a YAML scalar that is read again as ``text``; a text that YAML would read as null is quoted."""
     tag = writer.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]  # the type stubs lack this type
     return yaml.ScalarNode(_TEXT if tag == _NULL else tag, text)
 

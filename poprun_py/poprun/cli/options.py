@@ -18,7 +18,7 @@ from poprun.text.ranges import parse_hosts, parse_numbers
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat, visible
 
 LINE: Final = "line"
-"""The section of options that are no part of a request: output to print, and files to read."""
+"""The section of options that do not belong to a request, but say what to print or which file to read."""
 
 REQUEST: Final = "request"  # the section of the direct fields of :class:`LaunchRequest`
 VARIABLE_PREFIX: Final = "POPRUN_"
@@ -50,7 +50,7 @@ class Kind:
 
 
 def _number(convert: Callable[[str], float], cure: str, *, none: str = "") -> Callable[[str], float | None]:
-    """Return a function that parses a number; the function returns None for the word ``none`` if it is given."""
+    """Return a function that parses a number; if ``none`` is given, the function returns None for this word."""
 
     def read(text: str) -> float | None:
         try:

@@ -278,7 +278,7 @@ def _environment_folder() -> str:
 
 
 async def _copy_environment(folder: str, hosts: Sequence[str], ssh_config: str | None) -> list[Problem]:
-    """Copy ``folder`` to each of ``hosts`` with rsync over ssh; return a problem for each host that failed."""
+    """Copy ``folder`` to each of ``hosts`` with rsync over ssh; return a problem for each failed copy."""
     turns = asyncio.Semaphore(_MAX_COPIES)
 
     async def copy(host: str) -> Problem | None:

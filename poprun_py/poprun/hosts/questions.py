@@ -113,7 +113,7 @@ class _HostConnection:
         raise NoAnswerError(await process.wait(), complaint.decode(errors="replace").strip())
 
     async def close(self) -> None:
-        """Kill the local process and what ssh has started (ProxyJump); the remote process ends with its input."""
+        """Kill the local processes (ssh and its ProxyJump); the remote process ends when its input ends."""
         if self._process is not None:
             if self._process.returncode is None:
                 with suppress(ProcessLookupError):

@@ -42,7 +42,7 @@ _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
 
 def main() -> None:
-    """Answer each question on standard input until it ends, or until ``_LONGEST_SECONDS`` have passed."""
+    """Answer each question on standard input until the input ends or ``_LONGEST_SECONDS`` have passed."""
     end = threading.Timer(_LONGEST_SECONDS, os._exit, (1,))
     end.daemon = True
     end.start()

@@ -280,7 +280,7 @@ class Agent:
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
     def _catch_signals(self) -> int:
-        """Make the end of a child wake the loop, and make SIGTERM stop the program in order; return the pipe."""
+        """Let the end of a child wake the loop, and SIGTERM stop the program; return the descriptor to poll."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -112,7 +112,7 @@ def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, .
 
 
 def _is_ipv6(address: str) -> bool:
-    """Whether ``address`` is an IPv6 address or network, which MPI runtimes do not accept in every option."""
+    """Whether ``address`` is an IPv6 address or network, which some options of MPI runtimes do not accept."""
     return ":" in address
 
 

@@ -71,7 +71,7 @@ def main(kind: type[Shim]) -> NoReturn:
 
 
 def read_instances(text: str) -> range:
-    """Return the instances whose agents a shim forks: ``2`` is its rank, ``0-3`` are the instances of a job."""
+    """Return the instances whose agents a shim forks: one for a rank such as ``2``, several for ``0-3``."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 

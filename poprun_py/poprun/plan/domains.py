@@ -1,4 +1,4 @@
-"""The fit of a job to the virtual IPUs, and the number of IPU-Link domains of a pod for the job. Pure.
+"""Checks of a job against the virtual IPUs, and the number of IPU-Link domains that the job uses. Pure.
 
 A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance is in one IPU-Link domain, because its
 IPUs exchange results. So each domain has at least one instance, and all domains have the same number. The error

@@ -97,7 +97,7 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:
-    """Yield a warning for each mask in ``asked``, the variables of -x, because poprun has counted devices before.
+    """Yield a warning for each mask in ``asked``, the variables of -x, as poprun has already counted the devices.
 
     Raises PlanError for a mask that would number the devices anew.
     """

@@ -382,7 +382,7 @@ def _choose_devices(
 
 
 def _num_cores(plan: LaunchPlan) -> int:
-    """Return the number of cores that the job computes on: a share if virtual IPUs of the host are counted."""
+    """Return the number of cores that the job computes on; with ``--ipus-per-host``, the share of its IPUs."""
     counted, num_cores = plan.vipu.ipus_per_host, len(plan.cores)
     if plan.devices or counted is None:
         return num_cores

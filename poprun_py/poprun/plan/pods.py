@@ -99,7 +99,7 @@ def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
 
 
 def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
-    """Return the allocation that the user asked for with either option; None if this is the whole pod."""
+    """Return the allocation of --vipu-allocation or --vipu-cluster; None if this is the whole pod."""
     name = vipu.allocation or vipu.cluster
     # a pod without allocations is itself one allocation, whatever name the user gave
     return None if name == pod.name or not pod.allocations else name

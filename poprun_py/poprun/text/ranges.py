@@ -75,7 +75,7 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def fold_numbers(numbers: Iterable[int]) -> str:
-    """Return ascending ``numbers`` as ranges, such as ``0-3,6`` for (0, 1, 2, 3, 6); an empty text for none."""
+    """Return ascending ``numbers`` as ranges, such as ``0-3,6`` for (0, 1, 2, 3, 6); an empty text for ()."""
     if isinstance(numbers, range) and numbers.step == 1:
         return _piece(str(numbers[0]), str(numbers[-1])) if numbers else ""
     return _fold_digits(list(map(str, numbers)))

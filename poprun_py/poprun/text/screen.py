@@ -49,7 +49,7 @@ def write_any_letter() -> None:
 
 
 def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return a replacement for the letter that cannot be encoded, and its end (see `codecs.register_error`)."""
+    """Return a replacement for a letter without encoding, and the next position (`codecs.register_error`)."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter, end = error.object[error.start], error.start + 1

@@ -70,7 +70,7 @@ def judge_hosts(hosts: Sequence[str], problems: str) -> Finding:
 
 
 def can_run(findings: tuple[Finding, ...]) -> bool:
-    """Whether a job can run on this machine, which is so if no finding is a failure."""
+    """Whether a job can run on this machine, because no finding is a failure."""
     return all(finding.state is not State.FAILS for finding in findings)
 
 

@@ -119,7 +119,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
 
 
 def read_libraries(answer: str | None) -> Libraries:
-    """Return the libraries that the last line of ``answer`` lists; None means that Python failed or was slow."""
+    """Return the libraries that the last line of ``answer`` lists, or a problem if the answer is None or wrong."""
     try:
         return Libraries(**json.loads((answer or "").strip().rpartition("\n")[2]))
     except ValueError:

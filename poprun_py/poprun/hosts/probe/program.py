@@ -54,7 +54,7 @@ def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def script_of(program: Sequence[str]) -> str:
-    """Return the script that Python or a shell runs in ``program``; ``-`` for its input, empty for no script."""
+    """Return the script that ``program`` runs with Python or a shell; ``-`` for standard input, "" for none."""
     if not program or not (known := _INTERPRETER.fullmatch(os.path.basename(program[0]))):
         return ""
     words = iter(program[1:])

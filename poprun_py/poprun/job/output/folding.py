@@ -114,7 +114,7 @@ class Folder:
         return next((other for other in others if self._queues[other][0].line != line), None)
 
     def _remove(self, line: bytes) -> Folded:
-        """Remove ``line`` from all queues in which it is the first line; return the line and its instances."""
+        """Remove ``line`` from the front of all queues that begin with it; return the line with the instances."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
         for instance in instances:

@@ -34,7 +34,9 @@ _NAMES: Final = {1: "stdout", 2: "stderr"}
 
 _HEADER: Final = b"Traceback (most recent call last):"
 _READ_BYTES = 64 * 1024
-"""The capacity of a pipe; reading is half as fast with a larger buffer, because its memory is new each time."""
+"""The capacity of a pipe; a larger buffer halves the speed, because each read then gets new memory from the
+kernel.
+"""
 
 _TAIL_LINES = 200
 _LAST_LINES = 20

@@ -121,10 +121,11 @@ class TracebackFilter:
         return b"".join(folded)
 
     def _after_traceback(self, instance: int, line: bytes, text: bytes) -> bytes:
-        """Return ``line``, without empty lines around a link; withhold the lines of a repeated message.
+        """Return ``line`` to show, or an empty text if the line repeats a message that was already shown.
 
-        Withheld lines are shown as soon as a different line follows. Only a link or the end of a program shows
-        that the lines were the message and no later output.
+        Empty lines around a link between two tracebacks are left out. Withheld lines are shown as soon as a
+        different line follows. Only a link or the end of a program shows that the lines were the message and no
+        later output.
         """
         after = self._after.get(instance)
         if after is None:

@@ -90,7 +90,7 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
 
 
 class HostClocks:
-    """The rounds of questions to one agent of each other host for its clock, and the answers."""
+    """The clocks of the other hosts: rounds of questions to one agent per host, and the answers."""
 
     def __init__(
         self,

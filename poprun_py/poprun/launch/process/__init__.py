@@ -25,7 +25,7 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
             setattr(cls, field, property(itemgetter(position)))
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Return a tuple of the positional ``values`` and the values ``named`` by their fields."""
+        """Return a tuple of the positional ``values`` and the keyword values ``named``."""
         rest = cls._fields[len(values) :]
         found = {**{field: cls._defaults[field] for field in rest if field in cls._defaults}, **named}
         if len(values) > len(cls._fields) or found.keys() != set(rest):

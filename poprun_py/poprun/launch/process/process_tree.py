@@ -158,7 +158,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """Return the descendants of this process that handle ``signum``, without descendants of such a process."""
+    """Return descendants of this process that handle ``signum``; a process below such a process is left out."""
     # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
     found: list[ProcessKey] = []
     covered: set[int] = set()

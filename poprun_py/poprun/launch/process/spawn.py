@@ -27,7 +27,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call, which has no function in the C library (asm/unistd_64.h, asm-generic/unistd.h).
+"""The number of the system call set_mempolicy, for which the C library has no function, by processor
+(asm/unistd_64.h, asm-generic/unistd.h).
 """
 
 # Every Python ignores the first two signals, agents ignore the others; exec keeps a signal ignored.
