@@ -226,7 +226,7 @@ def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) 
 def judge_routes(
     route: HostRoute, targets: Mapping[str, tuple[str, int]], problems: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield a problem for each target that the host cannot reach: its text in ``problems`` is not empty."""
+    """Yield a problem for each target with a text in ``problems``, because the host cannot reach the target."""
     for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
         if problem:
             cause = f"it does not reach {name} from {route.address} at {address}: {problem}"

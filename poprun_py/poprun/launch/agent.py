@@ -305,7 +305,10 @@ class Agent:
             return
 
     def _listen_to(self, descriptor: int) -> bool:
-        """Answer the program or obey poprun; return False if the sender is gone. If poprun is gone, stop."""
+        """Answer the program or obey poprun; return False if the sender is gone.
+
+        If poprun is gone, the agent stops the program.
+        """
         if self._clock is not None and descriptor == self._clock.fileno():
             return self._clock.answer()
         if self._receive():

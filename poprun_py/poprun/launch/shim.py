@@ -109,7 +109,7 @@ class Shim:
         return True
 
     def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
-        """Fork the agent of instance ``index``; return its id or None. It writes to ``report`` at a good end."""
+        """Fork the agent of instance ``index``, which reports a good end to ``report``; return its id or None."""
         try:
             agent = os.fork()
         except OSError as error:
@@ -198,7 +198,7 @@ class Shim:
         self._awaited.clear()
 
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
-        """Report an agent to poprun as lost, with an error number or 0, and wait until poprun has received it."""
+        """Report an agent to poprun as lost, with an error number or 0, and wait until poprun has the report."""
         # without waiting, poprun would think that the end of this process was the first failure
         from poprun.launch.messages import ProtocolError
         from poprun.launch.messages.control import connect

@@ -191,7 +191,7 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait until ``descriptor`` is ready or the time is over; return False if the feed or the reader ends."""
+        """Wait until ``descriptor`` is ready or the time is over; return False if the feed must end."""
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)
