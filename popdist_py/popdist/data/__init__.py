@@ -1,1 +1,1 @@
-"""Datasets dealt to replicas: exact epochs, the same samples for a replica whatever the split."""
+"""Datasets dealt to replicas: exact epochs, and the same samples for a replica with any number of instances."""

@@ -1,4 +1,4 @@
-"""The batches of a loader: one step of this instance, micro batch by micro batch."""
+"""The batches of a loader; a batch has the micro batches of one step of this instance."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from popdist.errors import BatchError
 from popdist.ground.layout import micro_batch_rows
 
 _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
-"""The instruction of Python that assigns the items of what can be iterated over to names."""
+"""The bytecode instruction of Python that assigns the items of an iterable to several names."""
 
 
 def _num_names_unpacked() -> int:
     """Return into how many names the caller's caller unpacks an object; 0 if the caller's caller does not."""
     caller = _caller_of(
         _caller_of(currentframe())
-    )  # a variable for this frame would keep the loop's workers alive
+    )  # not in a variable, because a variable for this frame would keep the loop's workers alive
     if caller is None:
         return 0
     code, place = caller.f_code.co_code, caller.f_lasti
@@ -31,15 +31,15 @@ def _caller_of(frame: FrameType | None) -> FrameType | None:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one replica computes on in one forward and backward pass.
+    """The samples of one replica in one forward and backward pass.
 
-    It unpacks in the order of its attributes: ``replica, step, num_samples, content = micro_batch``.
+    A micro batch unpacks in the order of its attributes: ``replica, step, num_samples, content = micro_batch``.
 
     Attributes:
         replica: Job-wide number of the replica.
-        step: Which of the replica's micro batches of this step it is, from 0.
-        num_samples: How many samples it holds; may be 0.
-        content: What ``collate_fn`` made of them; None when there is none.
+        step: Number of the micro batch among the replica's micro batches of this step, from 0.
+        num_samples: Number of samples; may be 0.
+        content: Result of ``collate_fn`` for the samples; None if there are no samples.
     """
 
     replica: int
@@ -52,42 +52,42 @@ class MicroBatch:
 
 
 running_loops: Final[dict[object, tuple["Batch", ...]]] = {}
-"""For each model in the middle of a loop over micro batches, the batches of the loop that are a loader's."""
+"""The batches of loaders that each model iterates over at the moment; the key is the model."""
 
 
 class Share(NamedTuple):
-    """An instance's samples of one step: which indices are read, and where in the epoch they lie."""
+    """The samples of one step of this instance: the indices to read, and the step's position in the epoch."""
 
     epoch: int
-    step: int  # in its epoch, from where that was begun or resumed
+    step: int  # number of the step, counted from where the epoch was begun or resumed
     stop: int  # position in the epoch at which the next step begins, over all replicas
-    num_samples_job: int  # of the step, over all replicas of the job
-    indices: list[int]  # of this instance's samples in the dataset, or numbers in the stream, replica by replica
-    positions: range | None = None  # in the order of a sampler, which may give an index twice
+    num_samples_job: int  # samples of the step, over all replicas of the job
+    indices: list[int]  # of this instance's samples in the dataset, or in the stream, replica by replica
+    positions: range | None = None  # positions in a sampler's order, because a sampler may repeat an index
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
-        """The indices of each micro batch: all those of the first local replica, then those of the next one."""
+        """Return the indices of each micro batch: first for the first local replica, then for the next replica."""
         rows = micro_batch_rows(len(self.indices), num_replicas, accumulation)
         return [self.indices[row.start : row.stop] for row in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This instance's part of one step, ready for ``ReplicatedModel.micro_batches``.
+    """The samples of one step of this instance, as micro batches for ``ReplicatedModel.micro_batches``.
 
-    Iterating over it gives the contents of the micro batches that hold samples, which is the loop to write where
-    no gradients are wanted: ``for x, y in batch``. An instance may have none. To number them for
-    ``ReplicatedModel.micro_batch``, count ``micro_batches``. It is no sample of its own: to take it for one, in
-    ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to write, and ``batch.to(device)`` an
-    AttributeError. So is ``for x, y in loader``, which unpacks a batch into two names: ``list(batch)`` has the
-    micro batches.
+    Iteration yields the contents of the micro batches that have samples. If no gradients are wanted, write this
+    loop: ``for x, y in batch``. An instance may have no samples. To number micro batches for
+    ``ReplicatedModel.micro_batch``, count ``micro_batches``. A batch cannot be used as a tensor or a sample:
+    ``batch[0]`` and ``model(batch)`` raise a BatchError that shows the loop to write, and ``batch.to(device)``
+    raises an AttributeError. ``for x, y in loader``, which unpacks a batch into two names, also raises a
+    BatchError; ``list(batch)`` has the micro batches.
 
     Attributes:
-        micro_batches: Of each local replica in turn, ``accumulation`` of them.
+        micro_batches: ``accumulation`` micro batches of each local replica, replica by replica.
         epoch: Number of the epoch, from 0.
-        step: Number of the step in its epoch, from 0, counted from where this epoch was begun or resumed.
-        indices: Of the samples in the dataset (or their numbers in the stream), in the order of their rows.
-        num_samples_job: Samples of the step over all replicas of the job.
+        step: Number of the step in its epoch, from 0, counted from where the epoch was begun or resumed.
+        indices: Indices of the samples in the dataset, or numbers in the stream, in the order of the rows.
+        num_samples_job: Number of samples of the step over all replicas of the job.
         stop: Position in the epoch at which the next step begins, over all replicas.
     """
 
@@ -100,7 +100,7 @@ class Batch:
 
     @classmethod
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
-        """Make the batch of the samples of ``share``, with the content of each micro batch."""
+        """Make the batch of the samples of ``share``; ``contents`` has the content of each micro batch."""
         rows = micro_batch_rows(len(share.indices), len(replicas), accumulation)
         owners = [replica for replica in replicas for _ in range(accumulation)]
         steps = [*range(accumulation)] * len(replicas)
@@ -115,7 +115,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """Samples of this instance; 0 is legal."""
+        """Number of samples of this instance; may be 0."""
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,18 +142,18 @@ class Batch:
         raise AttributeError(_taken_apart(f"asked for .{name}"), name=name, obj=self)
 
     def keys(self) -> NoReturn:
-        """Raise an error: ``model(**batch)`` would take the batch for a dict of tensors."""
+        """Raise BatchError, because ``model(**batch)`` would use the batch as a dict of tensors."""
         raise BatchError(_taken_apart("taken for a dict"))
 
     def _calculate(self, *_: object) -> NoReturn:
-        """Raise an error: ``batch / 255`` would take the batch for a tensor."""
+        """Raise BatchError, because ``batch / 255`` would use the batch as a tensor."""
         raise BatchError(_taken_apart("calculated with"))
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _calculate
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
-        """Raise an error: ``model(batch)`` would take the batch for a tensor."""
+        """Raise BatchError, because ``model(batch)`` would use the batch as a tensor."""
         raise BatchError(_taken_apart(f"given to {getattr(function, '__name__', function)}"))
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class Batch:
 
 
 def _taken_apart(how: str) -> str:
-    """The message for a program that uses a batch as if it were the tensors of one micro batch."""
+    """Return the message for a program that uses a batch as if it were the tensors of one micro batch."""
     return (
         f"a batch of popdist.data_loader was {how}, and it holds this instance's micro batches, not one batch of "
         """tensors. Write

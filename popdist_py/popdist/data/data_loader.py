@@ -1,4 +1,4 @@
-"""The loader that feeds one instance's replicas: torch's DataLoader, with the micro batches made one by one."""
+"""The loader of one instance's replicas: torch's DataLoader, but each micro batch is collated by itself."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple, Protocol
@@ -16,7 +16,7 @@ _DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})
 
 
 class LoaderPlan(NamedTuple):
-    """The arguments of :func:`data_loader` that say what a step is, the same on all instances."""
+    """The arguments of :func:`data_loader` that define a step; all instances must pass the same values."""
 
     micro_batch_size: int
     accumulation: int
@@ -29,7 +29,7 @@ class LoaderPlan(NamedTuple):
 
 
 class LoaderMaker(Protocol):
-    """An object that makes a loader whose steps count other things than samples, such as ``packing.Packing``."""
+    """An object, such as ``packing.Packing``, that makes a loader whose steps count rows instead of samples."""
 
     def make_loader(
         self,
@@ -38,10 +38,10 @@ class LoaderMaker(Protocol):
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """Make the loader of ``dataset``."""
+        """Make the loader that reads ``dataset`` in the steps of ``plan``."""
 
 
-def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
+def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
     dataset: Any,
     micro_batch_size: int | None = None,
     accumulation: int = 1,
@@ -54,35 +54,36 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     packing: LoaderMaker | None = None,
     **options: Any,
 ) -> ReplicaLoader:
-    """A torch DataLoader that gives this instance's replicas their samples, exactly once an epoch.
+    """Make a torch DataLoader that gives each replica of this instance its samples, exactly once an epoch.
 
-    It deals samples as :class:`ReplicaSampler` does: which samples a replica sees in a step depends on the job's
-    replicas, not on the instances they are dealt to. It yields :class:`Batch` objects for
-    ``ReplicatedModel.micro_batches``, each micro batch collated by itself: padding, graphs, strings and dicts are
-    all right, and nothing has to be split. Its state is that of the loop, not of the workers.
+    The loader deals samples as :class:`ReplicaSampler` does: which samples a replica gets in a step depends on the
+    number of the job's replicas, not on the number of instances. The loader yields :class:`Batch` objects for
+    ``ReplicatedModel.micro_batches``. Each micro batch is collated by itself, so that padding, graphs, strings and
+    dicts need no splitting. The loader's state counts what the loop has received, not what workers have read.
 
-    Random numbers that the dataset draws for a sample (from Python's, numpy's and torch's CPU generators) follow
-    from ``seed``, the epoch and the sample's index, or its place in the order of a ``sampler``; those of
-    ``collate_fn`` from its first sample. Neither the split nor the number of workers changes them, nor do they
-    change the process's own state. (A dataset with ``__getitems__`` draws once for each micro batch.)
+    The random numbers that the dataset draws for a sample (from Python's, numpy's and torch's CPU generators)
+    follow from ``seed``, the epoch and the sample's index, or, with a ``sampler``, the sample's place in the
+    order. The random numbers of ``collate_fn`` follow from the first sample. The number of instances or workers
+    does not change these numbers. Reading leaves the process's own random states unchanged. (A dataset with
+    ``__getitems__`` is seeded once for each micro batch.)
 
     Args:
-        dataset: Map-style: a length, and a sample for each index. A stream comes as ``shard_iterable(stream)``.
-        micro_batch_size: Samples of one replica in one forward and backward pass, which must be said. At least 1.
-        accumulation: Micro batches that a replica adds up in one step. At least 1.
-        shuffle: Another order in each epoch; else the order of the dataset.
-        seed: Chooses the orders and the random numbers. Must be the same on all instances.
-        drop_last: Leave out a remainder smaller than a full step.
-        sampler: Gives the indices of each epoch, as torch's samplers do, all of them on every instance.
-        collate_fn: Makes a micro batch of a list of samples; None means torch's own.
+        dataset: Map-style: a length, and a sample for each index. Pass a stream as ``shard_iterable(stream)``.
+        micro_batch_size: Samples of one replica in one forward and backward pass. Must be given. At least 1.
+        accumulation: Micro batches whose gradients a replica adds in one step. At least 1.
+        shuffle: Whether each epoch has another order; otherwise every epoch has the order of the dataset.
+        seed: Seed of the orders and of the random numbers. Must be the same on all instances.
+        drop_last: Whether to leave out a remainder smaller than a full step.
+        sampler: Iterable that gives all indices of each epoch on every instance, like torch's samplers.
+        collate_fn: Function that makes a micro batch of a list of samples; None means torch's own.
         packing: ``popdist.packing.Packing(...)`` puts several samples into one row. Both sizes then count rows.
-        **options: Anything else that DataLoader takes, such as ``num_workers=4`` or ``pin_memory=True``.
+        **options: Any other argument of DataLoader, such as ``num_workers=4`` or ``pin_memory=True``.
 
     Raises:
         DatasetError: If the dataset has no length or fewer samples than the job has replicas, a size is below 1,
-            or an option is one that deals samples.
-        CollectiveError: If the instances differ in sizes, seed or length of the dataset, or do not all make the
-            loader; a loader that was made before ``popdist.init()`` finds out when it is first iterated over.
+            or an option deals samples itself.
+        CollectiveError: If sizes, seed or length of the dataset differ between instances, or some instances do not
+            make the loader. If the loader is made before ``popdist.init()``, the first iteration raises the error.
     """
     _refuse_dealing(options)
     if micro_batch_size is None:
@@ -119,7 +120,7 @@ def _refuse_dealing(options: dict[str, Any]) -> None:
 def _check_arguments(
     dataset: object, plan: LoaderPlan, sampler: object, collate_fn: object, packing: object
 ) -> None:
-    """Refuse what is no such argument, and those that do not go together, such as a sampler and shuffling."""
+    """Check each argument, and refuse arguments that exclude each other, such as a sampler and shuffling."""
     if isinstance(dataset, int | float):
         raise DatasetError(
             f"data_loader({dataset!r}, ...): the dataset comes first, and then the sizes: write "

@@ -1,8 +1,8 @@
-"""Datasets without a length: every instance reads the same stream and keeps what belongs to its replicas.
+"""Streams, which are datasets without a length: every instance reads all items and keeps its replicas' items.
 
-A stream cannot be asked for its sample at an index, so each process reads all of it and skips what others keep.
-All see its end, so an epoch ends for all at the same step. What nobody can promise is that the streams of two
-instances are the same: one may be cut off. So before each step they tell each other whether they have one.
+A stream has no index, so each process reads the whole stream and skips the items of other instances. All instances
+see the end of the stream, so that an epoch ends on all instances at the same step. But a stream may be cut off on
+one instance. So before each step the instances tell each other whether they still have samples.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._worker = 0, 1
 
     def __iter__(self) -> Iterator[Any]:
-        """This instance's items, in their order, divided over the workers of the DataLoader that reads them."""
+        """Yield this instance's items in their order; each worker of a DataLoader yields its part of the items."""
         number, num_workers = self.worker()
         for index, item in enumerate(self.stream):
             turn, replica = divmod(index, self.num_replicas)
@@ -39,7 +39,7 @@ class ShardedIterable(IterableDataset[Any]):
                 yield item
 
     def worker(self) -> tuple[int, int]:
-        """This worker's number and the number of workers; hidden from streams, which would divide themselves."""
+        """Return this worker's number and the number of workers; hide both, or streams would divide again."""
         if (info := get_worker_info()) is not None:
             self._worker = info.id, info.num_workers
             hide_worker_info()
@@ -49,20 +49,20 @@ class ShardedIterable(IterableDataset[Any]):
 def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
     """Deal the items of a stream to the replicas of the job: item i to replica i mod ``num_replicas()``.
 
-    Give it to ``popdist.data_loader``, which deals whole steps to its workers and ends the epoch of all instances
-    together. On its own it is a torch IterableDataset of this instance's items. Every process (of each instance,
-    each worker) reads the whole stream and skips what it does not keep, so what is expensive belongs in
-    ``collate_fn`` and not in the stream.
+    Pass the result to ``popdist.data_loader``, which deals whole steps to its workers and ends the epoch of all
+    instances together. By itself the result is a torch IterableDataset of this instance's items. Every process
+    (each worker of each instance) reads the whole stream and skips the items of other processes, so expensive work
+    belongs in ``collate_fn`` and not in the stream.
 
     Args:
-        stream: Anything that can be iterated over, for several epochs again and again. It must give the same items
-            in the same order on every instance; random numbers that it draws from Python's, numpy's and torch's
-            own generators do so. It must not be divided already: neither by node nor by worker. If it has a method
-            ``set_epoch``, that is called before each epoch.
+        stream: An iterable that can be read again for each epoch. It must give the same items in the same order on
+            every instance; random numbers that it draws from Python's, numpy's and torch's own generators are the
+            same. It must not be divided already, neither by node nor by worker. If it has a method ``set_epoch``,
+            this method is called before each epoch.
 
     Raises:
-        DatasetError: If it cannot be iterated over.
-        ContractError: If the environment promises a job and does not describe one.
+        DatasetError: If ``stream`` cannot be iterated over.
+        ContractError: If the environment variables announce a job and do not describe the job.
     """
     if not hasattr(stream, "__iter__"):
         raise DatasetError(f"shard_iterable takes what can be iterated over, and was given {stream!r}")
@@ -70,7 +70,7 @@ def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
 
 
 class StreamFetcher(IterableDataset[Any]):
-    """The dataset that torch's DataLoader reads for a stream: iterating gives this worker's steps of the epoch."""
+    """The dataset that torch's DataLoader reads for a stream; iteration yields the steps of the present worker."""
 
     def __init__(
         self, sharded: ShardedIterable, collation: Collation, samples_per_replica: int, *, drop_last: bool
@@ -82,11 +82,11 @@ class StreamFetcher(IterableDataset[Any]):
         self._place = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
-        """Set where the next iteration starts, in shared memory: persistent workers read it, too."""
+        """Write the start of the next iteration to shared memory, because persistent workers read it, too."""
         self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64, device="cpu"))
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Read the whole stream, and make the micro batches of every n-th step, for n workers."""
+        """Read the whole stream, and yield the micro batches of each step that belongs to this worker."""
         epoch, first = self._place.tolist()
         number, num_workers = self.dataset.worker()
         if hasattr(self.dataset.stream, "set_epoch"):
@@ -112,12 +112,12 @@ class StreamFetcher(IterableDataset[Any]):
             step, start = step + 1, start + len(read)
 
     def _keep(self, numbers: range) -> list[int]:
-        """Which of a step's item numbers belong to this instance, replica by replica."""
+        """Return the item numbers of a step that belong to this instance, replica by replica."""
         num_replicas = self.dataset.num_replicas
         return [number for replica in self.dataset.replicas for number in numbers[replica::num_replicas]]
 
     def _read(self, items: Iterator[Any], numbers: range, epoch: int) -> list[Any]:
-        """Read one item for each of ``numbers``, or fewer when the stream ends."""
+        """Read one item for each of ``numbers``; return fewer items if the stream ends."""
         seeds = self._collation.seeds(epoch, list(numbers))
 
         def read(reseed: Reseed) -> list[Any]:
@@ -146,7 +146,7 @@ class StreamFetcher(IterableDataset[Any]):
 
 
 class StreamLoader(ReplicaLoader):
-    """A loader over a stream: the instances agree on each step, which waits for the slowest of them."""
+    """A loader of a stream: all instances agree on each step, so each step waits for the slowest instance."""
 
     dataset: StreamFetcher
 
@@ -154,7 +154,7 @@ class StreamLoader(ReplicaLoader):
         self.dataset.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield steps until all streams have ended; an instance whose stream ended before gets empty batches."""
+        """Yield batches until all streams have ended; an instance whose stream ended early gets empty batches."""
         epoch = self._position.epoch
         with training_loop.read_loader() as ask:
             for step in itertools.count():
@@ -178,5 +178,5 @@ class StreamLoader(ReplicaLoader):
         self._position.end_epoch(number)
 
     def _num_samples(self, share: Share, _contents: list[Any]) -> int:
-        """The number of samples that this instance has in a step."""
+        """Return the number of samples that this instance has in a step."""
         return len(share.indices)

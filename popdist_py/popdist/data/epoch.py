@@ -1,8 +1,9 @@
-"""Epochs: their order, their steps dealt to replicas, and the position of a sampler or loader in them.
+"""Epochs: the order of samples, the steps dealt to replicas, and the position of a sampler or loader.
 
-A step takes the next positions of the epoch's order, and `popdist.ground.layout` deals them to the replicas: so
-what a replica sees does not depend on the instances. The index at a position is computed from the position alone,
-by a Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and epoch.
+A step takes the next positions of the epoch's order, and `popdist.ground.layout` deals the positions to the
+replicas, so that the samples of a replica do not depend on the instances. The index at a position is computed from
+the position alone, by a Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and
+epoch.
 """
 
 import math
@@ -33,12 +34,12 @@ ReaderState: TypeAlias = dict[str, int | bool]
 
 MAX_LENGTH: Final = 2**63
 NUM_ROUNDS: Final = 12
-"""Rounds of the Feistel network: with fewer than 12, some orders of short ranges are visibly more frequent."""
+"""Rounds of the Feistel network; with fewer rounds, some orders of short ranges are visibly more frequent."""
 
 LOOKUP_SIZE: Final = 4096
-"""Samples looked up in the permutation at once: an epoch starts soon, and numpy's cost of a call does not show."""
+"""Samples looked up in one numpy call: few enough for a quick start, and enough to hide the call's cost."""
 
-_WORD: Final = 2**64 - 1  # integers modulo 2**64: the same shuffle on every machine and for every numpy
+_WORD: Final = 2**64 - 1  # integers modulo 2**64 give the same order on every machine and for every numpy
 GOLDEN: Final = 0x9E3779B97F4A7C15
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
 _SECOND_FACTOR: Final = 0x94D049BB133111EB
@@ -48,11 +49,11 @@ class Order(Protocol):
     """The order of the samples of one epoch."""
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices of the dataset at ``positions``, in their order and shape."""
+        """Return the indices of the dataset at ``positions``, in the order and shape of ``positions``."""
 
 
 class Permutation:
-    """The shuffled order of ``length`` indices in one epoch, in constant memory; equal on every machine."""
+    """The shuffled order of ``length`` indices in one epoch, in constant memory and equal on every machine."""
 
     def __init__(self, length: int, *, seed: int, epoch: int) -> None:
         if not 0 <= length <= MAX_LENGTH:
@@ -65,18 +66,21 @@ class Permutation:
         self._keys = [np.uint64(key) for key in round_keys(length, seed, epoch)]
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices at ``positions``, which must be in ``range(length)``, in their order and shape."""
+        """Return the indices at ``positions``, in the order and shape of ``positions``.
+
+        Raises IndexError if a position is not in ``range(length)``.
+        """
         if positions.size and not 0 <= positions.min() <= positions.max() < self._length:
             raise IndexError(f"positions {positions.min()} to {positions.max()} leave the range of {self._length}")
         values = self._mix(positions.ravel().astype(np.uint64))
         outside = np.flatnonzero(values >= self._length)
-        while outside.size:  # mixed again until it is in the range: still a bijection
+        while outside.size:  # to mix until each value is in the range keeps the bijection
             values[outside] = self._mix(values[outside])
             outside = outside[values[outside] >= self._length]
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the Feistel network, a bijection on the next power of two; each round changes one half."""
+        """Apply the Feistel network, a bijection on the next power of two; each round changes half of the bits."""
         low, high = values & self._low_mask, values >> self._low_bits
         for even_key, odd_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= scramble(high + even_key) & self._low_mask
@@ -85,7 +89,7 @@ class Permutation:
 
 
 def scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread each word's bits over the word: the finishing steps of SplitMix64, applied in place."""
+    """Mix the bits of each 64-bit word in place by the last steps of SplitMix64, and return ``words``."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(_FIRST_FACTOR)
     words ^= words >> np.uint64(27)
@@ -95,12 +99,12 @@ def scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _scramble_word(word: int) -> int:
-    """The same as :func:`scramble`, for one Python number."""
+    """Mix the bits of one Python number as :func:`scramble` does, and return the result."""
     return int(scramble(np.array([word & _WORD], dtype=np.uint64))[0])
 
 
 def round_keys(*ingredients: int) -> list[int]:
-    """``NUM_ROUNDS`` 64-bit keys from all ingredients; changing any of them changes every key."""
+    """Make ``NUM_ROUNDS`` 64-bit keys from all ``ingredients``. If one ingredient changes, every key changes."""
     state = 0
     for ingredient in ingredients:
         state = _scramble_word(state + ingredient + GOLDEN)
@@ -109,36 +113,37 @@ def round_keys(*ingredients: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """How an epoch over ``length`` samples is divided into steps, in each of which every replica has a sample."""
+    """The division of an epoch of ``length`` samples into steps; in each step every replica has a sample."""
 
     length: int
     num_replicas: int
-    samples_per_replica: int  # of a full step: micro batch size times accumulation
+    samples_per_replica: int  # samples of a replica in a full step: micro batch size times accumulation
     drop_last: bool = False
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of a full step, over all replicas."""
+        """Number of samples of a full step, over all replicas."""
         return self.num_replicas * self.samples_per_replica
 
     def num_steps(self, position: int = 0) -> int:
-        """Steps from ``position`` to the end of the epoch."""
+        """Return the number of steps from ``position`` to the end of the epoch."""
         full, rest = divmod(max(self.length - position, 0), self.samples_per_step)
         has_own_step = rest and not self.drop_last and (self.samples_per_replica > 1 or not full)
         return full + bool(has_own_step)
 
     def steps(self, position: int = 0) -> Iterator[range]:
-        """The range of positions of each step from ``position`` on, over all replicas."""
+        """Yield the range of positions of each step from ``position`` on, over all replicas."""
         while (size := self._step_size(self.length - position)) > 0:
             yield range(position, position + size)
             position += size
 
     def positions_of(self, replicas: range, step: range) -> range:
-        """The positions of ``step`` that consecutive ``replicas`` see, first replica first; may be empty."""
+        """Return the positions of ``step`` for consecutive ``replicas``, first replica first; may be empty."""
         return parts(step, replicas, self.num_replicas)
 
     def _step_size(self, remaining: int) -> int:
-        # a remainder with fewer samples than replicas takes some from the step before, or joins it if it has none
+        # If the last step has too few samples for all replicas, it takes samples of the step before, or joins the
+        # step before if that step has only one sample for each replica.
         full = self.samples_per_step
         if remaining < full:
             return 0 if self.drop_last else remaining
@@ -148,10 +153,10 @@ class EpochPlan:
 
 
 class EpochPosition:
-    """The position of one reader, a sampler or a loader, in its endless sequence of epochs."""
+    """The position of one reader (a sampler or a loader) in the reader's endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
-        """``identity`` is what a position depends on; all instances must have the same ``agreement``."""
+        """Begin at epoch 0. States fit only the same ``identity``; all instances need the same ``agreement``."""
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
         self._subsets = checksum_of_subsets(dataset)
         self._contents = checksum_of_contents(dataset)
@@ -161,12 +166,12 @@ class EpochPosition:
         self.num_read = 0
         self._reader = reader
         self._is_running = False
-        self._number = 0  # of the iteration: what an older one reads counts no more
+        self._number = 0  # number of the iteration, because what an older iteration reads no longer counts
         self._agreement: str | None = agreement
         self._agree()
 
     def _agree(self) -> None:
-        """Compare the agreement with that of other instances, once and after ``init()``."""
+        """Check once, after ``init()``, that all instances have the same agreement and the same dataset."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
             group = context.data_parallel_group()
@@ -190,7 +195,7 @@ class EpochPosition:
                 )
 
     def start(self) -> int:
-        """Begin the next epoch, or continue the one that was loaded, and return the number of this iteration."""
+        """Begin the next epoch or continue the loaded epoch, and return the number of this iteration."""
         self._agree()
         if self._is_running:
             self._jump(self.epoch + 1)
@@ -209,18 +214,18 @@ class EpochPosition:
             self._jump(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """See :meth:`EpochReader.set_epoch`."""
+        """Make ``epoch`` the next epoch, as :meth:`EpochReader.set_epoch` describes."""
         epoch = whole_number("epoch", epoch, DatasetError, minimum=0)
         if self._is_running or epoch != self.epoch:
             self._jump(epoch)
         self._number += 1
 
     def state_dict(self) -> ReaderState:
-        """See :meth:`EpochReader.state_dict`."""
+        """Return the position as plain numbers, as :meth:`EpochReader.state_dict` describes."""
         return self.identity | {"epoch": self.epoch, "position": self.num_read}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """See :meth:`EpochReader.load_state_dict`."""
+        """Continue where ``state`` was taken, as :meth:`EpochReader.load_state_dict` describes."""
         own = self.state_dict()
         if not _is_state(state, own):
             raise DatasetError(f"{state!r} is no state of a {self._reader}, such as {own}")
@@ -239,7 +244,7 @@ class EpochPosition:
 
 
 def name_differing(group: Group, values: Sequence[int]) -> str:
-    """Which members of a group have other values than which, in words; empty where all have the same."""
+    """Return the members of ``group`` that have different ``values``, as text; an empty text if all are equal."""
     owners: dict[int, list[int]] = {}
     for instance, value in zip(group.instances, values, strict=True):
         owners.setdefault(value, []).append(instance)
@@ -252,34 +257,35 @@ class EpochReader:
     _position: EpochPosition
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
+        """Make ``epoch`` the next epoch, from its start; do nothing if ``epoch`` is the next epoch already.
 
-        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that
-        epoch. Raises DatasetError if it is no whole number from 0 up.
+        So a loop may call the method before each epoch, also after :meth:`load_state_dict` in the middle of the
+        epoch. Raises DatasetError if ``epoch`` is no whole number of at least 0.
         """
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> ReaderState:
-        """Where the reading stands, in plain numbers: equal on all instances at the same step.
+        """Return the reader's position as plain numbers, which are equal on all instances at the same step.
 
-        A loader counts the batches that the loop received, whatever its workers have read ahead. A sampler counts
-        what it has yielded: the workers of a DataLoader around it run ahead of the loop, so have none.
+        A loader counts the batches that the loop has received, however far its workers have read ahead. A sampler
+        counts what the sampler has yielded. Workers of a DataLoader run ahead of the loop, so use no workers with
+        a sampler.
         """
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
+        """Continue where ``state`` was taken: the next iteration yields the rest of that epoch, maybe nothing.
 
-        The job may have another number of instances and replicas, another micro batch size, accumulation
-        and number of workers: no sample is lost or seen twice. (Only then, and only when less than one
-        sample a replica remains, may the batch of an instance be empty.) Raises DatasetError if ``state``
-        is none of such a reader, or one of another dataset length, order or seed.
+        The number of instances, replicas and workers, the micro batch size and the accumulation may be different
+        now: no sample is lost or seen twice. (Only then, and only if less than one sample a replica remains, the
+        batch of an instance may be empty.) Raises DatasetError if ``state`` is no state of such a reader, or
+        belongs to another dataset length, order or seed.
         """
         self._position.load_state_dict(state)
 
 
 def _is_state(state: object, own: ReaderState) -> bool:
-    """Whether ``state`` has the entries of ``own``, and its position is within the epoch."""
+    """Whether ``state`` has the entries of ``own``, and a position within the epoch."""
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False
     if not all(isinstance(value, int) for value in state.values()):
@@ -295,7 +301,7 @@ def plan_epochs(
     *,
     drop_last: bool,
 ) -> EpochPlan:
-    """Plan how the epochs of a dataset are dealt to the replicas; an error if no step would be left."""
+    """Return the plan that deals a dataset's epochs to replicas. Raises DatasetError if no step is left."""
     check_sizes(micro_batch_size, accumulation)
     plan = EpochPlan(
         length=length_of(length_or_dataset, num_replicas),
@@ -313,7 +319,7 @@ def plan_epochs(
 
 
 def check_sizes(micro_batch_size: int, accumulation: int) -> None:
-    """Refuse a micro batch size or accumulation that is no whole number of at least 1."""
+    """Check that ``micro_batch_size`` and ``accumulation`` are whole numbers of at least 1."""
     whole_number("micro_batch_size", micro_batch_size, DatasetError)
     whole_number("accumulation", accumulation, DatasetError, maximum=MOST_PARTS)
 
@@ -321,7 +327,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """For each step left of the epoch: its positions in the job, and the indices that ``replicas`` see."""
+    """Yield, for each remaining step, the positions of the whole job and the indices of ``replicas``."""
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)
@@ -341,7 +347,7 @@ def _deal(
 
 
 def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:
-    """How many samples there are: an error if that is not known, or fewer than replicas."""
+    """Return the number of samples. Raises DatasetError if it is unknown or smaller than ``num_replicas``."""
     if isinstance(length_or_dataset, IterableDataset):
         raise DatasetError(
             f"{type(length_or_dataset).__name__} is a stream, which has no samples at indices: give it to "

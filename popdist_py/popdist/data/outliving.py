@@ -1,7 +1,7 @@
-"""The start of a loader's worker process, which outlives the signals by which a batch system asks a job to leave.
+"""The start of a loader's worker process, which survives the signals that ask a job to stop.
 
-Slurm and others signal every process of a job. The program finishes its step, and reads on until it has saved, so
-its workers must live until then: see `popdist.on_preemption`.
+Slurm and other batch systems signal every process of a job. The program finishes its step and reads on until it
+has saved, so the program's workers must live until then: see `popdist.on_preemption`.
 """
 
 import multiprocessing
@@ -13,11 +13,11 @@ from multiprocessing.util import Finalize
 from typing import Any, Final
 
 _BEFORE_CHILDREN_ARE_ENDED: Final = 100
-"""The priority of what multiprocessing calls at the end of a process before it ends its daemons."""
+"""The exit priority of functions that multiprocessing calls before it ends its daemon processes."""
 
 
 class LoaderStart:
-    """The function that a loader calls at the start of each worker; the program's own function is called by it."""
+    """The ``worker_init_fn`` of a loader, which also calls the program's own ``worker_init_fn``."""
 
     def __init__(self, programs_own: Callable[[int], object] | None) -> None:
         self._programs_own = programs_own
@@ -25,13 +25,13 @@ class LoaderStart:
         self._is_ending: Any = None
 
     def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:
-        """Have workers that start from now on outlive ``signals``, as long as this process lives and goes on."""
+        """Let workers that start from now on survive ``signals`` until this process ends."""
         self._signals = tuple(signals)
         if self._signals:
             self._is_ending = _ending_event(os.getpid(), multiprocessing_context or multiprocessing)
 
     def __call__(self, number: int) -> None:
-        """Prepare the worker ``number``, in its process."""
+        """Set the signal handlers of the worker ``number``; the worker's own process calls the method."""
         parent, is_ending = os.getppid(), self._is_ending
 
         def outlive(_signum: int, _frame: object) -> None:
@@ -50,7 +50,7 @@ def _ending_event(_pid: int, multiprocessing_context: Any) -> Any:
     """Return the event that tells the workers of the process ``_pid`` that this process ends.
 
     At the end of a process multiprocessing sends one SIGTERM to each daemon and waits for the daemon, so the event
-    is set before. A forked child has finalizers, and an event, of its own.
+    is set before the SIGTERM. A forked child has its own finalizers and its own event.
     """
     event = multiprocessing_context.Event()
     Finalize(None, event.set, exitpriority=_BEFORE_CHILDREN_ARE_ENDED)

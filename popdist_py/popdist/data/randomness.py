@@ -1,9 +1,9 @@
-"""Random numbers belong to a replica or to a sample, and not to the process that draws them.
+"""Random numbers that belong to a replica or to a sample, and not to the process that draws the numbers.
 
-Each replica owns a state of every generator that programs draw from: Python's, numpy's, and torch's for CPU and
-accelerator. It is put in place for the replica's micro batches only. Before a dataset reads a sample the
-generators are set to a state that follows from seed, epoch and index, so augmentation is the same for any split
-and any workers.
+Each replica owns a state of every generator that programs draw from: Python's and numpy's generator, and torch's
+generators for CPU and accelerator. These states are in place only during the replica's micro batches. Before a
+dataset reads a sample, the generators get a state that follows from seed, epoch and index, so that augmentation is
+the same for any number of instances and workers.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _CPU: Final = torch.device("cpu")
 
 
 def checked_seed(seed: int | None, num_replicas: int) -> int | None:
-    """The seed of a model that so many replicas train; a BatchError if it will not do."""
+    """Return the seed of a model with ``num_replicas`` replicas. Raises BatchError if the seed is not valid."""
     if seed is None and num_replicas > 1:
         raise BatchError(
             f"seed=None, and the model has {num_replicas} replicas, each of which draws from states of its own: "
@@ -39,23 +39,23 @@ def checked_seed(seed: int | None, num_replicas: int) -> int | None:
 
 
 class _PythonState(NamedTuple):
-    """A state of Python's generator, and what is drawn from it: 32 bits, and then a normal number."""
+    """A state of Python's generator, and the first two draws from this state: 32 bits, then a normal number."""
 
-    values: tuple[Any, ...]  # of ``getstate()``; the last is the second of a pair of normal numbers, or None
+    values: tuple[Any, ...]  # the result of ``getstate()``; its last item is the second of a normal pair, or None
     bits: int
-    normal: float  # what is drawn if that one is None
+    normal: float  # the normal number that is drawn if the last item of ``values`` is None
 
 
 class _PythonGenerator:
-    """Python's generator, whose state is read only where something was drawn since it was put in."""
+    """Python's generator, whose state is read only if the program has drawn since the state was put in."""
 
     def __init__(self) -> None:
         self._last: _PythonState | None = None
 
     def take_out(self) -> _PythonState:
-        """Its state; another one must be put in before the program draws."""
+        """Return the state of the generator; put another state in before the program draws again."""
         last, bits = self._last, random.getrandbits(32)
-        # reading the state takes long; by chance once in 2**32 times numbers that were drawn come once more
+        # reading the state is slow, so equal bits mean "nothing drawn"; once in 2**32 times numbers repeat
         if last is None or last.bits != bits:
             return _state_before(bits, random)
         normal = random.gauss(0.0, 1.0)
@@ -63,18 +63,18 @@ class _PythonGenerator:
         return last if second == last.values[-1] else last._replace(values=(*last.values[:-1], second))
 
     def put_in(self, state: _PythonState) -> None:
-        """Let it continue from ``state``."""
+        """Let the generator continue from ``state``."""
         random.setstate(state.values)
         self._last = state
 
     def watch(self, _own: _PythonState) -> Callable[[], bool]:
-        """Put in a state of which nobody else knows."""
+        """Put a known state in, and return a function that tells whether the program has drawn since then."""
         self.put_in(_WATCHED)
         return lambda: random.getrandbits(32) != _WATCHED.bits
 
 
 def _state_before(bits: int, generator: Any) -> _PythonState:
-    """The state of ``generator`` before ``bits``, 32 of them, were drawn; draws more."""
+    """Return the state of ``generator`` before it drew the 32-bit number ``bits``; the call draws more numbers."""
     version, (*words, place), second = generator.getstate()
     if second is not None:
         generator.gauss(0.0, 1.0)
@@ -82,7 +82,7 @@ def _state_before(bits: int, generator: Any) -> _PythonState:
 
 
 def _state_of(generator: random.Random) -> _PythonState:
-    """The state of a generator that is not used any more."""
+    """Return the state of ``generator``, which must not be used any more, because the call draws from it."""
     return _state_before(generator.getrandbits(32), generator)
 
 
@@ -92,16 +92,16 @@ _WATCHED: Final = _state_of(random.Random())  # noqa: S311 - for training, not f
 
 @dataclass(slots=True)
 class _States:
-    """The states of all generators: those of a replica while it does not draw, or the program's meanwhile."""
+    """The states of all generators, saved for a replica or for the program while the other of the two draws."""
 
     python: _PythonState
-    numpy: Any  # the bit generator itself, because reading its state takes longer than all the rest
+    numpy: Any  # the bit generator, because reading its state takes longer than saving all other states
     torch: Tensor
-    device: Tensor | None = None  # of the accelerator, until it is used
+    device: Tensor | None = None  # the state of the accelerator's generator; None before the first use
 
 
 class ReplicaRandomness:
-    """The random states of this instance's replicas; the stages of a pipeline draw different numbers."""
+    """The random states of this instance's replicas, which differ between the stages of a pipeline."""
 
     def __init__(self, seed: int | None, replicas: range, *, stage: int = 0) -> None:
         self.seed = seed
@@ -110,7 +110,7 @@ class ReplicaRandomness:
         self._scopes = {replica: RandomScope(self._states, replica, None) for replica in self._states}
 
     def of(self, replica: int, device: torch.device) -> "RandomScope":
-        """The context for a micro batch of ``replica`` on a model whose parameters are on ``device``."""
+        """Return a context in which ``replica``, whose model is on ``device``, draws its own random numbers."""
         if self.seed is None:
             return _ProgramScope(self._states, replica, None)
         if device.type in ("cpu", "meta"):
@@ -121,19 +121,19 @@ class ReplicaRandomness:
         return RandomScope(self._states, replica, device)
 
     def state_dict(self) -> dict[str, dict[str, object]]:
-        """The random states of this instance's replicas, each under its job-wide number as text.
+        """Return the random states of each local replica; the key is the replica's job-wide number as a string.
 
-        The states of the whole job are the union over its instances.
+        All instances' dicts together have the states of the whole job.
         """
         return {str(replica): _as_values(states) for replica, states in self._states.items()}
 
     def load_state_dict(self, state_dict: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Take the states of this instance's replicas out of ``state_dict``, which may hold those of others.
+        """Load the states of this instance's replicas from ``state_dict``, which may also have other replicas.
 
-        A replica that is not in it keeps its state: a job may go on with more replicas than it had.
+        A replica that ``state_dict`` does not have keeps its state, because a job may go on with more replicas.
 
         Raises:
-            WeightsError: If an entry is not one that :meth:`state_dict` wrote; then no state has changed.
+            WeightsError: If :meth:`state_dict` did not write an entry; then no state has changed.
         """
         try:
             found = {int(replica): values for replica, values in state_dict.items()}
@@ -144,9 +144,9 @@ class ReplicaRandomness:
 
 
 class RandomScope:
-    """Puts a replica's states in place when it is entered, and the program's own ones when it is left."""
+    """A context in which the generators draw from a replica's states; at the end the program's states return."""
 
-    # not left in the order of a stack, where two loops run side by side; the last one draws
+    # Two loops side by side leave their scopes in any order; the replica of the last scope draws.
     _entered: ClassVar[list["RandomScope"]] = []
 
     __slots__ = ("_device", "_replica", "_states")
@@ -158,12 +158,12 @@ class RandomScope:
 
     @classmethod
     def is_entered(cls) -> bool:
-        """Whether the process is some replica at the moment."""
+        """Whether the process is in such a context, so that its random numbers belong to a replica."""
         return bool(cls._entered)
 
     def __enter__(self) -> None:
         if self._entered:
-            self._entered[-1]._take_back()  # noqa: SLF001 - another scope
+            self._entered[-1]._take_back()  # noqa: SLF001 - a method of the same class
         self._entered.append(self)
         self._put_in_place()
 
@@ -173,19 +173,19 @@ class RandomScope:
         if was_last:
             self._take_back()
             if self._entered:
-                self._entered[-1]._put_in_place()  # noqa: SLF001 - as above
+                self._entered[-1]._put_in_place()  # noqa: SLF001 - a method of the same class
 
     def _put_in_place(self) -> None:
-        """Save the program's states, and let the generators continue from the replica's."""
+        """Save the program's states, and let the generators continue from the replica's states."""
         _exchange(_programs, self._states[self._replica], self._device)
 
     def _take_back(self) -> None:
-        """Restore the program's states, and keep those of the replica."""
+        """Save the replica's states, and let the generators continue from the program's states."""
         _exchange(self._states[self._replica], _programs, self._device)
 
 
 class _ProgramScope(RandomScope):
-    """Leaves the program's own states in place."""
+    """A context that leaves the program's own states in place."""
 
     __slots__ = ()
 
@@ -197,7 +197,7 @@ class _ProgramScope(RandomScope):
 
 
 def _exchange(out: _States, into: _States, device: torch.device | None) -> None:
-    """Save the generators' states in ``out``, and let them continue from those of ``into``."""
+    """Save the generators' states in ``out``, and let the generators continue from the states in ``into``."""
     out.python, out.numpy, out.torch = _python.take_out(), get_bit_generator(), torch.get_rng_state()
     _python.put_in(into.python)
     set_bit_generator(into.numpy)
@@ -209,7 +209,7 @@ def _exchange(out: _States, into: _States, device: torch.device | None) -> None:
 
 
 def _number(seed: int, replica: int, generator: str, stage: int) -> int:
-    """A seed of 63 bits that no other replica, generator and stage has."""
+    """Return a seed of 63 bits that is different for each replica, generator and stage."""
     text = f"{seed} {replica} {generator}" + (f" stage {stage}" if stage else "")
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -224,7 +224,7 @@ def _seeded(seed: int, replica: int, stage: int = 0) -> _States:
 
 
 _programs: Final = _seeded(0, 0)
-"""The program's own states, while a replica draws."""
+"""The states of the program while a replica draws."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
@@ -239,7 +239,7 @@ def _as_values(states: _States) -> dict[str, object]:
 
 
 def _numbers_of(bits: Any) -> Tensor | None:
-    """The state of a Mersenne Twister; None of another bit generator that the program has set."""
+    """Return the state of the Mersenne Twister ``bits`` as a tensor; None if ``bits`` is another bit generator."""
     if not isinstance(bits, np.random.MT19937):
         return None
     state: Any = bits.state["state"]
@@ -248,7 +248,7 @@ def _numbers_of(bits: Any) -> Tensor | None:
 
 def _from_values(values: Mapping[str, Any]) -> _States:
     version, *numbers = values["python"].tolist()
-    python = random.Random()  # noqa: S311 - as above
+    python = random.Random()  # noqa: S311 - for training, not for secrets
     python.setstate((version, tuple(numbers), values["python_gauss"]))
     bits = np.random.MT19937()
     if values["numpy"] is not None:
@@ -264,22 +264,22 @@ def _from_values(values: Mapping[str, Any]) -> _States:
 
 
 Reseed: TypeAlias = Callable[[int], None]
-"""Seeds generators with a 64-bit number, for the sample that is read next."""
+"""A function that seeds generators with a 64-bit number for the sample that is read next."""
 
 
 class _Generator(NamedTuple):
-    """A random generator of the process, by public calls only."""
+    """A random generator of the process, used through public functions only."""
 
     name: str
     seed: Callable[[int], object]
-    draw: Callable[[], object]  # tells whether others have drawn since it was seeded
-    save: Callable[[], Any]  # gives the program's state, in whose place another one may now be put
+    draw: Callable[[], object]  # draws a number, which shows whether the program has drawn since the seeding
+    save: Callable[[], Any]  # returns the program's state, which another state may replace now
     restore: Callable[[Any], object]
-    # is given the program's state; returns what tells at the end whether others have drawn: faster than ``draw``
+    # takes the program's state; returns a function that tells whether numbers were drawn, faster than ``draw``
     watch: Callable[[Any], Callable[[], bool]]
 
     def is_as_seeded(self, seed: int) -> bool:
-        """Whether nothing was drawn since the generator was seeded with ``seed``; this draws two numbers."""
+        """Whether nothing was drawn since the generator was seeded with ``seed``; the call draws two numbers."""
         found = self.draw()
         self.seed(seed)
         return found == self.draw()
@@ -290,9 +290,10 @@ _bits: Final = np.random.MT19937()
 
 
 def _exchange_numpy() -> Any:
-    """Have numpy's functions draw from another bit generator: reading a state takes a hundred times longer."""
+    """Replace numpy's bit generator and return the old generator, because reading a state is 100 times slower."""
     own: Any = get_bit_generator()
-    set_bit_generator(np.random.MT19937() if own is _bits else _bits)  # a dataset may read another loader
+    # ``_bits`` is in use already if a dataset reads from another loader.
+    set_bit_generator(np.random.MT19937() if own is _bits else _bits)
     return own
 
 
@@ -300,7 +301,7 @@ _watched, _twin = np.random.MT19937(0), np.random.MT19937(0)
 
 
 def _watch_numpy(_own: object) -> Callable[[], bool]:
-    """Put a bit generator in place that has a twin, and draw from both at the end."""
+    """Install a bit generator that has an equal twin; the returned function compares a draw of each."""
     set_bit_generator(_watched)
 
     def is_drawn() -> bool:
@@ -313,7 +314,7 @@ def _watch_numpy(_own: object) -> Callable[[], bool]:
 
 
 def _watch_torch(own: Tensor) -> Callable[[], bool]:
-    before = own.numpy().tobytes()  # which is faster than to compare tensors
+    before = own.numpy().tobytes()  # comparing bytes is faster than comparing tensors
     return lambda: torch.get_rng_state().numpy().tobytes() != before
 
 
@@ -347,12 +348,18 @@ _GENERATORS: Final = (
 
 @dataclass(slots=True)
 class SampleRandomness:
-    """Seeds the generators that a dataset uses for each sample, and restores the program's states."""
+    """The seeding of the generators that a dataset draws from; the program's states are restored afterwards."""
 
-    used: frozenset[str] | None = None  # the generators that the dataset was seen to draw from
+    used: frozenset[str] | None = (
+        None  # the names of the generators that the dataset draws from; None before the first run
+    )
 
     def run(self, work: Callable[[Reseed | None], T]) -> T:
-        """What ``work`` returns with seeded generators; it may be called several times, and with None for none."""
+        """Call ``work`` with a function that seeds the generators of a sample, and return the result of ``work``.
+
+        ``work`` gets None if it draws from no generator, and runs again if it has drawn from a generator that was
+        not known before.
+        """
         own = [generator.save() for generator in _GENERATORS]
         try:
             while True:
@@ -364,7 +371,7 @@ class SampleRandomness:
             _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str], own: list[Any]) -> T:
-        """Seed the generators that are known to be used, and find out whether others were used, too."""
+        """Run ``work`` with the generators in ``used`` seeded, and record other generators that it draws from."""
         pairs = zip(_GENERATORS, own, strict=True)
         watched = {it.name: it.watch(state) for it, state in pairs if it.name not in used}
         try:
@@ -373,7 +380,7 @@ class SampleRandomness:
             self.used = used.union([name for name, is_drawn in watched.items() if is_drawn()])
 
     def _find_used(self, work: Callable[[Reseed | None], T]) -> T:
-        """Seed all generators for each sample, and find out which of them are used."""
+        """Run ``work`` with all generators seeded for each sample, and record the generators that are used."""
         used, last = set[str](), cast("int | None", None)
         reseed_all = _reseed(_GENERATORS)
 
@@ -394,7 +401,7 @@ class SampleRandomness:
 
 
 def isolated(work: Callable[[Reseed], T]) -> T:
-    """Call ``work`` once with all generators to be seeded, and restore their states afterwards."""
+    """Call ``work`` once with a function that seeds all generators; then restore the states of the generators."""
     restore = remember_states()
     try:
         return work(_reseed(_GENERATORS))
@@ -403,7 +410,7 @@ def isolated(work: Callable[[Reseed], T]) -> T:
 
 
 def remember_states() -> Callable[[], None]:
-    """Return a function that restores the states of all generators; they go on from others until then."""
+    """Return a function that restores the present random states; until its call, generators use other states."""
     return partial(_restore, [generator.save() for generator in _GENERATORS])
 
 
@@ -415,7 +422,7 @@ def _restore(own: list[Any]) -> None:
 def _reseed(generators: Iterable[_Generator]) -> Reseed:
     seeds = [generator.seed for generator in generators]
     if len(seeds) == 1:
-        return seeds[0]  # type: ignore[return-value] # what it returns is not used
+        return seeds[0]  # type: ignore[return-value] # the result of a call is not used
 
     def reseed(number: int) -> None:
         for seed in seeds:
@@ -425,7 +432,7 @@ def _reseed(generators: Iterable[_Generator]) -> Reseed:
 
 
 def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
-    """A 64-bit number for each index, from all of them; ``what`` tells numbers for different uses apart."""
+    """Return a 64-bit seed for each of ``indices``; the seeds of two uses, given as ``what``, differ."""
     words = np.array(indices, dtype=np.uint64) * np.uint64(GOLDEN) + _key(seed, epoch, what)
     seeds: list[int] = scramble(words).tolist()
     return seeds
@@ -437,7 +444,7 @@ def _key(*ingredients: int) -> np.uint64:
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Whether reading ``dataset`` is known to draw no random number: containers, and tensors in rows."""
+    """Whether ``dataset`` is of a type that draws no random numbers, such as a list or a TensorDataset."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:

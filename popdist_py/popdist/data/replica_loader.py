@@ -1,7 +1,7 @@
-"""The loader that hands out batches: how samples are read, become micro batches, and reach the loop.
+"""The loader that yields batches: samples are read, collated to micro batches, and passed to the loop.
 
-Samples are read and collated in the loader's process or in a worker. The loader knows which batch the loop
-received last, whatever workers have read ahead.
+Samples are read and collated in the loader's process or in a worker. The loader counts the batches that the loop
+has received, however far the workers have read ahead.
 """
 
 import io
@@ -25,19 +25,19 @@ from popdist.gradients.optimizer_steps import training_loop
 from popdist.job import context
 
 SMALL_BYTES: Final = 2**18
-"""Tensors of up to so many bytes are sent as copies; for larger ones torch's shared memory is faster."""
+"""The largest tensor, in bytes, that is sent as a copy; for larger tensors torch's shared memory is faster."""
 
 Collate = Callable[[list[Any]], Any]
 Fetched = tuple[Share, list[Any]]
-"""A share, and the content of each of its micro batches, which is None without samples."""
+"""A share, and the content of each micro batch of the share; None for a micro batch without samples."""
 
 _FOR_COLLATE: Final = 1
-"""Makes the random numbers of a collate function other ones than those of its first sample."""
+"""The number that makes the seeds of collate functions differ from the seeds of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collation:
-    """How the samples of a step become the micro batches of ``num_replicas`` local replicas."""
+    """The settings by which the samples of a step become the micro batches of ``num_replicas`` local replicas."""
 
     collate_fn: Collate
     num_replicas: int
@@ -45,15 +45,15 @@ class Collation:
     seed: int
 
     def split(self, share: Share) -> list[list[int]]:
-        """The indices of each micro batch of ``share``."""
+        """Return the indices of each micro batch of ``share``."""
         return share.split(self.num_replicas, self.accumulation)
 
     def seeds(self, epoch: int, indices: list[int]) -> list[int]:
-        """The seeds of the random numbers of each sample."""
+        """Return the seed of the random numbers of each sample in ``indices``."""
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
     def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:
-        """Collate one micro batch; its random numbers follow from ``first``, the index of its first sample."""
+        """Collate one micro batch; its random numbers follow from ``first``, the index of the first sample."""
         if reseed is not None and self.collate_fn is not default_collate:
             reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
         content = _collated(samples) if self.collate_fn is default_collate else self.collate_fn(samples)
@@ -66,7 +66,7 @@ class Collation:
 
 
 def _collated(samples: Any) -> Any:
-    """The same as torch's ``default_collate``, but faster for tuples; small tensors are not in shared memory."""
+    """Collate ``samples`` as ``default_collate`` does, but faster, and without shared memory for small tensors."""
     first = samples[0]
     if type(first) is Tensor:
         is_plain = first.layout is torch.strided and not first.is_nested
@@ -77,13 +77,13 @@ def _collated(samples: Any) -> Any:
             return [_collated(column) for column in zip(*samples, strict=True)]
         if type(first) is dict:
             return {key: _collated([sample[key] for sample in samples]) for key in first}
-    except (KeyError, TypeError, ValueError):  # torch says what is wrong
+    except (KeyError, TypeError, ValueError):  # default_collate raises an error that says what is wrong
         pass
     return default_collate(samples)
 
 
 class MapFetcher(Dataset[Any]):
-    """The dataset that torch's DataLoader reads: indexed by a share, it gives the share's micro batches."""
+    """The dataset that torch's DataLoader reads: an index is a share, an item the micro batches of the share."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset = dataset
@@ -96,7 +96,7 @@ class MapFetcher(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, share: Share) -> Fetched:
-        """The micro batches of ``share``."""
+        """Return ``share``, and the content of each micro batch of ``share``."""
         if self._are_rows:
             return share, [self._rows(indices) if indices else None for indices in self._collation.split(share)]
         if self._randomness is None:
@@ -104,7 +104,7 @@ class MapFetcher(Dataset[Any]):
         return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
 
     def _rows(self, indices: list[int]) -> list[Any]:
-        """The rows at ``indices``, read at once, with the same result as collating them one by one."""
+        """Return the rows at ``indices``, read at once; the result is the same as from single samples."""
         rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 
@@ -122,14 +122,14 @@ class MapFetcher(Dataset[Any]):
         ]
 
     def _read(self, indices: list[int], numbers: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
-        """The samples at ``indices``, whose random numbers follow from ``numbers``."""
+        """Return the samples at ``indices``; each sample's random numbers follow from its entry in ``numbers``."""
         dataset = self.dataset
         read_all = getattr(dataset, "__getitems__", None)
         if reseed is None:
             return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
         seeds = self._collation.seeds(epoch, numbers)
         if read_all is not None and not isinstance(dataset, Subset):
-            reseed(seeds[0])  # once for all that are read at once
+            reseed(seeds[0])  # one seed for all samples, because one call reads all of the samples
             return list(read_all(indices))
         samples = []
         for index, seed in zip(indices, seeds, strict=True):
@@ -139,10 +139,12 @@ class MapFetcher(Dataset[Any]):
 
 
 class SentContents:
-    """The contents of micro batches as a worker sends them: small tensors as bytes, others as torch does."""
+    """The contents of micro batches that a worker sends: small tensors as bytes, other tensors in torch's way."""
 
     def __init__(self, contents: list[Any]) -> None:
-        stream = io.BytesIO()  # now, so that an error is the step's: the thread that sends would only print it
+        stream = (
+            io.BytesIO()
+        )  # pickled here to raise errors in the step: the sending thread would only print errors
         _Pickler(stream).dump(contents)
         self._pickled = stream.getvalue()
 
@@ -151,10 +153,10 @@ class SentContents:
 
 
 class _Pickler(ForkingPickler):
-    """A pickler that copies small tensors, and leaves others to torch."""
+    """A pickler that copies small tensors, and leaves other objects to torch."""
 
     def reducer_override(self, value: object) -> Any:
-        """The function and arguments that make ``value`` again; NotImplemented leaves it to torch."""
+        """Return a function and arguments that make ``value`` again; NotImplemented to leave it to torch."""
         if type(value) is not Tensor or not _is_copied(value):
             return NotImplemented
         content = bytearray(value.view(-1).view(torch.uint8).numpy())
@@ -162,7 +164,7 @@ class _Pickler(ForkingPickler):
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is small, dense and plain, so that its bytes are all there is to send."""
+    """Whether ``tensor`` is small, dense and plain, so that its bytes, dtype and shape are enough to copy it."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -175,14 +177,14 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Make a tensor in memory that torch allocates: its alignment decides the bits of products."""
+    """Make a tensor of ``content`` in memory from torch, because the memory's alignment affects last bits."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
     return tensor
 
 
 class ReplicaLoader(EpochReader, DataLoader[Batch]):
-    """Made by ``popdist.data_loader``: a torch DataLoader whose batches are :class:`Batch` objects."""
+    """A torch DataLoader whose batches are :class:`Batch` objects; ``popdist.data_loader`` makes the loader."""
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         super().__init__(fetcher, batch_size=None, collate_fn=collate_fn, **(own | dict(options)))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override] # torch promises an iterator class of its own
-        """Start the next epoch, or the rest of the one that was loaded."""
+        """Iterate over the next epoch, or over the rest of the epoch whose state was loaded."""
         _warn_if_limited()
         number = self._position.start()
         if self.num_workers:
@@ -211,16 +213,18 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """Iterate as torch would, but without workers around torch's iterator, which is slow."""
-        iterator: Iterator[Any] = super().__iter__()  # it checks options, and draws from a given generator
+        """Return an iterator over shares and contents; bypass torch's iterator, which is slow, without workers."""
+        iterator: Iterator[Any] = (
+            super().__iter__()
+        )  # the call also checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
-        return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch calls what it gives batches
+        return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch declares batches
 
     def _begin(self) -> None:
-        """Prepare an epoch, before anything is read; subclasses do their part here."""
+        """Prepare an epoch before the first sample is read; do nothing here, because only subclasses need it."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield batches and count them as read; no reference is kept, so that their memory is reused."""
+        """Yield each batch and count it as read; keep no reference, so that the batch's memory is reused."""
         with training_loop.read_loader() as ask:
             for share, contents in fetched:
                 self._position.read_to(share.stop, number)
@@ -231,12 +235,12 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         self._position.end_epoch(number)
 
     def _batch(self, share: Share, contents: list[Any]) -> Batch:
-        """Make the batch that the loop gets for ``share``."""
+        """Make the batch that the loop receives for ``share``."""
         return Batch.of(share, contents, self._replicas, self._accumulation)
 
 
 def _warn_if_limited() -> None:
-    """Warn if only some instances read: each has its share of the samples, so they see a part of them."""
+    """Warn if only some instances read the loader, because nobody reads the samples of the other instances."""
     number = context.environment().contract.layout.num_instances
     if context.is_initialized() and len((group := context.data_parallel_group()).instances) < number:
         warnings.warn(
@@ -250,11 +254,11 @@ def _warn_if_limited() -> None:
 
 
 def _as_it_is(fetched: Any) -> Any:
-    """The collate function without workers: the micro batches are made already, so nothing is done."""
+    """Return ``fetched`` unchanged; without workers nothing is left to collate, and nothing is sent."""
     return fetched
 
 
 def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:
-    """The collate function of a worker, which sends what this returns."""
+    """Return what a worker sends to the loop: the share, and the contents in pickled form."""
     share, contents = fetched
     return share, SentContents(contents)

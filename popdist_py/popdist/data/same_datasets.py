@@ -1,4 +1,4 @@
-"""Whether all instances read the same dataset: found by indices of subsets, and by first samples in memory."""
+"""Checksums that show whether all instances read the same dataset: of subset indices and of first samples."""
 
 import hashlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _MOST_TENSORS: Final = 4
 
 
 def checksum_of_subsets(dataset: object) -> int:
-    """Return a 64-bit checksum of the indices of each ``Subset`` in ``dataset``; 0 without a ``Subset``."""
+    """Return a 64-bit checksum of the indices of each ``Subset`` in ``dataset``; 0 if there is no ``Subset``."""
     subsets = [it for it in _datasets_in(dataset, set()) if isinstance(it, Subset)]
     digest = hashlib.blake2b(digest_size=8)
     for subset in subsets:
@@ -60,7 +60,7 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
 
 
 def _datasets_in(dataset: object, seen: set[int]) -> Iterator[Dataset[Any]]:
-    """Yield ``dataset``, if it is a Dataset of torch, and each Dataset that stands in its attributes."""
+    """Yield ``dataset``, if it is a Dataset of torch, and each Dataset in the attributes of ``dataset``."""
     if id(dataset) in seen:
         return
     seen.add(id(dataset))

@@ -1,8 +1,9 @@
-"""Samplers: those that deal an epoch to one instance's replicas, and those whose order a loader takes.
+"""Samplers that deal an epoch to one instance's replicas, and loaders in the order of a program's sampler.
 
-A step's samples are dealt by their position in the epoch's order: the dataset's, a shuffled one, or what a sampler
-of the program gives. Such a sampler is read whole on every instance, and a checksum compared. It may give an index
-several times, so the random numbers of a sample follow from its position and not from its index.
+The samples of a step are dealt by the samples' positions in the epoch's order: the dataset's order, a shuffled
+order, or the order of the program's own sampler. Every instance reads this sampler to its end, and the instances
+compare a checksum. The sampler may give an index several times, so the random numbers of a sample follow from the
+sample's position and not from its index.
 """
 
 import hashlib
@@ -34,39 +35,40 @@ from popdist.gradients.optimizer_steps import training_loop
 from popdist.job import context
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
-"""Names under which samplers that divide by rank keep the number of ranks."""
+"""The attributes in which samplers that divide by rank keep the number of ranks."""
 
 _FOR_SAMPLER: Final = 2
-"""Makes the random numbers of a sampler other ones than those of samples and collate functions."""
+"""The number that makes the seeds of samplers differ from the seeds of samples and collate functions."""
 
 
 class ReplicaSampler(EpochReader, Sampler[list[int]]):
-    """Yields, for each step, the indices of this instance's combined batch: the samples of all its local replicas.
+    """A sampler that yields, for each step, the dataset indices for all local replicas of this instance.
 
-    Give it to a ``torch.utils.data.DataLoader`` as ``batch_sampler`` and each batch to
-    ``ReplicatedModel.micro_batches``, with the same ``accumulation``. (``popdist.data_loader`` does both, collates
-    each micro batch by itself, and knows where the loop stands when workers run ahead of it.) Which samples a
-    replica sees in a step depends on the job's replicas, not on the instances they are dealt to. Without
-    ``drop_last`` every index comes exactly once an epoch, over all instances: what remains after the full steps
-    makes a smaller last step (and where that has fewer samples than there are replicas, it takes some from the
-    step before, or joins it if that had only one sample a replica).
+    Pass the sampler to a ``torch.utils.data.DataLoader`` as ``batch_sampler``, and each batch to
+    ``ReplicatedModel.micro_batches`` with the same ``accumulation``. (``popdist.data_loader`` does both, collates
+    each micro batch by itself, and knows how far the loop is when workers run ahead.) Which samples a replica gets
+    in a step depends on the number of the job's replicas, not on the number of instances. Without ``drop_last``
+    every index comes exactly once an epoch, over all instances: the samples that remain after the full steps make
+    a smaller last step. If the last step has fewer samples than there are replicas, it takes samples from the step
+    before, or joins the step before if that step has only one sample for each replica.
 
-    Every instance makes it alike, which is proven when it is made, or, if that is before ``popdist.init()``, when
-    it is first iterated over. Each new iteration is the next epoch, starting with epoch 0. Memory and start of an
-    epoch do not depend on the length.
+    Every instance must make the sampler with the same arguments. The instances compare the arguments at once, or
+    in the first iteration if the sampler is made before ``popdist.init()``. Each new iteration is the next epoch,
+    beginning with epoch 0. Memory and start of an epoch do not depend on the length.
 
     Args:
-        length_or_dataset: Samples in the dataset, or anything that has a length.
+        length_or_dataset: Number of samples in the dataset, or an object that has a length.
         micro_batch_size: Samples of one replica in one forward and backward pass. At least 1.
-        accumulation: Micro batches that a replica adds up in one step. At least 1.
-        shuffle: Another order in each epoch; else the order of the dataset.
-        seed: Chooses the orders. Must be the same on all instances.
-        drop_last: Leave out a remainder smaller than a full step.
+        accumulation: Micro batches whose gradients a replica adds in one step. At least 1.
+        shuffle: Whether each epoch has another order; otherwise every epoch has the order of the dataset.
+        seed: Seed of the orders. Must be the same on all instances.
+        drop_last: Whether to leave out a remainder smaller than a full step.
 
     Raises:
         DatasetError: If the dataset has no length or fewer samples than the job has replicas, a size is below 1,
             or ``drop_last`` leaves no step.
-        CollectiveError: If the instances differ in sizes, seed or length of the dataset, or do not all make it.
+        CollectiveError: If sizes, seed or length of the dataset differ between instances, or some instances do not
+            make the sampler.
     """
 
     def __init__(
@@ -93,15 +95,15 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
         )
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on every instance."""
+        """Return the number of steps in a whole epoch, which is the same on every instance."""
         return self._plan.num_steps()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Start the next epoch, or the rest of the one that was loaded."""
+        """Iterate over the next epoch, or over the rest of the epoch whose state was loaded."""
         return self._batches(self._position.start())
 
     def _batches(self, number: int) -> Iterator[list[int]]:
-        """Yield the indices of each step, and count them as read."""
+        """Yield the indices of each step, and count the samples of the step as read."""
         with training_loop.read_loader() as ask:
             for step, indices in deal_epoch(self._plan, self._replicas, self._position):
                 self._position.read_to(step.stop, number)
@@ -111,7 +113,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
 
 
 class EpochShares(Sampler[Share]):
-    """This instance's share of each step of the epoch that is being started."""
+    """A sampler that yields this instance's share of each step of the present epoch."""
 
     _order: Order | None = None
 
@@ -124,7 +126,7 @@ class EpochShares(Sampler[Share]):
         return self._plan.num_steps()
 
     def set_epoch(self, epoch: int) -> None:
-        """The same as ``set_epoch`` of the loader, for programs that call it as DistributedSampler's."""
+        """Make ``epoch`` the loader's next epoch, for programs that call ``sampler.set_epoch`` as in DDP."""
         self._position.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Share]:
@@ -137,7 +139,7 @@ class EpochShares(Sampler[Share]):
 
 
 class SamplerOrder:
-    """The order of one epoch: the indices that its sampler gave, with a 64-bit checksum of them."""
+    """The order of one epoch: the indices that the sampler gave, and a 64-bit checksum of the indices."""
 
     def __init__(self, sampler: object, numbers: list[Any], num_samples: int) -> None:
         try:
@@ -154,27 +156,27 @@ class SamplerOrder:
         return len(self._indices)
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices at ``positions``, in their order and shape."""
+        """Return the sampler's indices at ``positions``, in the order and shape of ``positions``."""
         found: NDArray[np.int64] = self._indices[positions]
         return found
 
 
 class SampledPosition(EpochPosition):
-    """The position of a loader with a sampler; its state has the checksum of a begun epoch's indices, else 0."""
+    """The position of a loader with a sampler; a state also has a checksum of the present epoch's indices."""
 
     checksum = 0
 
     def state_dict(self) -> ReaderState:
-        """See :meth:`EpochReader.state_dict`."""
+        """Return the position and the checksum of the epoch's indices; the checksum is 0 before the first step."""
         return super().state_dict() | {"indices": self.checksum if self.num_read else 0}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """See :meth:`EpochReader.load_state_dict`."""
+        """Continue where ``state`` was taken, as :meth:`EpochReader.load_state_dict` describes."""
         super().load_state_dict(state)
         self.checksum = int(state["indices"])
 
     def begin(self, order: SamplerOrder) -> None:
-        """Continue in ``order``, which must be the one in which the first part of the epoch was read."""
+        """Begin the epoch in ``order``. Raises DatasetError if part of the epoch was read in another order."""
         if self.num_read and self.checksum != order.checksum:
             raise DatasetError(
                 f"the sampler does not give the indices of epoch {self.epoch} again of which {self.num_read} were "
@@ -186,7 +188,7 @@ class SampledPosition(EpochPosition):
 
 
 class SampledShares(EpochShares):
-    """This instance's share of each step, in the order that a sampler gives for each epoch."""
+    """A sampler that yields this instance's share of each step, in the order of the program's sampler."""
 
     def __init__(self, sampler: Iterable[int], epochs: EpochPlan, position: SampledPosition) -> None:
         super().__init__(epochs, position)
@@ -204,7 +206,7 @@ class SampledShares(EpochShares):
         return super().__len__()
 
     def begin(self) -> None:
-        """Read the sampler for the epoch that begins; an error if instances get different indices of it."""
+        """Read the sampler for the next epoch. Raises CollectiveError if instances get different indices."""
         order = self._read_together()
         plan = replace(self._plan, length=len(order))
         least = plan.samples_per_step if plan.drop_last else plan.num_replicas
@@ -226,7 +228,7 @@ class SampledShares(EpochShares):
             yield share._replace(positions=plan.positions_of(self._replicas, step))
 
     def _read_together(self) -> SamplerOrder:
-        """Read the sampler on every instance, and check that all get the same indices."""
+        """Read the sampler on every instance, and check that all instances get the same indices."""
         if not context.is_initialized() or len((group := context.data_parallel_group()).instances) == 1:
             return self._read()
         name, epoch = type(self._sampler).__name__, self._position.epoch
@@ -264,7 +266,7 @@ class SampledShares(EpochShares):
 
 
 class SampledLoader(ReplicaLoader):
-    """A loader in the order of a sampler."""
+    """A loader that reads the samples in the order of the program's sampler."""
 
     sampler: SampledShares
 
@@ -273,7 +275,7 @@ class SampledLoader(ReplicaLoader):
 
 
 def check_sampler(sampler: object) -> None:
-    """Refuse a sampler that divides by rank, or that can be iterated over only once or not at all."""
+    """Check that ``sampler`` can be iterated over again and again, and does not divide indices by rank."""
     name = type(sampler).__name__
     if not hasattr(sampler, "__iter__") and not hasattr(sampler, "__getitem__"):
         raise DatasetError(f"sampler={sampler!r} cannot be iterated over: it must give indices of the dataset")
@@ -293,7 +295,7 @@ def check_sampler(sampler: object) -> None:
 
 
 def _wrong_index(sampler: object, numbers: list[Any], num_samples: int) -> str:
-    """The message about the first of ``numbers`` that is no index."""
+    """Return the message about the first entry of ``numbers`` that is no index of the dataset."""
     place, wrong = next((place, it) for place, it in enumerate(numbers) if not _is_index(it, num_samples))
     batch = "; a sampler of batches is none of indices" if isinstance(wrong, list | tuple) else ""
     return (
@@ -304,6 +306,6 @@ def _wrong_index(sampler: object, numbers: list[Any], num_samples: int) -> str:
 
 def _is_index(number: object, num_samples: int) -> bool:
     try:
-        return 0 <= index(number) < num_samples  # type: ignore[arg-type] # what is asked
+        return 0 <= index(number) < num_samples  # type: ignore[arg-type] # it raises for other types
     except TypeError:
         return False

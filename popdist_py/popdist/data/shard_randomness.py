@@ -1,8 +1,8 @@
-"""Random numbers of the instances that share a layer: other ones where they hold other parts of a tensor.
+"""Random numbers of the instances that share a layer: different numbers for different parts of a tensor.
 
-All instances of a replica draw the same numbers, as what they have alike must stay alike. For a part that this
-one alone has, a seed is drawn, which all do, and the part's own numbers follow from it and from the part's place.
-So they depend on the seed, the replica and the place, also when activations are computed again.
+All instances of a replica draw the same numbers, because the tensors that all instances have must stay equal. For
+a part that only one instance has, all instances draw a seed. The numbers of the part follow from this seed and the
+part's place. So the numbers depend on seed, replica and place, also when activations are computed again.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from popdist.job import context
 
 @contextmanager
 def sharded_randomness() -> Iterator[None]:
-    """Within it, torch draws other numbers on each instance of a stage: for plain tensors that are cut over them.
+    """Return a context in which torch draws different random numbers on each instance of a stage.
 
-    A DTensor says how it is cut, and draws rightly by itself. What a layer of ``ColwiseParallel`` returns is a
-    plain tensor, of which each instance has a part: only the program knows that::
+    Use the context for a plain tensor of which each instance has a part. A DTensor needs no such context, because
+    torch knows how a DTensor is divided. But a layer of ``ColwiseParallel`` returns a plain tensor::
 
         with popdist.parallel.sharded_randomness():
             hidden = torch.nn.functional.dropout(hidden, 0.1, self.training)
 
-    All instances of the stage enter it alike. Afterwards they draw the same numbers again.
+    All instances of the stage must enter the context. Afterwards these instances draw the same numbers again.
     """
     part = context.environment().contract.replica_part
     shared = context.environment().contract.parallelism
@@ -37,7 +37,7 @@ def sharded_randomness() -> Iterator[None]:
 
 @contextmanager
 def _numbers_of(place: int, source: torch.Generator) -> Iterator[None]:
-    """Within it, torch draws the numbers of one place, which follow from a seed that ``source`` gives."""
+    """Return a context in which torch draws the numbers of ``place``, from a seed that ``source`` draws."""
     seed = int(torch.randint(1 << 62, (), generator=source, device=source.device))
     own = int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest(), "little") >> 1
     with accelerator.forked_random_states(own):
@@ -50,7 +50,7 @@ def _numbers_of_tensor(
     placements: Any,
     generator: torch.Generator | None,
 ) -> Iterator[None]:
-    """Within it, torch draws what belongs to this instance's part of a tensor that is placed so."""
+    """Return a context in which torch draws the numbers of this instance's part of a DTensor."""
     place, is_cut = 0, False
     for number, size, placement in zip(mesh.get_coordinate(), mesh.mesh.shape, placements, strict=True):
         if not (placement.is_replicate() or placement.is_partial()):
@@ -69,6 +69,6 @@ def _numbers_of_tensor(
 
 
 def give_parts_numbers() -> None:
-    """From now on let parts of DTensors on CPUs draw numbers of their own; on accelerators torch sees to it."""
+    """Let each part of a DTensor on CPUs draw its own numbers from now on; torch does so on accelerators."""
     if not accelerator.num_devices():
         torch_private.set_numbers_of_dtensors(_numbers_of_tensor)
