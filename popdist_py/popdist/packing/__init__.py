@@ -40,4 +40,4 @@ __all__ = [
     "unpacked",
 ]
 
-del needs_torch  # which raises without torch, and has no other use
+del needs_torch  # the import raises an error without torch, and has no other use

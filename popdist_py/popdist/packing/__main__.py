@@ -1,4 +1,4 @@
-"""How well the sequences of one's own data pack: ``python -m popdist.packing lengths.txt --max-length 512``."""
+"""A command that shows how well a file of sequences packs: ``python -m popdist.packing lengths.txt``."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from popdist.packing.sample_lengths import TOO_LONG, TooLong, as_lengths, cut_to
 from popdist.packing.strategies import Histogram, PackingStrategy, check_histogram, lpfhp, spfhp, table, unpacked
 
 _MAX_BYTES: Final = 2**30
-"""The largest file of lengths that is read."""
+"""The size in bytes of the largest file of lengths that is read."""
 
 
 @click.command(context_settings={"help_option_names": ["--help", "-h"]})
@@ -28,7 +28,7 @@ _MAX_BYTES: Final = 2**30
 )
 @click.option("--nnlshp", "with_nnlshp", is_flag=True, help="Show nnlshp, too; it may take a minute.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
-def main(  # noqa: PLR0913 - click hands each option by itself
+def main(  # noqa: PLR0913 - click passes each option as an argument
     file: Path,
     max_length: int,
     max_sequences_per_pack: int | None,
@@ -52,7 +52,7 @@ def main(  # noqa: PLR0913 - click hands each option by itself
 
 
 def _numbers(file: Path) -> list[Any]:
-    """The numbers in ``file``."""
+    """Return the numbers in ``file``."""
     if file.stat().st_size > _MAX_BYTES:
         raise click.ClickException(
             f"{file} has more than {_MAX_BYTES >> 30} GiB: count the lengths first (--histogram)"
@@ -68,7 +68,7 @@ def _numbers(file: Path) -> list[Any]:
 
 
 def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histogram: bool) -> Histogram:
-    """The histogram of the sequences that are packed."""
+    """Return the histogram of the sequences that are packed; ``numbers`` are lengths, or already a histogram."""
     if is_histogram:
         return check_histogram(numbers, max_length)
     pieces = cut_to_fit(as_lengths(numbers, "the file"), max_length, too_long)
@@ -78,7 +78,8 @@ def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histog
 def _strategies(
     counts: Histogram, max_length: int, limit: int | None, *, with_nnlshp: bool
 ) -> list[PackingStrategy]:
-    """All strategies, padding first; without scipy those that need none. A bound that one proves holds for all."""
+    """Return the results of all strategies, padding first; without ``optimal`` if scipy is missing."""
+    # A lower bound that one strategy proves holds for every strategy with the same limit.
     found = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
     if with_nnlshp:
         found.append(nnlshp(counts, max_length, min(limit or SMALL_PACK, SMALL_PACK)))

@@ -1,8 +1,8 @@
-"""Rows of several sequences as tensors, with what a model needs to keep the sequences apart.
+"""Rows of several sequences as tensors, with the masks and numbers that keep the sequences apart in a model.
 
-A row is a list of samples, and a sample a mapping of fields with ``input_ids`` among them. Packed and unpacked
-training have the same gradients if no sequence reaches another one of its row (by mask and positions), and each
-token, or each sequence, weighs the same as without packing (by the weights).
+A row is a list of samples, and a sample is a mapping of fields, one of which is ``input_ids``. Packed and unpacked
+training have the same gradients under two conditions. Mask and positions must keep each sequence of a row from the
+other sequences, and the weights must count each token, or each sequence, as without packing.
 """
 
 import math
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from popdist.data.batch import Batch
 
 TOKENS: Final = "input_ids"
-"""The field whose length is that of the sequence."""
+"""The field whose length is the length of the sequence."""
 
 _MADE: Final = frozenset({"position_ids", "segment_ids", "attention_mask"})
-"""Fields of samples that say nothing of a packed row: they are made anew, or follow from ``segment_ids``."""
+"""Fields of samples that are not packed, because they are made anew or follow from ``segment_ids``."""
 
 _IGNORED_LABEL: Final = -100
-"""The label that torch's cross entropy ignores; it fills the padding of ``labels``."""
+"""The label that torch's cross entropy ignores; this label fills the padding of ``labels``."""
 
 Row = Sequence[Mapping[str, Any]]
 """The samples of one row, in their order."""
@@ -40,20 +40,20 @@ Row = Sequence[Mapping[str, Any]]
 class Packed:
     """A micro batch of packed rows.
 
-    ``packed["input_ids"]`` is any field of the samples, and ``packed.input_ids`` and ``packed.labels`` are short
-    for the two that most models have.
+    ``packed["input_ids"]`` returns a field of the samples by its name. ``packed.input_ids`` and ``packed.labels``
+    are short forms for the two fields that most models have.
 
     Attributes:
         tokens: Fields with a value for each token: tensors of shape ``[rows, max_length]``.
         position_ids: Place of each token in its own sequence, from 0; 0 in padding. int64 of the same shape.
-        segment_ids: 1 for the tokens of a row's first sequence, 2 for its second one, 0 for padding. int64.
+        segment_ids: 1 for the tokens of a row's first sequence, 2 for its second sequence, 0 for padding. int64.
         sequences: Fields with one value for each sequence, collated in the order of ``rows``.
         rows: Row of each sequence. int64 of shape ``[sequences]``, row by row.
         starts: Place of each sequence's first token in its row. int64 of shape ``[sequences]``.
         lengths: Tokens of each sequence, at least 1. int64 of shape ``[sequences]``.
-        cu_seqlens: 0, and where each sequence ends when the real tokens of all rows, ``x[segment_ids > 0]``, lie
-            end to end: what attention kernels for sequences of several lengths take. int32 of shape ``[sequences
-            + 1]``.
+        cu_seqlens: 0, then the end of each sequence in the concatenated real tokens of all rows, ``x[segment_ids >
+            0]``. Attention kernels for sequences of several lengths take these ends. int32 of shape ``[sequences +
+            1]``.
         max_seqlen: Tokens of the longest sequence.
     """
 
@@ -83,7 +83,7 @@ class Packed:
 
     @property
     def labels(self) -> Any:
-        """The labels: of tokens, with -100 in padding, or of sequences."""
+        """The labels of the tokens, with -100 in padding, or the labels of the sequences."""
         return self["labels"]
 
     @property
@@ -98,20 +98,20 @@ class Packed:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens in all rows."""
+        """Number of real tokens in all rows."""
         return int(self.cu_seqlens[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
-    """Collates a list of rows into a :class:`Packed`.
+    """A function that collates a list of rows into a :class:`Packed`.
 
     Attributes:
         max_length: Tokens of a row.
-        padding: What stands in padding, by field. ``input_ids`` must be there; ``labels`` have -100 and others 0
-            unless they are named.
-        token_fields: Names of the fields with a value for each token; None for all that are as long as their
-            sample's ``input_ids``, in all samples.
+        padding: Value of each field in padding, by name. ``input_ids`` must have a value; otherwise ``labels`` get
+            -100 and other fields 0.
+        token_fields: Names of the fields with a value for each token; None for all fields that are as long as
+            ``input_ids`` in all samples.
     """
 
     max_length: int
@@ -137,7 +137,7 @@ class Collator:
                 raise DatasetError(f"padding={dict(self.padding)!r}: {value!r} of {name!r} is no number")
 
     def __call__(self, rows: Sequence[Row]) -> Packed:
-        """Make the tensors of ``rows``, whose samples must all have the same fields."""
+        """Return the packed tensors of ``rows``, whose samples must all have the same fields."""
         given: object = rows
         if (
             not isinstance(given, Sequence)
@@ -174,13 +174,13 @@ class Collator:
         )
 
     def is_token_field(self, name: str, value: Any, length: int) -> bool:
-        """Whether a field of a sample of ``length`` tokens has a value for each of them."""
+        """Whether the field ``name`` of a sample of ``length`` tokens has a value for each token."""
         if self.token_fields is not None:
             return name == TOKENS or name in self.token_fields
         return _size(value) == length
 
     def _divide(self, samples: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> tuple[list[str], list[str]]:
-        """The names of the fields of tokens, and of those of sequences."""
+        """Return the names of the fields with a value per token, and of the fields with a value per sequence."""
         names = [name for name in samples[0] if name not in _MADE]
         for sample in samples:
             if {name for name in sample if name not in _MADE} != set(names):
@@ -205,7 +205,7 @@ class Collator:
     def _place(
         self, name: str, values: Sequence[Any], places: Sequence[tuple[int, int, int]], shape: tuple[int, int]
     ) -> Tensor:
-        """Make the tensor of one field, a row for each packed row."""
+        """Make the tensor of the field ``name``: a row for each packed row, with padding between the values."""
         tensors = [torch.as_tensor(value, device="cpu") for value in values]
         padding = self.padding.get(name, _IGNORED_LABEL if name == "labels" else 0)
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
@@ -223,7 +223,7 @@ class Collator:
 
 
 def _places(rows: Sequence[Row], lengths: Sequence[int], max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Row, first place and number in its row (from 1) of each sequence."""
+    """Yield the row, the first place in the row, and the number in the row (from 1) of each sequence."""
     sizes = iter(lengths)
     for number, row in enumerate(rows):
         start = 0
@@ -249,7 +249,7 @@ def _num_tokens(sample: object, max_length: int) -> int:
 
 
 def _size(value: Any) -> int | None:
-    """Length of a list or one-dimensional tensor; None for anything else."""
+    """Return the length of a list or of a one-dimensional tensor; None for another value."""
     if isinstance(value, Tensor) or hasattr(value, "__array__"):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, list | tuple) else None
@@ -285,26 +285,26 @@ def attention_mask(
     dtype: torch.dtype = torch.float32,
     masked: float = -1000.0,
 ) -> "Tensor | BlockMask":
-    """Who may attend to whom, so that no sequence sees another one of its row.
+    """Return a mask by which a token attends only to tokens of its own sequence, in the given ``form``.
 
     Args:
-        segment_ids: Of ``Packed``: whole numbers of shape ``[rows, length]``, 0 for padding.
+        segment_ids: ``Packed.segment_ids``: whole numbers of shape ``[rows, length]``, 0 for padding.
         form: ``"sdpa"``: True where attention is allowed, for ``scaled_dot_product_attention`` and models of the
-            library transformers. ``"additive"``: 0 there and ``masked`` elsewhere, to add to the scores.
-            ``"flex"``: a ``BlockMask`` for ``flex_attention``. ``"nested"``: where each sequence ends, for
-            ``torch.nested.nested_tensor_from_jagged(x[segment_ids > 0], offsets)``.
-        causal: Whether a token may attend to those before it and to itself only. Not for ``"nested"``, where
-            ``is_causal=True`` goes to ``scaled_dot_product_attention``.
-        dtype: Of the form ``"additive"``; floating point.
-        masked: What the form ``"additive"`` adds where attention is not allowed; below 0, and ``-math.inf`` too.
+            library transformers. ``"additive"``: 0 where attention is allowed and ``masked`` elsewhere, to add to
+            the scores. ``"flex"``: a ``BlockMask`` for ``flex_attention``. ``"nested"``: the ends of the
+            sequences, for ``torch.nested.nested_tensor_from_jagged(x[segment_ids > 0], offsets)``.
+        causal: Whether a token attends only to itself and to tokens before it. Not for ``"nested"``: pass
+            ``is_causal=True`` to ``scaled_dot_product_attention`` instead.
+        dtype: dtype of the form ``"additive"``; floating point.
+        masked: What the form ``"additive"`` adds where attention is not allowed; below 0, also ``-math.inf``.
 
     Returns:
         A tensor of shape ``[rows, 1, length, length]`` (query, then key): bool for ``"sdpa"``, ``dtype`` for
         ``"additive"``; a ``BlockMask``; or int64 of shape ``[sequences + 1]``, beginning with 0. Padding attends
-        to nothing; where ``masked`` is ``-math.inf`` it attends to itself, so that its softmax is not NaN.
+        to nothing; but if ``masked`` is ``-math.inf``, padding attends to itself, so that its softmax is not NaN.
 
     Raises:
-        BatchError: If ``segment_ids`` has another shape, or another argument is none of these.
+        BatchError: If ``segment_ids`` has another shape, or another argument has none of these values.
     """
     _check(segment_ids)
     if form == "nested":
@@ -361,18 +361,18 @@ def _check(segment_ids: Any) -> None:
 
 
 def unpack(hidden: Tensor, packed: Packed, take: Literal["first", "last", "mean"] = "first") -> Tensor:
-    """One vector for each sequence, such as a classifier needs; gradients flow through it.
+    """Return one vector for each sequence, as a classifier needs; gradients flow through the vectors.
 
     Args:
-        hidden: What a model made of the rows, of shape ``[rows, max_length, ...]`` and floating point.
+        hidden: Output of a model for the rows, of shape ``[rows, max_length, ...]`` and floating point.
         packed: The rows.
-        take: The vector of a sequence's first token, of its last one, or the mean over its tokens.
+        take: Whether to return the vector of each sequence's first token, of its last token, or the mean of all.
 
     Returns:
         Shape ``[sequences, ...]``, in the order of ``packed.rows`` and of ``packed.sequences``.
 
     Raises:
-        BatchError: If ``hidden`` has another shape or ``take`` is none of these.
+        BatchError: If ``hidden`` has another shape or ``take`` has none of these values.
     """
     _check_kinds("unpack", Packed, packed=packed)
     _check_kinds("unpack", Tensor, hidden=hidden)
@@ -394,13 +394,14 @@ def unpack(hidden: Tensor, packed: Packed, take: Literal["first", "last", "mean"
 
 
 def token_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the losses of tokens, over those that count; 0 when none does.
+    """Return the mean of ``losses`` over the tokens for which ``mask`` is true; 0 if there is no such token.
 
-    With :func:`label_counts` as the weights of the micro batches it is the mean over all tokens of the job.
+    If :func:`label_counts` gives the weights of the micro batches, the result is the mean over all tokens of the
+    job.
 
     Args:
-        losses: One for each token; any shape, floating point.
-        mask: True, or not 0, for those that count; of the same shape.
+        losses: One loss for each token; any shape, floating point.
+        mask: True, or not 0, for the tokens that count; same shape as ``losses``.
 
     Raises:
         BatchError: If the shapes differ.
@@ -415,15 +416,15 @@ def token_mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -> list[int]:
-    """How many labels of tokens each micro batch has: ``weights`` for ``ReplicatedModel.micro_batches``.
+    """Return the number of token labels in each micro batch, as ``weights`` for ``ReplicatedModel.micro_batches``.
 
     Args:
-        batch: Of ``popdist.data_loader`` with ``packing``.
+        batch: Batch of ``popdist.data_loader`` with ``packing``.
         name: The field of the labels.
         ignored: The label that does not count.
 
     Raises:
-        BatchError: If the contents are no ``Packed``, or have no such field of tokens.
+        BatchError: If a micro batch is no ``Packed``, or has no such field of tokens.
     """
     _check_kinds("label_counts", str, name=name)
     if not hasattr(batch, "micro_batches"):
@@ -444,12 +445,12 @@ def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -
 
 
 def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[float, float]:
-    """Momenta for a step that has ``packing_factor`` times as many sequences as before: ``(b1 ** p, b2 ** p)``.
+    """Return Adam's betas for a step with ``packing_factor`` times as many sequences: ``(b1 ** p, b2 ** p)``.
 
-    So a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027).
+    With these betas a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027).
 
     Args:
-        betas: As Adam has them, each 0 to 1.
+        betas: Adam's betas without packing, each 0 to 1.
         packing_factor: Sequences a row, at least 1.
 
     Raises:

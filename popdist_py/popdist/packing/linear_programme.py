@@ -1,8 +1,8 @@
-"""Packings by optimisation: the programme of the cutting-stock problem, and least squares over small packs.
+"""Packings by optimisation: the linear programme of cutting stock, and least squares over small packs.
 
-Columns, the packs, are generated (Gilmore, Gomory 1961): the prices of the places prove that no packing is better,
-or show packs worth more than 1. A shorter sequence may take a place, by a further column for each length (Valério
-de Carvalho 2005). The lower bound is proved in whole numbers (Farley 1990).
+The programme generates its columns, the packs (Gilmore, Gomory 1961): the prices of the places prove that no
+packing is better, or show packs whose value is more than 1. A shorter sequence may take a place, by a further
+column for each length (Valério de Carvalho 2005). The lower bound is proved in whole numbers (Farley 1990).
 """
 
 import math
@@ -29,36 +29,36 @@ from popdist.packing.strategies import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Prices = NDArray[Any]
-"""What a sequence of each length is worth, from length 1 on: in float64, or in int64 for the proof."""
+"""The price of a sequence of each length, from length 1 on: in float64, or in int64 for the proof."""
 
 SMALL_PACK: Final = 3
-"""Packs of up to so many sequences are few enough to list; :func:`nnlshp` uses no larger ones."""
+"""The largest packs, in sequences, that are few enough to list; :func:`nnlshp` uses no larger packs."""
 
 _MOST_LISTED: Final = 100_000
-"""A programme starts with at most so many columns."""
+"""The largest number of columns with which a programme starts."""
 
 _PRICE_UNIT: Final = 2**40
-"""Prices times this are rounded to whole numbers for the proof."""
+"""The factor of prices before they are rounded to whole numbers for the proof."""
 
 _GAIN: Final = 1e-9
-"""A pack worth more than 1 by less than this is not worth a column."""
+"""The least gain of a new column: a pack becomes a column only if its value is above 1 by more than this."""
 
 _CLOSE: Final = 1e-7
-"""The programme is solved when its value is this close to its bound, as a part of it."""
+"""The relative distance of the programme's value from its bound at which the programme counts as solved."""
 
 _MAX_ROUNDS: Final = 500
 
 _SMOOTHING: Final = 0.5
-"""Packs are sought at prices half-way to the best ones so far (P. Wentges, 1997): fewer rounds."""
+"""The weight of the best prices so far in the prices for new packs, which saves rounds (P. Wentges, 1997)."""
 
 _BLOCK: Final = 2**22
-"""Numbers that the dynamic programme compares at once."""
+"""The number of candidates that the dynamic programme compares at once."""
 
 
 def optimal(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """The packing of the cutting-stock programme: its solution rounded down, the rest by best fit.
+    """Pack by the linear programme of cutting stock: round its solution down, and pack the rest by best fit.
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -66,11 +66,11 @@ def optimal(
         max_sequences_per_pack: At least 1; None for as many as fit.
 
     Returns:
-        The packing, with the proved lower bound and so its gap. Rounding costs at most one row for each length
-        that occurs, whatever the number of sequences.
+        The packing, with a proved lower bound and therefore a proved gap. Rounding costs at most one row for each
+        length that occurs, whatever the number of sequences.
 
     Raises:
-        DatasetError: As ``spfhp``; or if scipy is missing.
+        DatasetError: For the same reasons as ``spfhp``, or if scipy is missing.
     """
     _scipy("optimal")
     counts = check_histogram(histogram, max_length)
@@ -90,10 +90,10 @@ def optimal(
 def nnlshp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Non-negative least squares over all packs of at most 3 sequences, the rest by best fit.
+    """Pack by non-negative least squares over all packs of at most 3 sequences, and the rest by best fit.
 
-    Counts of packs that fill their row are fitted to the histogram; what the rounded fit leaves is packed by best
-    fit. ``optimal`` is better and faster; this one is here to compare with what others publish.
+    The counts of packs that fill a row are fitted to the histogram; the sequences that the rounded fit leaves are
+    packed by best fit. ``optimal`` is better and faster; ``nnlshp`` exists for comparison with published results.
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -101,7 +101,8 @@ def nnlshp(
         max_sequences_per_pack: 1 to 3; None means 3.
 
     Raises:
-        DatasetError: As ``spfhp``; if more than 3 are asked for; or if scipy is missing.
+        DatasetError: For the same reasons as ``spfhp``, if a pack may have more than 3 sequences, or without
+            scipy.
     """
     _scipy("nnlshp")
     counts = check_histogram(histogram, max_length)
@@ -119,7 +120,7 @@ def nnlshp(
 
 def _scipy(algorithm: str) -> None:
     try:
-        import scipy.optimize  # noqa: F401 - an extra, asked for by those who call this
+        import scipy.optimize  # noqa: F401 - imported only to find out whether scipy is installed
     except ImportError:
         raise DatasetError(
             f"{algorithm} needs scipy, which is not installed: pip install 'poprun[packing]', or take lpfhp, "
@@ -128,7 +129,7 @@ def _scipy(algorithm: str) -> None:
 
 
 def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
-    """How often each of ``packs`` is used in the least-squares fit, rounded down."""
+    """Return how often the least-squares fit uses each of ``packs``, rounded down."""
     from scipy.optimize import nnls
 
     rows = {length: row for row, length in enumerate(lengths_of(counts))}
@@ -141,7 +142,7 @@ def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
 
 
 def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pack]:
-    """All packs of at most ``limit``, itself at most 3, of ``lengths`` that fill a row to the last token."""
+    """Return all packs of at most ``limit`` (at most 3) sequences of ``lengths`` that fill a row completely."""
     ordered = list(lengths)
     known = set(ordered)
     packs: list[Pack] = [(max_length,)] if max_length in known else []
@@ -160,11 +161,11 @@ def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pac
 
 
 Fill = Callable[[int], Pack]
-"""Gives the best pack for a number of free tokens, or that holds a sequence of a length."""
+"""A function that returns the best pack for a number of free tokens, or for a length that the pack must have."""
 
 
 class _Programme:
-    """The linear programme, which gets its columns one by one; the first ones can pack every sequence."""
+    """The linear programme, which gets its columns one by one; its first columns can pack every sequence."""
 
     def __init__(self, counts: Histogram, max_length: int, most: int, packs: Iterable[Pack]) -> None:
         self._top = lengths_of(counts)[-1]
@@ -178,12 +179,12 @@ class _Programme:
         for pack in packs:
             self._add(pack)
         self._is_listed = most <= SMALL_PACK and max_length**2 // 12 + max_length <= _MOST_LISTED
-        if self._is_listed:  # a pack that does not fill its row has no places that one of these has not
+        if self._is_listed:  # a full pack has all places of a pack that is not full
             for pack in [*_full_packs(range(1, self._top + 1), max_length, most), (self._top,)]:
                 self._add(pack)
 
     def _add(self, pack: Pack) -> bool:
-        """Add the pack as a column, and return whether it is a new one."""
+        """Add ``pack`` as a column, and return whether the column is new."""
         pack = tuple(sorted(pack, reverse=True))
         if pack in self._columns:
             return False
@@ -193,7 +194,7 @@ class _Programme:
         return True
 
     def solve(self) -> tuple[dict[Pack, float], int]:
-        """How often each pack is used, in parts, and a number of rows that no packing can go below."""
+        """Return how often each pack is used, as a fraction, and a proved lower bound of the number of rows."""
         best_prices, best_bound = np.zeros(self._top), 0.0
         for _ in range(_MAX_ROUNDS):
             value, solution, prices = self._solve_once()
@@ -213,7 +214,7 @@ class _Programme:
         return solution, self._prove(best_prices)
 
     def _solve_once(self) -> tuple[float, dict[Pack, float], Floats]:
-        """Solve with the present columns: the value, the solution and the prices."""
+        """Solve the programme with its present columns, and return the value, the solution and the prices."""
         from scipy.optimize import linprog
         from scipy.sparse import csc_array
 
@@ -236,7 +237,7 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """The worth of the best pack for a sequence of each length from 1 to the longest, and that pack."""
+        """Return the value of the best pack with a sequence of each length, and a function that makes the pack."""
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)
@@ -244,7 +245,7 @@ class _Programme:
         return totals, lambda length: (length, *fill(self._max_length - length))
 
     def _add_worthy(self, values: Prices, pack_of: Fill, prices: Floats) -> int:
-        """Add packs that are worth more than 1 at the true ``prices``, and return how many."""
+        """Add the packs whose value at the true ``prices`` is more than 1, and return the number of new packs."""
         num_added = 0
         for length in (np.flatnonzero(values > 1 - _SMOOTHING) + 1).tolist():
             pack = pack_of(length)
@@ -253,7 +254,7 @@ class _Programme:
         return num_added
 
     def _prove(self, prices: Floats) -> int:
-        """The lower bound that ``prices`` prove, computed in whole numbers."""
+        """Return the lower bound that ``prices`` prove, computed in whole numbers."""
         whole = np.floor(prices * _PRICE_UNIT).astype(np.int64)
         dearest = int(self._price(whole)[0].max())
         total = sum(int(count) * int(price) for count, price in zip(self._counts[: self._top], whole, strict=True))
@@ -261,7 +262,7 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """For each number of free tokens: the value of the best pack of any number of sequences, and that pack."""
+    """Return, for each number of free tokens, the value of the best pack, and a function that makes the pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -285,7 +286,7 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """For each number of free tokens: the value of the best pack of at most ``most`` sequences, and that pack."""
+    """Return the values of the best packs of at most ``most`` sequences, and a function that makes a pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -304,7 +305,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """For each number of free tokens: the best value with at most one sequence more, and its length or 0."""
+    """Return the best value per number of free tokens if a sequence may be added, and its length or 0."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -329,7 +330,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """``packs`` with each place taken by a sequence that there is, and the other sequences packed by best fit."""
+    """Return ``packs`` with a real sequence in each place, and the other sequences packed by best fit."""
     taken, rest = _take_places(packs, counts)
     for pack, count in best_fit(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
@@ -358,7 +359,7 @@ def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, 
 
 
 def _shorten(packs: dict[Pack, int], length: int, surplus: int) -> dict[Pack, int]:
-    """Make ``surplus`` places of ``length`` one token shorter; places of length 1 are dropped."""
+    """Make ``surplus`` places of ``length`` one token shorter, and drop places of length 1; return the packs."""
     changed: dict[Pack, int] = {}
     waiting = list(packs.items())
     while waiting:

@@ -1,8 +1,8 @@
 """The loader of packed rows: ``popdist.data_loader(..., packing=Packing(...))``.
 
-Rows are dealt to the replicas as samples are dealt without packing: full steps have equally many rows for each,
-what remains makes one smaller last step. A loop counts samples all the same, so that gradients weigh by
-sequences, or by tokens where the program says so, and never by rows.
+Rows are dealt to the replicas as samples are dealt without packing: in a full step all replicas have the same
+number of rows, and the remaining rows make one smaller last step. A step counts samples nevertheless, so that
+gradients are weighted by sequences, or by tokens if the program says so, and never by rows.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ Numbers = NDArray[np.int64] | NDArray[np.int32]
 
 
 class PackedRows:
-    """The rows of all epochs of one dataset: which samples share a row, computed from the row's number alone."""
+    """The rows of all epochs of one dataset: the samples of a row are computed from the row's number alone."""
 
     def __init__(self, lengths: Numbers, strategy: PackingStrategy, *, seed: int, shuffle: bool) -> None:
-        """Put samples of these lengths into rows; ``strategy`` must be for just these lengths."""
+        """Put samples of ``lengths`` into rows; ``strategy`` must be a strategy for exactly these lengths."""
         counts = np.bincount(lengths, minlength=strategy.max_length + 1)[1:].astype(np.int64)
         _check_same(strategy, counts)
         ordered: Numbers = np.argsort(lengths, kind="stable")  # all samples, shortest first
@@ -54,20 +54,20 @@ class PackedRows:
         self._last_row_of_pack: NDArray[np.int64] = np.cumsum(counts_of_packs)
         self._first_row_of_pack = self._last_row_of_pack - counts_of_packs
         self._sizes = np.array([len(pack) for pack in strategy.packs])
-        # No list of rows is built: the places of each length are numbered over the packs, and in each epoch a
-        # permutation of the samples of that length says who takes which.
+        # No list of rows is built, to save memory: the places of each length are numbered over the packs, and in
+        # each epoch a permutation of the samples of that length assigns a sample to each place.
         self._places = _number_places(strategy)
         self._orders: tuple[int, dict[int, Permutation]] = (-1, {})
 
     def num_samples(self, step: range, epoch: int) -> int:
-        """Samples in the rows at positions ``step`` of the epoch's order."""
+        """Return the number of samples in the rows at the positions ``step`` of the epoch's order."""
         rows = np.arange(step.start, step.stop, dtype=np.int64)
         if self._shuffle:
             rows = Permutation(self.num_rows, seed=self._seed, epoch=epoch).indices(rows)
         return int(self._sizes[self._pack_of(rows)].sum())
 
     def samples(self, rows: Sequence[int] | range, epoch: int) -> list[list[int]]:
-        """The samples of each of ``rows`` (numbers from 0 on), longest first."""
+        """Return the samples of each of ``rows``, which are row numbers from 0 on; the longest sample is first."""
         numbers = np.array(rows, np.int64)
         packs = self._pack_of(numbers)
         copies = numbers - self._first_row_of_pack[packs]
@@ -84,7 +84,7 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """The samples at these places of these lengths in this epoch."""
+        """Return the samples at ``places`` among the samples of ``lengths``, in the order of ``epoch``."""
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
@@ -106,9 +106,9 @@ class PackedRows:
 class _Places(NamedTuple):
     """The places for sequences in all packs, pack after pack."""
 
-    lengths: NDArray[np.int64]  # tokens of the sequence that stands there
+    lengths: NDArray[np.int64]  # tokens of the sequence at the place
     first: NDArray[np.int64]  # number of the place in the first row of its pack, among all places of its length
-    repeats: NDArray[np.int64]  # places of its length in its pack, by which that number grows from row to row
+    repeats: NDArray[np.int64]  # places of its length in its pack, which ``first`` grows by from row to row
 
 
 def _number_places(strategy: PackingStrategy) -> _Places:
@@ -152,30 +152,31 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
 }
 
 SHARED_BYTES: Final = 2**22
-"""Larger arrays of sample numbers are shared by a host's instances; smaller ones are not worth an exchange."""
+"""The size in bytes from which sample numbers are shared by a host's instances; smaller arrays are copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How ``popdist.data_loader`` packs a dataset.
+    """The settings by which ``popdist.data_loader`` packs a dataset.
 
     Attributes:
         max_length: Tokens of a row. At least 1.
         lengths: Tokens of each sample: a sequence of numbers, the name of a column of a dataset of the library
-            ``datasets``, or a function of a sample, which is called once for each, in the loader's workers. Not
-            for a stream that ``pack_stream`` has packed.
-        strategy: A :class:`PackingStrategy` of just these lengths, or the name of the function that makes it.
-        max_sequences_per_pack: How many sequences a row may hold; None for as many as fit.
-        too_long: What becomes of samples longer than a row: ``"error"``, ``"truncate"`` (their first tokens),
-            ``"drop"``, or ``"split"`` (into sequences of their own).
-        padding: What stands in padding, by field; ``input_ids`` must be there, unless there is a ``collate_fn``.
-        token_fields: Names of the fields with a value for each token; None for all that are as long as their
-            sample's ``input_ids``.
-        cache: File in which lengths that a function has counted are kept; it is written once on each host. One
-            that is there already is read.
+            ``datasets``, or a function of a sample, which the loader's workers call once for each sample. Not for
+            a stream that ``pack_stream`` has packed.
+        strategy: A :class:`PackingStrategy` of exactly these lengths, or the name of a function that makes it.
+        max_sequences_per_pack: The largest number of sequences in a row; None for as many as fit.
+        too_long: What is done with samples longer than a row: ``"error"``, ``"truncate"`` (use the first tokens),
+            ``"drop"``, or ``"split"`` (into several sequences).
+        padding: Value of each field in padding, by name; ``input_ids`` is needed, unless there is a
+            ``collate_fn``.
+        token_fields: Names of the fields with a value for each token; None for all fields that are as long as
+            ``input_ids`` of the sample.
+        cache: File for the lengths that a function has counted. An existing file is read; otherwise one instance
+            of each host writes the file.
 
     Raises:
-        DatasetError: If one of them is not possible.
+        DatasetError: If an attribute has an impossible value.
     """
 
     max_length: int
@@ -211,7 +212,10 @@ class Packing:
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """The loader of ``dataset``; DatasetError if it cannot be packed, CollectiveError if instances differ."""
+        """Make the loader of ``dataset``. Raises DatasetError if the dataset cannot be packed.
+
+        Raises CollectiveError if the instances pass different arguments.
+        """
         collate = collate_fn or Collator(
             max_length=self.max_length, padding=self.padding, token_fields=self.token_fields
         )
@@ -261,10 +265,10 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(Batch):
-    """This instance's part of one step, ready for ``ReplicatedModel.micro_batches``.
+    """The packed rows of one step of this instance, as micro batches for ``ReplicatedModel.micro_batches``.
 
-    ``num_samples`` and ``num_samples_job`` count samples, and so does what a micro batch weighs. ``indices`` are
-    those of samples in the dataset, and numbers of rows in a stream.
+    ``num_samples`` and ``num_samples_job`` count samples, and so does the weight of a micro batch. ``indices`` are
+    indices of samples in the dataset, or numbers of rows in a stream.
 
     Attributes:
         num_rows: Rows of this instance.
@@ -276,7 +280,7 @@ class PackedBatch(Batch):
 
     @property
     def num_samples(self) -> int:
-        """Samples of this instance; 0 is legal."""
+        """Number of samples of this instance; may be 0."""
         return sum(micro.num_samples for micro in self.micro_batches)
 
 
@@ -285,8 +289,8 @@ class PackedMicroBatch(MicroBatch):
     """The rows that one replica computes on in one forward and backward pass.
 
     Attributes:
-        num_rows: Rows; may be 0.
-        num_tokens: Real tokens in them.
+        num_rows: Number of rows; may be 0.
+        num_tokens: Number of real tokens in the rows.
     """
 
     num_rows: int
@@ -294,7 +298,7 @@ class PackedMicroBatch(MicroBatch):
 
 
 class _Filled(NamedTuple):
-    """One packed micro batch, as a worker sends it."""
+    """The contents and counts of one packed micro batch, as a worker sends the micro batch."""
 
     content: Any = None
     num_rows: int = 0
@@ -304,7 +308,7 @@ class _Filled(NamedTuple):
 
 
 def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple[int, ...]) -> PackedBatch:
-    """Make a PackedBatch of ``batch`` with the contents in ``filled``."""
+    """Make a PackedBatch that has the numbers of ``batch`` and the contents and counts of ``filled``."""
     contents = [each or _Filled() for each in filled]
     return PackedBatch(
         micro_batches=tuple(
@@ -324,7 +328,7 @@ def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple
 
 
 class _PackedFetcher(MapFetcher):
-    """Reads the samples of rows and collates them."""
+    """The dataset that torch's DataLoader reads for packed rows; an item has the micro batches of a share."""
 
     def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:
         super().__init__(dataset, collation)
@@ -347,7 +351,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
-        """The tokens of ``sample`` that belong to a piece: all of them, unless it was split."""
+        """Return the tokens of ``sample`` that belong to a piece: all tokens, unless the sample was split."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(
@@ -416,7 +420,7 @@ def _map_loader(
         f"data_loader of {rows.num_rows} packed rows with the digest {rows.digest}, {plan}",
         dataset,
     )
-    if context.is_initialized():  # all instances have the same lengths
+    if context.is_initialized():  # sharing is safe, because all instances have the same lengths
         rows.ordered = _once_on_host(rows.ordered)
         pieces = replace(
             pieces,
@@ -429,7 +433,7 @@ def _map_loader(
 
 
 class _CountingCollate:
-    """Collates the rows of a stream, and counts what they hold."""
+    """A collate function for the rows of a stream, which also counts rows, samples and tokens."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -450,7 +454,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Put ``numbers``, if large, into memory that a host's instances, which all have them, share."""
+    """Return equal ``numbers`` in memory that all instances of the host share; return small arrays as they are."""
     host = host_group_of(context.data_parallel_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers

@@ -1,7 +1,7 @@
-"""How long each sample of a dataset is, and what becomes of those that are longer than a row.
+"""The length of each sample of a dataset, and the treatment of samples that are longer than a row.
 
 Lengths come from a sequence of numbers, a column of a dataset of the library ``datasets``, or a function of a
-sample, which is called once for each and whose results may be kept in a file.
+sample. The function is called once for each sample, and its results may be kept in a file.
 """
 
 import os
@@ -29,17 +29,17 @@ TooLong = Literal["error", "truncate", "drop", "split"]
 TOO_LONG: Final = ("error", "truncate", "drop", "split")
 
 LengthSource = Iterable[int] | str | Callable[[Any], int]
-"""One number for each sample, the name of a column, or a function of a sample."""
+"""The source of lengths: one number for each sample, the name of a column, or a function of a sample."""
 
 _COUNTING_BATCH: Final = 256
 
 _FAILED: Final = -(2**62)
-"""The number that an instance sends in place of lengths when it could not count them."""
+"""The number that an instance sends instead of lengths if it could not count the lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """The sequences that are packed: samples, or parts of those that were split."""
+    """The sequences that are packed: whole samples, or parts of samples that were split."""
 
     lengths: NDArray[np.int32]  # tokens of each piece, 1 to `max_length`
     whole_lengths: NDArray[np.int64]  # tokens of each sample of the dataset, as it is read
@@ -47,14 +47,14 @@ class Pieces:
     starts: NDArray[np.int64] | None = None  # first token of each piece in its sample; None where all are 0
 
     def place_of(self, piece: int) -> tuple[int, int, int]:
-        """Sample, first token and number of tokens of a piece."""
+        """Return the sample, the first token and the number of tokens of ``piece``."""
         sample = piece if self.samples is None else int(self.samples[piece])
         start = 0 if self.starts is None else int(self.starts[piece])
         return sample, start, int(self.lengths[piece])
 
 
 def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
-    """Drop, cut or split samples that are longer than a row; an error if nothing is left."""
+    """Drop, cut or split samples that are longer than a row. Raises DatasetError if no sample is left."""
     if not len(lengths):
         raise DatasetError("the dataset has no samples to pack: look at where it is made")
     if lengths.min() < 1:
@@ -99,7 +99,7 @@ def find_lengths(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """The number of tokens of each sample of ``dataset``, according to ``source``."""
+    """Return the number of tokens of each sample of ``dataset``, according to ``source``."""
     if callable(source):
         lengths = _count_or_load(dataset, source, num_workers, cache)
     elif isinstance(source, str):
@@ -114,7 +114,7 @@ def find_lengths(
 
 
 def as_lengths(given: Iterable[int], what: str) -> NDArray[np.int64]:
-    """``given`` as an array of int64; an error if it is no list of whole numbers."""
+    """Return ``given`` as an array of int64. Raises DatasetError if ``given`` is no list of whole numbers."""
     try:
         numbers = np.asarray(given if hasattr(given, "__array__") else list(given))
     except (TypeError, ValueError):
@@ -140,7 +140,7 @@ def _column(dataset: Any, name: str) -> Iterable[int]:
 
 
 class _Counted(Dataset[int]):
-    """A dataset whose items are the lengths of another one's samples."""
+    """A dataset whose items are the lengths of the samples of another dataset."""
 
     def __init__(self, dataset: Any, length_of: Callable[[Any], int]) -> None:
         self.dataset = dataset
@@ -162,7 +162,7 @@ def _count_or_load(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Count lengths: each instance a part of them, or, with a cache, one instance of each host all."""
+    """Count lengths, divided over the instances; with ``cache``, read the file, or count once on each host."""
     if cache is None:
         return _count_parts(_Counted(dataset, length_of), num_workers)
     path = Path(cache)
@@ -175,7 +175,7 @@ def _count_or_load(
 
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
-    """Count this instance's part of the samples, and gather those of the others."""
+    """Count the lengths of this instance's part of the samples, and gather the lengths of all samples."""
     contract = context.environment().contract
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)
@@ -195,14 +195,14 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
 
 def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:
     lengths = _count(_Counted(dataset, length_of), num_workers)
-    with _renamed_to(path) as name, open(name, "wb") as file:  # noqa: PTH123 - a name, as mkstemp gives it
+    with _renamed_to(path) as name, open(name, "wb") as file:  # noqa: PTH123 - mkstemp returns a name, and no Path
         np.save(file, lengths, allow_pickle=False)
     return lengths
 
 
 @contextmanager
 def _renamed_to(path: Path) -> Iterator[str]:
-    """A temporary file beside ``path``, renamed to ``path`` when the block has succeeded."""
+    """Yield the name of a temporary file beside ``path``; rename the file to ``path`` if the block succeeds."""
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
@@ -210,7 +210,7 @@ def _renamed_to(path: Path) -> Iterator[str]:
     os.close(descriptor)
     try:
         yield name
-        os.replace(name, path)  # noqa: PTH105 - as above
+        os.replace(name, path)  # noqa: PTH105 - mkstemp returns a name, and no Path
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -242,7 +242,7 @@ def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
 
 
 def _shown(loader: "DataLoader[int]") -> Iterator[list[int]]:
-    """Iterate over the loader's batches with a progress bar, on a terminal of the main instance."""
+    """Yield the loader's batches; show a progress bar if this is the main instance and has a terminal."""
     is_shown = sys.stderr.isatty() and (not context.is_initialized() or is_main())
     if not is_shown:
         yield from loader

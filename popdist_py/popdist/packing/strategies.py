@@ -1,8 +1,9 @@
-"""Which sequences share a row of the batch: packing as a matter of counts, not of samples.
+"""Strategies that decide which sequences share a row of the batch; they know counts of lengths, not samples.
 
-A strategy says how often each pack (a set of lengths that fit into one row) is used. It follows from the histogram
-of lengths alone. Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens, sequences are the
-pieces. The names are those of Krell, Kosec, Perez and Fitzgibbon (https://arxiv.org/abs/2107.02027).
+A strategy says how often each pack (a set of lengths that fit into one row) is used. The strategy follows from the
+histogram of lengths alone. Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens,
+sequences are the pieces. The names are taken from Krell, Kosec, Perez and Fitzgibbon
+(https://arxiv.org/abs/2107.02027).
 """
 
 import hashlib
@@ -24,21 +25,21 @@ Histogram = NDArray[np.int64]
 """Element i counts the sequences of length i + 1."""
 
 MAX_COUNT: Final = 2**53
-"""The largest number of sequences: floats, in which the linear programme counts, hold it exactly."""
+"""The largest number of sequences: float64, in which the linear programme counts, represents it exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingStrategy:
-    """How often each pack is used, so that every sequence of a histogram is in exactly one.
+    """A packing of a histogram: how often each pack is used, so that every sequence is in exactly one pack.
 
-    ``print(strategy)`` shows it as a table.
+    ``print(strategy)`` shows the strategy as a table.
 
     Attributes:
-        algorithm: Name of the function that made it.
+        algorithm: Name of the function that made the strategy.
         max_length: Tokens of a row. At least 1.
-        max_sequences_per_pack: How many sequences a row may hold; None for as many as fit.
+        max_sequences_per_pack: The largest number of sequences in a row; None for as many as fit.
         packs: How often each pack is used, at least once. Empty for an empty histogram.
-        lower_bound: No packing of these sequences under these limits has fewer rows than this.
+        lower_bound: No packing of these sequences under these limits has fewer rows than this number.
     """
 
     algorithm: str
@@ -59,7 +60,7 @@ class PackingStrategy:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens in all rows."""
+        """Number of real tokens in all rows."""
         return sum(sum(pack) * count for pack, count in self.packs.items())
 
     @property
@@ -69,21 +70,21 @@ class PackingStrategy:
 
     @property
     def efficiency(self) -> float:
-        """Real tokens over all tokens, 0 to 1; 1 without rows."""
+        """Real tokens divided by all tokens, 0 to 1; 1 if there are no rows."""
         return self.num_tokens / (self.num_packs * self.max_length) if self.packs else 1.0
 
     @property
     def packing_factor(self) -> float:
-        """Mean number of sequences in a row, at least 1; 1 without rows."""
+        """Mean number of sequences in a row, at least 1; 1 if there are no rows."""
         return self.num_sequences / self.num_packs if self.packs else 1.0
 
     @property
     def gap(self) -> float:
-        """The rows above the lower bound, divided by it: 0 for a packing that no other can beat."""
+        """The number of rows above the lower bound, divided by the lower bound; 0 if the packing is optimal."""
         return (self.num_packs - self.lower_bound) / self.lower_bound if self.packs else 0.0
 
     def histogram(self) -> Histogram:
-        """The sequences of each length, which this strategy packs: int64 of shape ``[max_length]``."""
+        """Return the number of packed sequences of each length: int64 of shape ``[max_length]``."""
         counts = np.zeros(self.max_length, np.int64)
         for pack, count in self.packs.items():
             for length in pack:
@@ -91,7 +92,7 @@ class PackingStrategy:
         return counts
 
     def digest(self) -> str:
-        """32 hexadecimal digits that name the packs and their counts, the same on every machine."""
+        """Return a digest of the packs and their counts: 32 hexadecimal digits, the same on every machine."""
         words = repr((self.max_length, sorted(self.packs.items())))
         return hashlib.sha256(words.encode()).hexdigest()[:32]
 
@@ -100,7 +101,7 @@ class PackingStrategy:
 
 
 def table(strategies: Sequence[PackingStrategy]) -> str:
-    """Strategies, at least one, as rows of text, one line each, under a line of headings."""
+    """Return at least one strategy as a table in text: a line of headings, then a line for each strategy."""
     cells = [_cells(strategy) for strategy in strategies]
     rows = [list(cells[0]), *(list(row.values()) for row in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -112,7 +113,7 @@ def table(strategies: Sequence[PackingStrategy]) -> str:
 
 
 def _cells(strategy: PackingStrategy) -> dict[str, str]:
-    """The row of a strategy, by heading."""
+    """Return the cells of a strategy's line in the table; the key is the heading."""
     return {
         "strategy": strategy.algorithm,
         "most a pack": str(strategy.max_sequences_per_pack or "any"),
@@ -126,10 +127,10 @@ def _cells(strategy: PackingStrategy) -> dict[str, str]:
 
 
 def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy:
-    """One row for each sequence: what padding does, to compare others with.
+    """Return the strategy without packing, with one row for each sequence, for comparison with other strategies.
 
     Raises:
-        DatasetError: As :func:`spfhp`.
+        DatasetError: For the same reasons as :func:`spfhp`.
     """
     counts = check_histogram(histogram, max_length)
     packs: dict[Pack, int] = {(length,): int(counts[length - 1]) for length in lengths_of(counts)}
@@ -139,9 +140,10 @@ def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy
 def spfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Shortest pack first, on a histogram: from the longest length down, into the pack with most room.
+    """Pack shortest pack first: put the longest sequences first, each into the pack with the most room.
 
-    Sequences of one length that no pack has room for open a pack each. Time O(lengths x max_length).
+    If no pack has room for the remaining sequences of a length, each of these sequences opens a pack. Time
+    O(lengths x max_length).
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -158,10 +160,11 @@ def spfhp(
 def lpfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Longest pack first, on a histogram: from the longest length down, into the pack with least room that fits.
+    """Pack longest pack first: put the longest sequences first, each into the pack with the least room that fits.
 
-    This is best fit decreasing (D. S. Johnson, 1973), for all sequences of a length at once: what it opens takes
-    as many of that length as fit. It needs no scipy and is close to the best where rows hold many sequences.
+    The algorithm is best fit decreasing (D. S. Johnson, 1973), for all sequences of a length at once: a new pack
+    takes as many sequences of the length as fit. It needs no scipy and is close to the best if rows have many
+    sequences.
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -169,7 +172,7 @@ def lpfhp(
         max_sequences_per_pack: At least 1; None for as many as fit.
 
     Raises:
-        DatasetError: As :func:`spfhp`.
+        DatasetError: For the same reasons as :func:`spfhp`.
     """
     return _greedy("lpfhp", histogram, max_length, max_sequences_per_pack)
 
@@ -184,7 +187,7 @@ def _greedy(
 
 
 class _OpenPacks:
-    """Packs that are being filled, by the room that they have left."""
+    """The packs that are being filled, sorted by the number of tokens that are still free."""
 
     def __init__(self, max_length: int, limit: int) -> None:
         self.limit = limit
@@ -192,7 +195,7 @@ class _OpenPacks:
         self.closed: dict[Pack, int] = {}
 
     def add(self, pack: Pack, count: int, room: int) -> None:
-        """Add ``count`` packs that hold ``pack``; those that can take no more sequence are closed."""
+        """Add ``count`` packs with the sequences ``pack``; close a pack that cannot take another sequence."""
         if not count:
             return
         if room == 0 or len(pack) == self.limit:
@@ -201,7 +204,7 @@ class _OpenPacks:
             self.by_room[room].append((pack, count))
 
     def close(self) -> dict[Pack, int]:
-        """Close all packs, and return them."""
+        """Close all packs, and return how often each pack is used."""
         for packs in self.by_room:
             for pack, count in packs:
                 self.closed[pack] = self.closed.get(pack, 0) + count
@@ -209,7 +212,7 @@ class _OpenPacks:
 
 
 def _worst_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """The packs of :func:`spfhp`, each sequence in the pack with most room."""
+    """Return the packs of :func:`spfhp`, which puts each sequence into the pack with the most room."""
     packs = _OpenPacks(max_length, limit)
     for length in reversed(lengths_of(counts)):
         remaining = int(counts[length - 1])
@@ -225,7 +228,7 @@ def _worst_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int
 
 
 def best_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Packs by :func:`lpfhp`, of a checked histogram; a pack holds at most ``limit`` sequences."""
+    """Pack a checked histogram as :func:`lpfhp` does, at most ``limit`` sequences in a pack; return the packs."""
     packs = _OpenPacks(max_length, limit)
     for length in reversed(lengths_of(counts)):
         remaining = int(counts[length - 1])
@@ -238,7 +241,7 @@ def best_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
 
 
 def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, piece: tuple[int, int]) -> int:
-    """Put as many sequences as fit into each of ``count`` packs, and return how many remain."""
+    """Put as many sequences as fit into each of ``count`` packs, and return how many sequences remain."""
     length, remaining = piece
     most = min(room // length, packs.limit - len(pack))
     full = min(count, remaining // most)
@@ -252,7 +255,7 @@ def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, piece: tuple[int
 
 
 def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
-    """``histogram`` as int64 of shape ``[max_length]``, longer ends of zeros left out."""
+    """Return ``histogram`` as int64 of shape ``[max_length]``. Raises DatasetError if it is invalid."""
     whole_number("max_length", max_length, DatasetError, maximum=MOST_TOKENS)
     try:
         given = np.asarray(list(histogram))
@@ -284,14 +287,14 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
 
 
 def check_limit(max_sequences_per_pack: int | None) -> int | None:
-    """``max_sequences_per_pack`` as an int, checked to be at least 1."""
+    """Check that ``max_sequences_per_pack`` is at least 1, and return it as an int; None if it is None."""
     if max_sequences_per_pack is None:
         return None
     return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)
 
 
 def lengths_of(counts: Histogram) -> list[int]:
-    """The lengths that occur, shortest first."""
+    """Return the lengths that occur in the histogram ``counts``, shortest first."""
     lengths: list[int] = (np.flatnonzero(counts) + 1).tolist()
     return lengths
 
@@ -305,7 +308,7 @@ def make_strategy(
     *,
     bound: int = 0,
 ) -> PackingStrategy:
-    """Make a strategy; its lower bound is the best of ``bound`` and of those that hold for any packing."""
+    """Make a strategy from ``packs``; its lower bound is ``bound`` or a simple bound, whichever is larger."""
     merged: dict[Pack, int] = {}
     for pack, count in packs.items():
         key = tuple(sorted(pack, reverse=True))
@@ -320,7 +323,7 @@ def make_strategy(
 
 
 def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
-    """The largest of three lower bounds: by tokens, by sequences, and by those longer than half a row."""
+    """Return the largest of three lower bounds: by tokens, by sequences, and by sequences above half a row."""
     num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
     num_sequences = int(counts.sum())
     num_long = int(counts[max_length // 2 :].sum())
@@ -329,4 +332,4 @@ def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
 
 
 Algorithm = Callable[..., PackingStrategy]
-"""A function that makes a strategy, such as :func:`lpfhp`, and takes what that takes."""
+"""A function that makes a strategy, such as :func:`lpfhp`, with the arguments of :func:`lpfhp`."""

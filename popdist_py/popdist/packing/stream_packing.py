@@ -1,8 +1,8 @@
 """Packing of a stream whose lengths are not known before: best fit over a bounded buffer.
 
-When the buffer is full, its longest sample opens a row, which is filled with the longest sample that still fits,
-until none does; the stream replaces what has left. The rows follow from the stream alone, so that every process
-that reads it finds the same ones.
+When the buffer is full, its longest sample opens a row. The row gets the longest sample that still fits, until no
+sample fits; then the stream fills the buffer again. The rows follow from the stream alone, so that every process
+that reads the stream makes the same rows.
 """
 
 from bisect import bisect_right, insort
@@ -16,14 +16,14 @@ from popdist.packing.sample_lengths import TooLong
 from popdist.packing.strategies import check_limit
 
 Entry = tuple[int, int, Any]
-"""Length, negative number in the stream (the oldest of equal length comes first), and sample."""
+"""Length, negative number in the stream (so that the oldest of equal length comes first), and sample."""
 
 
 class StreamRow(list[Any]):
     """The samples of one row of a stream, longest first.
 
     Attributes:
-        num_tokens: Real tokens in it.
+        num_tokens: Number of real tokens in the row.
     """
 
     def __init__(self, samples: Iterable[Any], num_tokens: int) -> None:
@@ -46,7 +46,7 @@ class PackedStream:
     too_long: TooLong
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch to the stream, if that has ``set_epoch``."""
+        """Pass ``epoch`` to the stream if the stream has a method ``set_epoch``."""
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
@@ -66,7 +66,7 @@ class PackedStream:
             yield self._take_row(entries)
 
     def _take_row(self, entries: list[Entry]) -> StreamRow:
-        """Remove the samples of the next row from ``entries``, and return them."""
+        """Remove the samples of the next row from ``entries``, and return the row."""
         length, _, sample = entries.pop()
         row, room = [sample], self.max_length - length
         while room and len(row) < self.max_sequences_per_pack:
@@ -79,7 +79,7 @@ class PackedStream:
         return StreamRow(row, self.max_length - room)
 
     def _measured(self) -> Iterator[Entry]:
-        """Yield the samples with their lengths, without those that are too long."""
+        """Yield the samples with their lengths; drop or refuse samples that are longer than a row."""
         for number, sample in enumerate(self.stream):
             length = self.length_of(sample)
             if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
@@ -105,22 +105,22 @@ def pack_stream(
     max_sequences_per_pack: int | None = None,
     too_long: TooLong = "error",
 ) -> PackedStream:
-    """The rows of a stream of samples, each a list of samples that fit into ``max_length`` tokens together.
+    """Pack a stream of samples into rows; a row is a list of samples with at most ``max_length`` tokens together.
 
-    Give it to ``popdist.shard_iterable``, and that to ``popdist.data_loader`` with ``packing=Packing(...)``. The
-    rows depend on the stream, ``max_length`` and ``buffer`` only. A sample waits in the buffer until its row is
-    made, at the latest until the stream ends.
+    Pass the result to ``popdist.shard_iterable``, and the sharded stream to ``popdist.data_loader`` with
+    ``packing=Packing(...)``. The rows depend only on the stream and on the arguments. A sample waits in the buffer
+    until its row is made, at the latest until the stream ends.
 
     Args:
         stream: Anything that ``shard_iterable`` takes.
         max_length: Tokens of a row. At least 1.
-        buffer: Samples to choose from. At least 1; more fill the rows better.
-        length_of: Gives the tokens of a sample; None for the length of its ``input_ids``.
-        max_sequences_per_pack: How many sequences a row may hold; None for as many as fit.
-        too_long: What becomes of a sample longer than a row: ``"error"`` or ``"drop"``.
+        buffer: Samples to choose from. At least 1; a larger buffer fills the rows better.
+        length_of: Function that returns the number of tokens of a sample; None for the length of ``input_ids``.
+        max_sequences_per_pack: The largest number of sequences in a row; None for as many as fit.
+        too_long: What is done with a sample longer than a row: ``"error"`` or ``"drop"``.
 
     Raises:
-        DatasetError: If a number is below 1, or, while it is read, if a sample has no length that fits.
+        DatasetError: If a number is below 1, or, during iteration, if a sample has no length that fits.
     """
     if not hasattr(stream, "__iter__"):
         raise DatasetError(f"pack_stream takes what can be iterated over, and was given {stream!r}")
