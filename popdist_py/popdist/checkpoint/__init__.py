@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was killed goes on, at any number of instances, to the bits of one that was not.
+"""Checkpoints: a killed run resumes with any number of instances, bitwise equal to an uninterrupted run.
 
 >>> from popdist.checkpoint import save, load_latest
 """
@@ -11,4 +11,4 @@ from popdist.checkpoint.saving import save
 
 __all__ = ["Loaded", "load_latest", "save"]
 
-del needs_torch  # which raises without torch, and has no other use
+del needs_torch  # the import raises an error without torch, and has no other use

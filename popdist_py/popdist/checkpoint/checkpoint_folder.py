@@ -1,8 +1,8 @@
-"""A folder of checkpoints: how they are named, listed, made and removed. No torch.
+"""A folder of checkpoints: how checkpoints are named, listed, made and removed. This module needs no torch.
 
-A checkpoint is a directory named by its step, padded with zeros, so that any listing shows them in their order. It
-is made under a name that starts with a dot and renamed when every byte is on the disk: under its own name it is
-whole.
+A checkpoint is a directory named by its step, padded with zeros, so that any listing shows checkpoints in order.
+The directory is made under a name that starts with a dot, and renamed when every byte is on the disk. So a
+checkpoint with its final name is complete.
 """
 
 import os
@@ -20,21 +20,21 @@ LAST_STEP: Final = 10**_DIGITS - 1
 
 
 def name_of(path: object) -> str:
-    """The path of a folder as text; an error if the program gave no path."""
+    """Return the path of a folder as text. Raises CheckpointError if ``path`` is no path."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"{path!r} is no folder: expected its path as a str or a pathlib.Path")
     return str(os.fspath(path))
 
 
 def directory_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is, or would be."""
+    """Return the directory of the checkpoint of ``step``, whether the checkpoint exists or not."""
     return folder / f"step-{step:0{_DIGITS}d}"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of all checkpoints in ``folder``, ascending; none when it does not exist."""
+    """Return the steps of all checkpoints in ``folder``, ascending; an empty list if ``folder`` does not exist."""
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - names, not paths
+        names = os.listdir(folder)  # noqa: PTH208 - only names are needed, no paths
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -43,12 +43,12 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make an empty directory for the checkpoint of ``step``; only one job may do so in ``folder`` at a time."""
+    """Make and return an empty directory for the checkpoint of ``step``; only one job at a time may do so."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for parent in (path.parent for path in missing):
         _sync(parent)
-    for unfinished in folder.glob(".step-*"):  # left by a program that was killed
+    for unfinished in folder.glob(".step-*"):  # a killed program has left these directories
         shutil.rmtree(unfinished)
     partial = partial_of(folder, step)
     partial.mkdir()
@@ -56,12 +56,12 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is while it is written."""
+    """Return the directory in which the checkpoint of ``step`` is written before it is complete."""
     return folder / f".{directory_of(folder, step).name}.partial"
 
 
 def complete(folder: Path, step: int) -> None:
-    """Give the checkpoint of ``step`` its name, when every byte of it is on the disk."""
+    """Rename the checkpoint of ``step`` to its final name after every byte of the checkpoint is on the disk."""
     partial = partial_of(folder, step)
     _sync_tree(partial)
     partial.rename(directory_of(folder, step))
@@ -69,24 +69,24 @@ def complete(folder: Path, step: int) -> None:
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Remove what was written of the checkpoint of ``step``, if it was begun."""
+    """Remove the unfinished checkpoint of ``step``, if there is one."""
     shutil.rmtree(partial_of(folder, step), ignore_errors=True)
 
 
 def remove(folder: Path, step: int) -> None:
-    """Remove the checkpoint of ``step``; it loses its name first, so that no half of it is ever found."""
+    """Remove the checkpoint of ``step``; rename it first, so that a half-removed checkpoint is never found."""
     directory = directory_of(folder, step)
     shutil.rmtree(directory.rename(folder / f".{directory.name}.old"))
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Remove all checkpoints but the last ``count``, which is at least 1."""
+    """Remove all checkpoints except the last ``count``, which is at least 1."""
     for step in steps_in(folder)[:-count]:
         remove(folder, step)
 
 
 def _sync_tree(directory: Path) -> None:
-    """Wait until ``directory`` and every file in it is on the disk."""
+    """Wait until ``directory`` and every file in ``directory`` are on the disk."""
     for parent, _, names in os.walk(directory):
         for name in names:
             _sync(Path(parent, name))

@@ -1,8 +1,8 @@
-"""States as JSON with the tensors taken out, and back: nothing that is stored is ever code.
+"""Conversion of states to JSON and back; tensors are kept apart, and nothing in a checkpoint is code.
 
-What a ``state_dict()`` returns is mostly JSON and tensors. The few types beside them that torch's own states hold
-(tuples, ordered dicts, counters, keys that are no strings) are written as objects with one member, the name of the
-type. Everything else is refused with its place, so a checkpoint that was written can be read.
+A ``state_dict()`` mostly has JSON values and tensors. torch's own states also have a few other types: tuples,
+ordered dicts, counters, and keys that are no strings. These types become objects with one member, the name of the
+type. Any other type is refused with its place, so that every checkpoint that was written can be read.
 """
 
 import math
@@ -20,11 +20,11 @@ Json = Any
 
 _MAPPINGS: Final[dict[str, type]] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
 _ATTRIBUTES: Final = "attributes"
-"""Of an ordered dict: torch keeps the versions of a module's layers in one of its state dict."""
+"""The member for the attributes of an ordered dict, in which torch keeps the versions of a module's layers."""
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
-    """``state`` as JSON; its tensors go into ``tensors``, each under a name made of ``place`` and its keys."""
+    """Return ``state`` as JSON, and put its tensors into ``tensors``, with names made of ``place`` and keys."""
     if state is None or isinstance(state, bool | int | str):
         return state
     if isinstance(state, float):
@@ -49,7 +49,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
-    """The inverse of :func:`encode`; ``tensors`` may also have the forms of tensors in their place."""
+    """Return the state that :func:`encode` turned into ``value``; ``tensors`` has tensors or only their forms."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
 
 
 def tensors_of(value: Json) -> set[str]:
-    """Names of the tensors that decoding ``value`` needs."""
+    """Return the names of the tensors that decoding ``value`` needs."""
     if isinstance(value, dict) and isinstance(value.get("tensor"), str):
         return {value["tensor"]}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -76,7 +76,7 @@ def tensors_of(value: Json) -> set[str]:
 
 
 def entries_of(value: Json) -> list[list[Json]] | None:
-    """Keys and values of an encoded mapping; None for another value."""
+    """Return the keys and values of an encoded mapping; None if ``value`` is no encoded mapping."""
     if not isinstance(value, dict):
         return None
     tag, content = next(iter(value.items()))
@@ -84,12 +84,12 @@ def entries_of(value: Json) -> list[list[Json]] | None:
 
 
 def with_entries(mapping: Json, entries: list[list[Json]]) -> Json:
-    """An encoded mapping of the same type as ``mapping``, with other entries."""
+    """Return an encoded mapping that has the type of ``mapping`` and the entries ``entries``."""
     return {**mapping, next(iter(mapping)): entries}
 
 
 def union(first: Json, other: Json) -> Json:
-    """The entries of two encoded mappings, mappings in them joined as well; else what ``first`` has stays."""
+    """Join two encoded mappings recursively; where both have a value, keep the value of ``first``."""
     mine, theirs = entries_of(first), entries_of(other)
     if mine is None or theirs is None:
         return first

@@ -1,6 +1,6 @@
-"""Loading a checkpoint: all instances get the states of the last whole one, or none does.
+"""Loading of checkpoints: all instances load the last complete checkpoint, or no instance loads anything.
 
-An instance reads its own pieces of the tensors; what other replicas have as well, the first replica reads for all.
+An instance reads its own pieces of the tensors. If all replicas need a piece, the first replica reads it for all.
 """
 
 import os
@@ -41,9 +41,9 @@ class Loaded:
     """The checkpoint that was loaded.
 
     Attributes:
-        path: Its directory.
-        step: The number in its name.
-        values: All JSON values that were saved in it, by name.
+        path: Directory of the checkpoint.
+        step: Number in the name of the directory.
+        values: All JSON values that were saved in the checkpoint, by name.
     """
 
     path: Path
@@ -52,30 +52,31 @@ class Loaded:
 
 
 def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
-    """Load the last checkpoint in the folder ``path`` into everything that is named; all instances call it.
+    """Load the last checkpoint in the folder ``path`` into the objects ``named``, on all instances together.
 
-    Instance 0 reads and the others receive, so only its host needs the folder; where several instances share a
-    replica, those of the first one read. The job may have another number of instances than the one that saved.
-    With another number of replicas or other parts of them, other threads, another kind of CPU or build of torch or
-    popdist it loads too, with one ``PopdistWarning`` that the bits may differ from there on. A damaged checkpoint
-    is skipped with a ``PopdistWarning``, and the one before it is loaded. Everything is compared before anything
-    is changed, and nothing of a checkpoint is ever run: it holds tensors and JSON.
+    Instance 0 reads and the other instances receive, so only the host of instance 0 needs the folder. If several
+    instances share a replica, all instances of the first replica read. The job may have another number of
+    instances than the job that saved. If the number or the parts of replicas, the number of threads, the kind of
+    CPU, or the build of torch or popdist is different, one ``PopdistWarning`` says that the bits may differ from
+    now on. A damaged checkpoint is skipped with a ``PopdistWarning``, and the checkpoint before is loaded.
+    Everything is compared before anything is changed. Nothing of a checkpoint is ever run as code, because it has
+    only tensors and JSON.
 
     Args:
         path: The folder that was given to ``save``, the same on every instance.
-        **named: Objects to load into, under the names they were saved by; not necessarily all that were saved. A
-            JSON value here says only that the checkpoint must have one of that name: its value is in the result.
+        **named: Objects to load into, under the names with which they were saved; saved names may be left out. A
+            JSON value only demands that the checkpoint has a value with this name; the result has the value.
 
     Returns:
-        What was loaded, with the JSON values; None, on every instance, when the folder holds no checkpoint.
+        The loaded checkpoint with its JSON values; None, on every instance, if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: If all checkpoints are damaged, a name was not saved, or a model or an optimizer is
-            another than the one that was saved; the message names the differing keys. On every instance.
+        CheckpointError: If all checkpoints are damaged, a name was not saved, or a model or an optimizer differs
+            from the saved object; the message names the differing keys. On every instance.
         CollectiveError: If the instances do not all make the same call.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.
-        Exception: What an object says to a state that does not fit it, such as ``DatasetError``.
+        Exception: If an object refuses a state that does not fit, as with ``DatasetError``.
     """
     call = f"checkpoint.load_latest({checkpoint_folder.name_of(path)!r}, {', '.join(named)})"
     group, folder = whole_job(call), Path(path)
@@ -109,7 +110,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
 
 
 def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
-    """Yield the checkpoints whose files are whole, the last one first, on all instances; an error after all."""
+    """Yield the undamaged checkpoints, last checkpoint first. Raises CheckpointError if no one is left."""
     steps: list[int] = []
     with together(group, call):
         if is_writer(group):
@@ -138,7 +139,7 @@ def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
 
 
 def _damage_of_files(group: Group, call: str, directory: Path, found: Manifest) -> str:
-    """What has changed of this instance's share of the files, which those of the first replica divide."""
+    """Check this instance's share of the files, and return the damage as text; an empty text if there is none."""
     contract = context.environment().contract
     damage = ""
     with together(group, f"{call}, its files"):
@@ -161,7 +162,7 @@ def _check_sees(directory: Path) -> None:
 
 
 def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
-    """Whether an instance has found damage in the checkpoint in ``directory``; instance 0 warns of it."""
+    """Whether any instance has found damage in the checkpoint in ``directory``; instance 0 warns of the damage."""
     told = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
     found = next(filter(None, told), None)
     if found and is_writer(group):
@@ -188,9 +189,9 @@ def _parts(
     found: Manifest,
     where: Path,
 ) -> dict[str, Json]:
-    """What this instance loads of each state, encoded; an error if the states are those of other things."""
+    """Return this instance's part of each encoded state. Raises CheckpointError if a state does not fit."""
     contract, owned = context.environment().contract, owned_of(named)
-    everybody = [owned]  # this instance first
+    everybody = [owned]  # this instance must be first
     if contract.parallelism.is_shared:
         everybody += gather_json(group, f"{call}, keys and names", owned)
     is_same = not differences({PARTS: found.conditions[PARTS]}, current_conditions())
@@ -216,9 +217,9 @@ def _read_all(
     found: Manifest,
     stores: list[PhaseStore],
 ) -> dict[str, Tensor] | None:
-    """The tensors that this instance wants, those in stores in their places; None if they cannot be read.
+    """Return the tensors that this instance loads, and write tensors of stores; None if reading fails.
 
-    The stores are torn from here on.
+    After the first write the stores are torn, which means in the middle of a step.
     """
     in_stores = {name: it for name, it in wanted.items() if it.into is not None}
     others = {name: it for name, it in wanted.items() if it.into is None}
@@ -240,9 +241,9 @@ def _read_all(
 def _read(
     group: Group, call: str, where: Path, wanted: Mapping[str, Wanted], found: Manifest
 ) -> dict[str, Tensor] | None:
-    """The tensors that this instance wants; None on all instances if they cannot be read.
+    """Return the tensors in ``wanted``; None on all instances if the tensors cannot be read.
 
-    What all instances want that hold the same part of their replicas, the first of them reads for the others.
+    If a piece is the same in all replicas, the first replica reads the piece and sends it to the other replicas.
     """
     replicas = context.data_parallel_group()
     is_first = replicas.backend.instance_index == WRITER
@@ -258,19 +259,19 @@ def _read(
             _check_sees(where)
             try:
                 _read_files(where / manifest.TENSORS, found, reads)
-            except Exception as error:  # noqa: BLE001 - whatever torch says of damaged files
+            except Exception as error:  # noqa: BLE001 - torch raises errors of many types for damaged files
                 damage = f"its tensors cannot be read ({error!r})"
     if _is_damaged(group, call, damage, where):
         return None
     sent = [tensors[name] for name in tensors if name not in apart]
     replicas.agree(f"{call}, {len(sent)} tensors")
     for tensor in sent:
-        replicas.backend.broadcast(tensor.as_strided((tensor.numel(),), (1,)), WRITER)  # in its order of memory
+        replicas.backend.broadcast(tensor.as_strided((tensor.numel(),), (1,)), WRITER)  # in memory order
     return {name: wanted[name].placed(tensor) for name, tensor in tensors.items()}
 
 
 def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
-    """Overwrite each tensor with its piece of what was saved."""
+    """Overwrite each tensor in ``reads`` with the tensor's piece of the saved tensor."""
     for name in reads.keys() & found.stored.keys():
         for it in found.stored[name]:
             if it.file not in found.files:
@@ -283,7 +284,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the states on every instance or, but for what a module has already taken, on none."""
+    """Load the states on all instances; if an instance fails, restore all objects except modules everywhere."""
     undo = None
     try:
         with together(group, f"{call}, loading"):

@@ -1,6 +1,6 @@
-"""One checkpoint on the disk: a manifest in JSON with the digests of all files, and the tensors.
+"""A checkpoint on the disk: the files of tensors, and a manifest in JSON with the digests of all files.
 
-A bit that has changed anywhere is found before anything is read: a checkpoint is whole or damaged.
+The digests are compared before anything is loaded, so that every changed bit is found.
 """
 
 import hashlib
@@ -26,27 +26,27 @@ from popdist.phases.store_file import digest_of_pieces, is_in_pieces
 
 FORMAT: Final = 2
 FORMAT_WITH_STORES: Final = 3
-"""Of a checkpoint with files that were copied from the store of a model in phases."""
+"""The format of a checkpoint that has files copied from the store of a model in phases."""
 
 MANIFEST: Final = "manifest.json"
 TENSORS: Final = "tensors"
-"""Directory of the tensors' files."""
+"""The directory of the tensors' files."""
 
 _CPU_NAMES: Final = ("model name", "cpu model", "CPU part")
-"""Names under which ``/proc/cpuinfo`` has the kind of CPU, on different architectures."""
+"""The names with which ``/proc/cpuinfo`` describes the kind of CPU, on different architectures."""
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 PARTS: Final = "parts of a replica"
-"""Name of the condition that says how several instances share a replica."""
+"""The name of the condition that says how several instances share a replica."""
 
 Conditions = dict[str, str | int]
-"""What the bits of a training depend on, by name, such as ``threads per replica``."""
+"""The conditions on which the bits of a training depend; a key is a name such as ``threads per replica``."""
 
 
 def current_conditions() -> Conditions:
-    """The conditions of this instance now."""
-    # to ask an accelerator that the job does not use would begin to use it
+    """Return the present conditions of this instance."""
+    # the query of an accelerator that the job does not use would start the accelerator
     device = context.device() if accelerator.type_in_use() else torch.device("cpu")
     return {
         "popdist": contract.VERSION,
@@ -62,7 +62,7 @@ def current_conditions() -> Conditions:
 
 
 def differences(before: Conditions, now: Conditions) -> list[str]:
-    """A text for each condition that has changed; one that only one of the two has is left out."""
+    """Return a text for each condition that has changed; skip a condition that only one of both dicts has."""
     return [
         f"{name}: {before[name]} then, {now[name]} now"
         for name in now
@@ -87,7 +87,7 @@ def _cpu_kind() -> str:
 
 
 class DamagedError(Exception):
-    """A checkpoint is not as it was written; the message says what differs."""
+    """The error that a checkpoint has changed since it was written; the message says what has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +100,19 @@ class Manifest:
     values: dict[str, Json]
     forms: dict[str, TensorForm]
     files: dict[str, str]
-    """The digests of the files in ``TENSORS``, by name."""
+    """The digests of the files in ``TENSORS``; the key is the name of the file."""
     stored: dict[str, list[StoredPiece]] = field(default_factory=dict)
-    """The pieces of tensors, by name, that lie in files of stores, and not in those of DCP."""
+    """The pieces of tensors, by the tensor's name, that are in files of stores and not in files of DCP."""
 
     @classmethod
     def from_json(cls, found: Json) -> Self:
-        """Make the manifest from what :meth:`to_json` gave."""
+        """Make the manifest from the JSON that :meth:`to_json` returned."""
         forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
         stored = {name: [*map(StoredPiece.from_json, them)] for name, them in found.get("stored", {}).items()}
         return cls(**{name: found[name] for name in _PLAIN}, forms=forms, stored=stored)
 
     def to_json(self) -> Json:
-        """The manifest as JSON."""
+        """Return the manifest as JSON."""
         found = {name: getattr(self, name) for name in _PLAIN}
         forms = {name: form.to_json() for name, form in self.forms.items()}
         stored = {name: [it.to_json() for it in them] for name, them in self.stored.items()}
@@ -120,7 +120,7 @@ class Manifest:
 
 
 _PLAIN: Final = ("step", "conditions", "states", "values", "files")
-"""The fields of a manifest that are JSON as they are."""
+"""The fields of a manifest that are JSON already."""
 
 
 def write(directory: Path, manifest: Manifest) -> None:
@@ -132,7 +132,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """Read the manifest of the checkpoint in ``directory``; an error if it has changed."""
+    """Read the manifest of the checkpoint in ``directory``. Raises DamagedError if the manifest has changed."""
     try:
         whole = json.loads((directory / MANIFEST).read_bytes())
         if whole["format"] not in (FORMAT, FORMAT_WITH_STORES):
@@ -149,7 +149,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, digests: Mapping[str, str]) -> None:
-    """Check that these files of the checkpoint in ``directory`` are as they were written."""
+    """Check that each file in ``digests`` has its digest. Raises DamagedError if a file has changed."""
     for name, digest in digests.items():
         try:
             if "/" in name or not stat.S_ISREG((directory / TENSORS / name).lstat().st_mode):
@@ -162,7 +162,7 @@ def check_files(directory: Path, digests: Mapping[str, str]) -> None:
 
 
 def digest_of_file(path: Path) -> str:
-    """The digest of all bytes of a file."""
+    """Return the digest of all bytes of the file ``path``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 

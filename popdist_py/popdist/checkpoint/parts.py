@@ -1,7 +1,7 @@
-"""Encoded states of models and optimizers: those of a replica's instances joined, and cut for each of them.
+"""Encoded states of models and optimizers: joined from a replica's instances, and cut for each instance.
 
-Parameters have the names of the whole model on every instance. An optimizer numbers its own: here they are known
-by their names, where the call has the model.
+Parameters have the names of the whole model on every instance. An optimizer numbers its own parameters. In a
+checkpoint the optimizer's parameters have their names if the call that saved also names the model.
 """
 
 from collections import OrderedDict
@@ -20,9 +20,10 @@ Names: TypeAlias = list[list[str]]
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:
-    """For each key of a module's state its name in the whole model.
+    """Return, for each key of a module's state, the name of the entry in the whole model.
 
-    The numbers in a ``ModuleList`` are left out where its members have different keys, as stages of a pipeline.
+    The numbers in a ``ModuleList`` are left out if its members have different keys, as the stages of a pipeline
+    do.
     """
     own = [*module.state_dict(keep_vars=True)]
     listed = module.module if isinstance(module, ReplicatedModel) else module
@@ -32,14 +33,14 @@ def keys_of(module: nn.Module) -> dict[str, str]:
 
 
 def rename_keys(state: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
-    """A module's state with the names of the whole model."""
+    """Return the state of a module with the names of the whole model as keys."""
     if all(key == name for key, name in keys.items()):
         return state
     return OrderedDict((keys[key], value) for key, value in state.items())
 
 
 def parameter_names(named: Mapping[str, object]) -> dict[int, str]:
-    """The names of the parameters of the modules among ``named``, by their ids."""
+    """Return the names of the parameters of all modules in ``named``; the key is the ``id()`` of the parameter."""
     modules = [(name, thing) for name, thing in sorted(named.items()) if isinstance(thing, nn.Module)]
     found: dict[int, str] = {}
     for prefix, module in modules:
@@ -50,13 +51,13 @@ def parameter_names(named: Mapping[str, object]) -> dict[int, str]:
 
 
 def names_of(optimizer: Optimizer, names: Mapping[int, str]) -> Names | None:
-    """The names of its parameters; None if one of them has none."""
+    """Return the names of the optimizer's parameters, group by group; None if a parameter has no name."""
     found = [[names.get(id(it), "") for it in group["params"]] for group in optimizer.param_groups]
     return found if all(all(group) for group in found) else None
 
 
 def name_parameters(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """An optimizer's state with the names of parameters in place of their numbers."""
+    """Return an optimizer's state with the names of parameters instead of their numbers."""
     flat = [name for group in names for name in group]
     groups = [
         {key: value for key, value in group.items() if key != "param_names"} | {"params": mine}
@@ -67,7 +68,7 @@ def name_parameters(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
-    """The state of the optimizer ``name`` for all parameters, from those of instances, by their numbers."""
+    """Return the state of the optimizer ``name`` for all parameters, joined from the ``states`` of instances."""
     first, *others = states
     joined = states[first]
     groups = _groups(joined)
@@ -86,15 +87,15 @@ def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
 
 
 def cut_module(saved: Json, keys: Mapping[str, str]) -> Json:
-    """Of the saved state of a whole module the entries of this instance, under its own ``keys`` of them."""
+    """Return this instance's entries of the saved state of a whole module, with the keys of this instance."""
     entries = dict(entries_of(saved) or ())
     return with_entries(saved, [[key, entries[name]] for key, name in keys.items()])
 
 
 def cut_optimizer(saved: Json, own: Names | None) -> Json:
-    """Of the saved state of an optimizer what belongs to the parameters ``own``, numbered instead of named.
+    """Return the part of an optimizer's saved state for the parameters ``own``, with numbers instead of names.
 
-    Without ``own``, or if it was saved without names, it has all parameters, in the order of the save.
+    If ``own`` is None, or if the state was saved without names, the part has all parameters, in the saved order.
     """
     groups = _groups(saved)
     theirs: Names = [group["params"] for group in groups]
@@ -112,7 +113,7 @@ def cut_optimizer(saved: Json, own: Names | None) -> Json:
 
 
 def cut_randomness(saved: Json, index: int) -> Json:
-    """The random states of all replicas, for the instances with this index in theirs."""
+    """Return the saved random state of each replica for the instance with this ``index`` in its replica."""
     entries = entries_of(saved) or ()
     return with_entries(
         saved, [[replica_of(key), state] for key, state in entries if key == place(replica_of(key), index)]
@@ -120,12 +121,12 @@ def cut_randomness(saved: Json, index: int) -> Json:
 
 
 def place(replica: str, index: int) -> str:
-    """The name of the random state of the instance with this index in a replica; the first has the replica's."""
+    """Return the name of the random state of a replica's instance ``index``; index 0 has the replica's name."""
     return f"{replica}.{index}" if index else replica
 
 
 def replica_of(place: str) -> str:
-    """The replica in the name of a random state."""
+    """Return the replica in the name ``place`` of a random state."""
     return place.partition(".")[0]
 
 
@@ -135,7 +136,7 @@ def are_named(params: Sequence[Sequence[object]]) -> bool:
 
 
 def _groups(state: Json) -> list[dict[str, Json]]:
-    """The parameter groups of an optimizer's state, each as a new dict."""
+    """Return the parameter groups of an optimizer's state, each as a new dict."""
     return [dict(entries_of(group) or ()) for group in dict(entries_of(state) or ())["param_groups"]]
 
 

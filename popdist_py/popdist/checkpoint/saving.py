@@ -1,4 +1,4 @@
-"""Saving a checkpoint: the first instance that holds a piece of a tensor writes it, instance 0 the rest."""
+"""Saving of checkpoints: the first instance that has a piece of a tensor writes it; instance 0 writes the rest."""
 
 import os
 import warnings
@@ -30,33 +30,34 @@ from popdist.job.weights import sums_of
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:
-    """Save everything that is named, as one checkpoint in the folder ``path``; all instances call it.
+    """Save the objects ``named`` as one checkpoint in the folder ``path``, on all instances together.
 
-    Instance 0 writes, and what it has is what is saved: weights are equal on all instances. Where several share a
-    replica, those of the first one write, each its part of modules and optimizers, whose parameters are known by
-    their names. The random states of a ``ReplicatedModel``'s replicas come from the instances that hold them. A
-    checkpoint is whole or not there, also when the job is killed or the power fails: it gets its name when every
-    byte of it is on the disk. It holds tensors and JSON only, and loads at any number of instances.
+    Instance 0 writes its own objects, because weights are equal on all instances. If several instances share a
+    replica, the instances of the first replica write. Each of these instances writes its part of modules and
+    optimizers, whose parameters are identified by their names. The random states of a ``ReplicatedModel``'s
+    replicas come from the instances of the replicas. A checkpoint is complete or absent, even if the job is killed
+    or the power fails, because it gets its name after every byte is on the disk. It has tensors and JSON only, and
+    loads with any number of instances.
 
-    Not saved: the gradients, what a loader has prefetched, the random states of the processes outside of
-    ``micro_batches``, and whatever you do not name.
+    Not saved: the gradients, the samples that a loader has prefetched, the random states of the processes outside
+    of ``micro_batches``, and every object that you do not name.
 
     Args:
-        path: A folder, the same on every instance; made when it is not there. One job at a time may write there.
-        keep: How many checkpoints stay: the last ones. At least 1. Older ones that cannot be removed are a
-            ``PopdistWarning``.
-        step: The number in the checkpoint's name, which orders them: greater than that of every other one there,
-            up to 12 digits. None: one more than the greatest.
+        path: A folder, the same on every instance; made if it does not exist. Only one job at a time may write.
+        keep: Number of checkpoints to keep: the last ones. At least 1. If an older checkpoint cannot be removed,
+            there is a ``PopdistWarning``.
+        step: Number in the checkpoint's name, up to 12 digits: greater than the step of every checkpoint in the
+            folder. None: one more than the greatest step.
         **named: Objects with ``state_dict()`` and ``load_state_dict()`` (``model=``, ``optimizer=``,
-            ``scheduler=``, ``scaler=``, ``loader=``, ``sampler=``), and JSON values (``epoch=``). The states hold
-            tensors and JSON values.
+            ``scheduler=``, ``scaler=``, ``loader=``, ``sampler=``), and JSON values (``epoch=``). The states may
+            have only tensors and JSON values.
 
     Returns:
         The checkpoint's directory, on every instance.
 
     Raises:
-        CheckpointError: If it could not be written, something holds more than tensors and JSON, a number is wrong,
-            or the parts of a model do not fit together; on every instance.
+        CheckpointError: If the checkpoint cannot be written, a state has more than tensors and JSON, a number is
+            wrong, or the parts of a model do not fit together; on every instance.
         CollectiveError: If the instances do not all make the same call.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.
@@ -87,7 +88,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
 def _encode(
     named: Mapping[str, object], gathered: Mapping[str, Any]
 ) -> tuple[dict[str, Json], dict[str, Json], dict[str, Tensor]]:
-    """This instance's states and values as JSON, and their tensors."""
+    """Return this instance's states and values as JSON, and the tensors of both."""
     tensors: dict[str, Tensor] = {}
     must_have_names = context.environment().contract.parallelism.is_shared
     found = states_of(named, gathered, must_have_names=must_have_names)
@@ -99,9 +100,10 @@ def _encode(
 def _join(
     group: Group, call: str, named: Mapping[str, object], states: dict[str, Json], tensors: Mapping[str, Tensor]
 ) -> tuple[WritePlan, dict[str, Json]]:
-    """Who writes which tensor, the same on all instances, and, on the one that writes the manifest, all states.
+    """Return the plan of which instance writes which tensor, and the states, on instance 0 joined from all.
 
-    Modules and optimizers are joined from the instances of the first replica; other things are instance 0's.
+    The plan is the same on all instances. Modules and optimizers are joined from the instances of the first
+    replica; other states are the states of instance 0.
     """
     with together(group, f"{call}, parts"):
         described = _describe_parts(group, named, states, tensors)
@@ -117,7 +119,7 @@ def _join(
 def _describe_parts(
     group: Group, named: Mapping[str, object], states: Mapping[str, Json], tensors: Mapping[str, Tensor]
 ) -> Json:
-    """What this instance adds to the states of the one that writes, and the tensors that it can write."""
+    """Return the states that this instance adds to the manifest, and the tensors that it can write."""
     contract = context.environment().contract
     shared = {name for name, thing in named.items() if isinstance(thing, nn.Module | Optimizer)}
     adds = contract.data_parallel_index == 0 and not is_writer(group)
@@ -133,7 +135,7 @@ def _describe_parts(
 
 
 def _begin(group: Group, call: str, folder: Path, step: int | None) -> int:
-    """Make an empty directory for the checkpoint; gives its step."""
+    """Make an empty directory for the checkpoint, and return the checkpoint's step."""
     with together(group, f"{call}, writing"):
         if is_writer(group):
             step = _choose_step(folder, step)
@@ -151,7 +153,7 @@ def _write(
     named: Mapping[str, object],
     own: Mapping[str, Tensor],
 ) -> None:
-    """Write the checkpoint, of which this instance writes its ``own`` tensors; all of it or nothing."""
+    """Write the checkpoint; this instance writes its ``own`` tensors. If an instance fails, remove everything."""
     directory, written = checkpoint_folder.partial_of(folder, described.step), b""
     copies = StoreCopies(named, own, group.backend.instance_index)
     pieces = {name: (described.forms[name], it) for name, it in own.items() if name not in copies.places}
@@ -181,7 +183,7 @@ def _write(
 
 @contextmanager
 def _explained(folder: Path, step: int) -> Iterator[None]:
-    """Within it, errors of the system are those of the checkpoint of ``step``."""
+    """Return a context that turns a system error into a CheckpointError about the checkpoint of ``step``."""
     try:
         yield
     except OSError as error:
@@ -216,7 +218,7 @@ def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
 
 
 def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[str, Any]:
-    """Gather the random states of all replicas from the instances that own them."""
+    """Gather the random states of all replicas from the instances that own the replicas."""
     index = context.environment().contract.replica_part.index
     with together(group, f"checkpoint.save, {name}"):
         mine = BytesIO()
@@ -229,7 +231,7 @@ def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[str
 
 
 def _choose_step(path: Path, step: int | None) -> int:
-    """The number of the new checkpoint. Damaged ones that have it or a greater one are removed."""
+    """Return the step of the new checkpoint; remove damaged checkpoints that have this step or a greater step."""
     present = checkpoint_folder.steps_in(path)
     if step is None and present and present[-1] == checkpoint_folder.LAST_STEP:
         raise CheckpointError(

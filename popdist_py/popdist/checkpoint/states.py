@@ -1,4 +1,4 @@
-"""The objects whose states a checkpoint holds; either all of them are loaded, or none is."""
+"""The objects whose states are in a checkpoint; a load changes all of these objects, or it changes none."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,30 +32,30 @@ from popdist.optim.sharded.sharded_optimizer import ShardedOptimizer
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that is saved by its state: module, optimizer, scheduler, scaler, sampler, loader, or your own."""
+    """An object that is saved by its state, such as a module, an optimizer, a scheduler, a loader, or your own."""
 
     def state_dict(self) -> Any:
-        """The state that a later run needs."""
+        """Return the state that a later run needs to continue."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Continue from such a state."""
+        """Continue from ``state_dict``, which :meth:`state_dict` has returned before."""
 
 
 def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """The objects in ``named`` that have a state; the others are plain values."""
+    """Return the objects in ``named`` that have a state; all other objects are plain values."""
     return {
         name: thing for name, thing in named.items() if isinstance(thing, Stateful) and not isinstance(thing, type)
     }
 
 
 def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """The random states of the models' replicas that this instance owns."""
+    """Return the random states of this instance's replicas, for each model in ``named``."""
     found = [(name, getattr(thing, "randomness", None)) for name, thing in named.items()]
     return {f"{name}.randomness": it for name, it in found if isinstance(it, ReplicaRandomness)}
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather the states of sharded optimizers from the other replicas; those that ``keep`` get them."""
+    """Gather the states of sharded optimizers from all replicas; the instances that ``keep`` get the states."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -63,7 +63,7 @@ def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict
 def states_of(
     named: Mapping[str, object], gathered: Mapping[str, Any], *, must_have_names: bool
 ) -> dict[str, Any]:
-    """The states of the objects among ``named``; an optimizer's by names of parameters if they are known."""
+    """Return the states of the objects in ``named``; an optimizer's state by parameter names if they are known."""
     names = parameter_names(named)
     states: dict[str, Any] = {}
     for name, thing in stateful_of(named).items():
@@ -84,7 +84,7 @@ def states_of(
 
 
 def join_states(named: Mapping[str, object], states: Mapping[int, Mapping[str, Json]]) -> dict[str, Json]:
-    """The encoded states of whole modules and optimizers, from those of instances, by their numbers."""
+    """Return the encoded states of whole modules and optimizers, joined from the ``states`` of instances."""
     joined = {}
     for name, thing in stateful_of(named).items():
         if isinstance(thing, Optimizer):
@@ -95,11 +95,11 @@ def join_states(named: Mapping[str, object], states: Mapping[int, Mapping[str, J
 
 
 Owned: TypeAlias = dict[str, Any]
-"""Of each module and optimizer what this instance has: keys; names of parameters by group, or None."""
+"""An instance's keys of each module, and an instance's parameter names of each optimizer (None if unknown)."""
 
 
 def owned_of(named: Mapping[str, object]) -> Owned:
-    """What this instance has of the modules and optimizers among ``named``."""
+    """Return this instance's keys of each module, and parameter names of each optimizer, in ``named``."""
     names = parameter_names(named)
     owned: Owned = {}
     for name, thing in stateful_of(named).items():
@@ -113,9 +113,9 @@ def owned_of(named: Mapping[str, object]) -> Owned:
 def check_fits(
     things: Mapping[str, Stateful], states: Mapping[str, Any], everybody: Sequence[Owned], where: str
 ) -> None:
-    """Refuse states of other modules and optimizers than these, before anything is changed.
+    """Check that the saved ``states`` fit the modules and optimizers in ``things``, before anything is changed.
 
-    ``states`` have forms in place of tensors; ``everybody`` is what each instance has of modules and optimizers.
+    ``states`` have forms instead of tensors; ``everybody`` has the keys and names of every instance.
     """
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
@@ -131,7 +131,7 @@ def check_fits(
 
 
 def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> Json:
-    """What this instance, with this index in its replica, loads of the encoded state ``saved`` into ``thing``."""
+    """Return the part of the encoded state ``saved`` that instance ``index`` of a replica loads into ``thing``."""
     if isinstance(thing, nn.Module):
         return cut_module(saved, keys_of(thing))
     if isinstance(thing, Optimizer):
@@ -140,7 +140,7 @@ def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> J
 
 
 def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> dict[str, Wanted]:
-    """The tensors in ``part``, the state that ``thing`` loads; those that are distributed here, as they are."""
+    """Return how to load each tensor in ``part``: whole, as a piece of a DTensor, or into a store."""
     likes: list[tuple[Json, Any, Any]] = [(part, None, None)]
     if isinstance(thing, nn.Module):
         own = thing.state_dict(keep_vars=True)
@@ -166,7 +166,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
 
 
 def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
-    """What an optimizer's state of a parameter is placed like, and where it lies in a store."""
+    """Return the values of a parameter's optimizer state, each with a tensor placed alike and one in a store."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]
     stored = optimizer.mapped_state(parameter)
@@ -174,7 +174,7 @@ def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
-    """Load each state, modules last, and return a function that undoes it for all but modules."""
+    """Load each state, modules last. Return a function that restores all objects except the modules."""
     before: list[Callable[[], object]] = []
 
     def undo() -> None:
@@ -195,10 +195,10 @@ def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Ca
 
 
 def _remember(thing: Stateful) -> Callable[[], object]:
-    """Return a function that restores the present state of ``thing``, without any exchange."""
+    """Return a function that restores the present state of ``thing`` without communication."""
     if isinstance(thing, ShardedOptimizer):
         return thing.remember()
-    if store_of(thing) is not None:  # which is torn until all is loaded
+    if store_of(thing) is not None:  # nothing is restored, because the store is torn until the load ends
         return lambda: None
     state = thing.state_dict()
     return lambda: thing.load_state_dict(state)
@@ -243,13 +243,13 @@ def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer, everybody:
 
 
 def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
-    """The differences in settings if they are those of another kind of optimizer: each has some of its own."""
+    """Return the settings that differ if ``saved`` is from another kind of optimizer; otherwise an empty list."""
     known = {name for group in optimizer.param_groups for name in group}
     theirs, own = (
         [name for name in saved if name not in known],
         [name for name in optimizer.defaults if name not in saved],
     )
-    if not theirs or not own:  # another version of torch knows more, and a schedule adds settings of its own
+    if not theirs or not own:  # another version of torch may have more settings, and a scheduler adds settings
         return []
     kind, then, now = type(optimizer).__name__, name_first(theirs, 8), name_first(own, 8)
     return [f"its settings are {then} there, and {kind} has {now}: make the one that was saved"]

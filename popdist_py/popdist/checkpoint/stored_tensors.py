@@ -1,4 +1,4 @@
-"""Tensors that lie in the store of a model in phases: saved as whole files, and loaded into their places there."""
+"""Tensors in the store of a model in phases: saved as whole files, and loaded into their places in the store."""
 
 import mmap
 import os
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from popdist.phases.store_file import StoreFile
 
 BATCH_BYTES: Final = 16 << 20
-"""How much is read before it is written into a store: or one tensor, if it is larger."""
+"""The number of bytes that are read before they are written into a store; a larger tensor is read alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """Where a piece of a tensor lies in a file that was copied from a store, and its order in memory."""
+    """A piece of a tensor in a file that was copied from a store: the place in the file, and the strides."""
 
     file: str
     start: int
@@ -35,17 +35,17 @@ class StoredPiece:
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
-        """Make it from what :meth:`to_json` gave."""
+        """Make the piece from the list that :meth:`to_json` returned."""
         file, start, offsets, sizes, stride = value
         piece = TensorPiece(offsets=tuple(offsets), sizes=tuple(sizes))
         return cls(file=file, start=start, piece=piece, stride=tuple(stride))
 
     def to_json(self) -> Json:
-        """It as a list."""
+        """Return the piece as a list."""
         return [self.file, self.start, self.piece.offsets, self.piece.sizes, self.stride]
 
     def read(self, directory: Path, dtype: torch.dtype, piece: TensorPiece, tensor: Tensor) -> None:
-        """Overwrite what is of this piece in ``tensor``, which is another ``piece`` of the same whole one."""
+        """Copy elements of this stored piece into ``tensor``, which has the piece ``piece`` of the same tensor."""
         starts = [*map(max, zip(self.piece.offsets, piece.offsets, strict=True))]
         ends = [*map(min, zip(self.piece.ends, piece.ends, strict=True))]
         if not all(start < end for start, end in zip(starts, ends, strict=True)):
@@ -61,25 +61,25 @@ class StoredPiece:
 
 
 def _within(piece: TensorPiece, starts: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
-    """What stands between ``starts`` and ``ends`` of a whole tensor, in a piece of it."""
+    """Return the slices of ``piece`` for the elements from ``starts`` to ``ends`` of the whole tensor."""
     bounds = zip(starts, ends, piece.offsets, strict=True)
     return tuple(slice(start - offset, end - offset) for start, end, offset in bounds)
 
 
 def store_of(thing: object) -> PhaseStore | None:
-    """The store of a model in phases, or of its optimizer."""
+    """Return the store of a model in phases, or of its optimizer; None for another object."""
     store = getattr(thing, "store", None)
     return store if isinstance(store, PhaseStore) else None
 
 
 def stores_of(named: Mapping[str, object]) -> list[PhaseStore]:
-    """The stores of all things in ``named``, in the order of their names, each once."""
+    """Return the stores of all objects in ``named``, in the order of the names, and each store once."""
     found = [store for _, thing in sorted(named.items()) if (store := store_of(thing)) is not None]
     return list(dict.fromkeys(found))
 
 
 def check_whole(named: Mapping[str, object]) -> None:
-    """Refuse to save what is in the middle of a step."""
+    """Check that no object in ``named`` is in the middle of a step. Raises CheckpointError if an object is."""
     for name, thing in named.items():
         store = store_of(thing)
         if store is not None and store.is_torn:
@@ -90,7 +90,7 @@ def check_whole(named: Mapping[str, object]) -> None:
 
 
 class StoreCopies:
-    """The files of stores that a checkpoint gets whole, and where tensors lie in them."""
+    """The files of stores that a checkpoint copies as a whole, and the places of tensors in these files."""
 
     def __init__(self, named: Mapping[str, object], tensors: Mapping[str, Tensor], instance: int) -> None:
         stores = stores_of(named)
@@ -105,13 +105,13 @@ class StoreCopies:
                 self.places[name] = StoredPiece(file=label, start=start, piece=piece, stride=part.stride())
 
     def write(self, directory: Path) -> Json:
-        """Copy the files into ``directory``; gives what :func:`join_copies` needs."""
+        """Copy the files into ``directory``, and return the digests and places for :func:`join_copies`."""
         digests = {label: file.copy_to(directory / label) for file, label in self._files.items()}
         return [digests, {name: it.to_json() for name, it in self.places.items()}]
 
 
 def join_copies(written: Iterable[Json]) -> tuple[dict[str, str], dict[str, list[StoredPiece]]]:
-    """The digests of all files, and where each tensor lies in them, from what the instances have written."""
+    """Join the results of ``StoreCopies.write`` from all instances: digests of files, and pieces of tensors."""
     digests: dict[str, str] = {}
     stored: dict[str, list[StoredPiece]] = {}
     for digests_of_one, places in written:
@@ -122,7 +122,7 @@ def join_copies(written: Iterable[Json]) -> tuple[dict[str, str], dict[str, list
 
 
 def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
-    """The wanted tensors in portions of ``BATCH_BYTES``, or of one tensor."""
+    """Yield the wanted tensors in batches of at most ``BATCH_BYTES``; a larger tensor is a batch alone."""
     batch: dict[str, Wanted] = {}
     num_bytes = 0
     for name, it in wanted.items():
@@ -139,7 +139,7 @@ def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
 def write_into_stores(
     stores: list[PhaseStore], wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write tensors to the places in the stores that they are wanted for; the first instance of a host does."""
+    """Write ``tensors`` to their places in the stores, but only on the first instance of a host."""
     for name, it in wanted.items():
         part = local_part(it.into)
         for store in stores:

@@ -1,8 +1,8 @@
-"""Tensors on the disk, in the format of torch.distributed.checkpoint (DCP), without its process groups.
+"""Files of tensors in the format of torch.distributed.checkpoint (DCP), without DCP's process groups.
 
-Any tool that reads DCP's directories reads these. DCP's index is a pickle, which could run anything: here an
-unpickler reads it that knows the types of an index only. Importing DCP takes a second or two, so only the instance
-that writes or reads imports this module.
+Any tool that reads DCP's directories reads these files. DCP's index is a pickle, which could run any code, so the
+index is read by an unpickler that allows only the types of an index. Importing DCP takes a second or two, so only
+an instance that writes or reads imports this module.
 """
 
 import io
@@ -43,7 +43,7 @@ from popdist.checkpoint.tensor_pieces import TensorPiece, piece_of
 from popdist.ground.local_tensors import TensorForm, local_part
 
 INDEX: Final = ".metadata"
-"""The name of DCP's index."""
+"""The file name of DCP's index."""
 
 _INDEX_TYPES: Final = frozenset(
     {
@@ -65,11 +65,11 @@ _INDEX_TYPES: Final = frozenset(
         "pathlib._local PosixPath",
     }
 )
-"""The types that the pickle of a DCP index, or of what an instance has written, may contain beside dtypes."""
+"""The types, in addition to dtypes, that a pickle of a DCP index or of an instance's results may contain."""
 
 
 def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[TensorForm, Tensor]]) -> bytes:
-    """Write what this instance has of ``tensors`` into a file of its own; gives what :func:`write_index` needs."""
+    """Write this instance's pieces of ``tensors`` into its own file; return the data for :func:`write_index`."""
     items = [_item(name, form, tensor) for name, (form, tensor) in tensors.items()]
     writer = FileSystemWriter(directory, sync_files=True)
     plan = writer.prepare_global_plan([SavePlan([])] * instance + [SavePlan(items)])[instance]
@@ -82,7 +82,7 @@ def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[Ten
 
 
 def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
-    """Write the index of what all instances have written; gives the digests of all files."""
+    """Write the index of the pieces that all instances have written, and return the digests of all files."""
     items, results, digests = zip(*(_IndexUnpickler(io.BytesIO(it)).load() for it in written), strict=True)
     _, metadata = create_default_global_save_plan([SavePlan(mine) for mine in items])
     FileSystemWriter(directory, sync_files=False).finish(metadata, list(results))
@@ -92,7 +92,7 @@ def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
 
 
 def read_pieces(directory: Path, pieces: Mapping[str, tuple[TensorPiece, Tensor]], files: Collection[str]) -> None:
-    """Overwrite each tensor with its piece of the tensor of its name in these ``files`` of ``directory``."""
+    """Overwrite each tensor in ``pieces`` with its piece of the tensor with the same name in ``directory``."""
     reader = _Reader(directory)
     metadata = reader.read_metadata()
     if others := {it.relative_path for it in metadata.storage_data.values()} - {*files}:
@@ -122,37 +122,37 @@ def _chunk(piece: TensorPiece) -> ChunkStorageMetadata:
 
 
 class _PieceWriter(DefaultSavePlanner):
-    """Gives DCP's writer the pieces of this instance."""
+    """The planner that gives this instance's pieces to DCP's writer."""
 
     def __init__(self, pieces: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)
         self.state_dict = dict(pieces)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The piece that ``write_item`` names."""
+        """Return the piece that ``write_item`` names."""
         piece: Tensor = self.state_dict[write_item.index.fqn]
         return piece.resolve_conj().resolve_neg()
 
 
 class _PieceReader(DefaultLoadPlanner):
-    """Gives DCP's reader the tensors that it writes into."""
+    """The planner that gives DCP's reader the tensors to overwrite."""
 
     def __init__(self, pieces: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)
         self.state_dict = dict(pieces)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a tensor here that one piece of the checkpoint fills."""
+        """Return the view of a tensor that the reader overwrites with the saved piece of ``read_item``."""
         where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         piece: Tensor = self.state_dict[read_item.dest_index.fqn]
         return piece[tuple(slice(start, start + length) for start, length in where)]
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader, which unpickles only the types of an index."""
+    """DCP's reader, but with an unpickler that allows only the types of an index."""
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """Read the index of the tensors."""
+        """Read and return DCP's index. Raises UnpicklingError if the file is no index."""
         with Path(self.path, INDEX).open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
@@ -161,10 +161,10 @@ class _Reader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that refuses all types but those of an index and of what an instance has written."""
+    """An unpickler that allows only dtypes and the types of an index or of an instance's results."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Find a type of an index, or a dtype; an error for anything else."""
+        """Return a dtype or a type of an index. Raises UnpicklingError for any other name."""
         if (module_name, global_name) == ("builtins", "getattr"):
             return _member_of
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
@@ -174,7 +174,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member_of(enumeration: object, name: str) -> Enum:
-    """A member of an enumeration, for which Python 3.11.0 to 3.11.3 pickle a call of ``getattr``."""
+    """Return a member of an enumeration; Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``."""
     if isinstance(enumeration, EnumType) and name in enumeration.__members__:
         member: Enum = enumeration.__members__[name]
         return member
@@ -183,7 +183,7 @@ def _member_of(enumeration: object, name: str) -> Enum:
 
 @contextmanager
 def _system_errors() -> Iterator[None]:
-    """A context that raises the system's error behind torch's, which says only that a file is too short."""
+    """Return a context that raises the OSError behind an error of torch, because torch hides the reason."""
     try:
         yield
     except RuntimeError as error:

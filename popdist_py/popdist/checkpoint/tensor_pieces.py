@@ -1,4 +1,4 @@
-"""Which instance writes which piece of each tensor, and which piece of it an instance loads."""
+"""The pieces of tensors: which instance writes which piece, and which piece an instance loads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,38 +15,38 @@ from popdist.ground.local_tensors import TensorForm, is_distributed, local_part,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A part of a tensor: where it begins in each dimension, and how long it is there."""
+    """A part of a tensor: the part's offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """All of a tensor of this shape."""
+        """Return the piece that is a whole tensor with this ``shape``."""
         return cls(offsets=(0,) * len(shape), sizes=tuple(shape))
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Where it ends in each dimension."""
+        """The index after the last element of the piece, in each dimension."""
         return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements in the piece."""
         return prod(self.sizes)
 
     def empty(self, form: TensorForm) -> Tensor:
-        """A tensor for the piece of one of this form, on the CPU, not yet filled."""
+        """Return an uninitialised CPU tensor for this piece of a tensor with the form ``form``."""
         if self.sizes == form.shape:
             return form.empty()
         return torch.empty(self.sizes, dtype=form.dtype, device="cpu")
 
 
 def piece_of(tensor: Any) -> TensorPiece:
-    """The part of a DTensor that is here, perhaps without elements; all of any other tensor."""
+    """Return the local piece of a DTensor, perhaps without elements; for any other tensor the whole tensor."""
     if not is_distributed(tensor):
         return TensorPiece.whole(tensor.shape)
-    if tensor.device_mesh.get_coordinate() is None:  # it lies on other instances
+    if tensor.device_mesh.get_coordinate() is None:  # the DTensor is only on other instances
         return TensorPiece.whole(local_part(tensor).shape)
     (chunk,) = tensor.__create_chunk_list__()
     return TensorPiece(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
@@ -54,7 +54,7 @@ def piece_of(tensor: Any) -> TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one instance has of a tensor; ``total`` is the sum of its memory, where it is a copy on several."""
+    """The piece of a tensor that one instance has; ``total``, a sum of its bits, is given for possible copies."""
 
     form: TensorForm
     piece: TensorPiece
@@ -62,18 +62,18 @@ class Held:
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
-        """Make it from what :meth:`to_json` gave."""
+        """Make the object from the list that :meth:`to_json` returned."""
         form, offsets, sizes, total = value
         piece = TensorPiece(offsets=tuple(offsets), sizes=tuple(sizes))
         return cls(form=TensorForm.from_json(form), piece=piece, total=total)
 
     def to_json(self) -> Json:
-        """It as a list."""
+        """Return the object as a list."""
         return [self.form.to_json(), self.piece.offsets, self.piece.sizes, self.total]
 
 
 def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[str, Held]:
-    """What this instance has of each tensor, without DTensors of which it has nothing."""
+    """Return the piece of each tensor that this instance has, without DTensors of which it has no element."""
     held = {
         name: Held(form=TensorForm.of(tensor), piece=piece_of(tensor), total=totals.get(name))
         for name, tensor in tensors.items()
@@ -83,14 +83,14 @@ def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """The forms of all tensors, and which of them each instance writes, as far as it has them."""
+    """The forms of all tensors, and the names of the tensors of which each instance writes its piece."""
 
     forms: dict[str, TensorForm]
     writes: list[list[str]]
 
 
 def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
-    """Have each piece written by the first instance that holds it; an error if they are not whole tensors."""
+    """Plan that the first instance with a piece writes it. Raises CheckpointError if a piece is missing."""
     forms: dict[str, TensorForm] = {}
     first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
     holders: dict[str, int] = {}
@@ -132,9 +132,9 @@ def _check_whole(forms: Mapping[str, TensorForm], pieces: Iterable[tuple[str, Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What this instance loads of a tensor: all of it, or its piece of one that is placed as ``like``.
+    """The part of a tensor that this instance loads: the whole tensor, or the piece that the DTensor ``like`` has.
 
-    ``into`` is a tensor that shows the place in a store which it is written to.
+    If ``into`` is given, the part is written to the place of the tensor ``into`` in a store.
     """
 
     form: TensorForm
@@ -143,9 +143,9 @@ class Wanted:
 
     @property
     def piece(self) -> TensorPiece:
-        """Which piece of the tensor is loaded."""
+        """The piece of the tensor that is loaded."""
         return TensorPiece.whole(self.form.shape) if self.like is None else piece_of(self.like)
 
     def placed(self, piece: Tensor) -> Tensor:
-        """The loaded ``piece`` as a tensor that is placed as ``like``."""
+        """Return the loaded ``piece`` as a tensor with the placement of ``like``."""
         return piece if self.like is None else placed_as(self.like, piece)

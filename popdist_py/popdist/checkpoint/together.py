@@ -1,4 +1,4 @@
-"""What the instances of a job do together: one of them writes and reads, and an error on one is raised on all."""
+"""Steps that all instances do together: instance 0 writes, and an error of an instance is raised on all."""
 
 from contextlib import AbstractContextManager
 from typing import Final
@@ -9,11 +9,11 @@ from popdist.job import context
 from popdist.job.collectives import fail_together
 
 WRITER: Final = 0
-"""The instance that writes manifests, and reads them."""
+"""The index of the instance that writes and reads manifests."""
 
 
 def whole_job(call: str) -> Group:
-    """The group of all instances of the job; an error within ``execute_on_instances``."""
+    """Return the group of all instances. Raises CollectiveError inside ``execute_on_instances``."""
     group = context.current_group()
     num_instances = context.environment().contract.num_instances
     if len(group.instances) < num_instances:
@@ -25,10 +25,10 @@ def whole_job(call: str) -> Group:
 
 
 def is_writer(group: Group) -> bool:
-    """Whether this instance is the one that writes manifests."""
+    """Whether this instance writes the manifests."""
     return group.backend.instance_index == WRITER
 
 
 def together(group: Group, text: str) -> AbstractContextManager[None]:
-    """Within it an error on one instance is raised on each; the block waits for nobody."""
+    """Return a context that raises an instance's error on all instances; do not communicate in the context."""
     return fail_together(group, text, CheckpointError)
