@@ -1,1 +1,1 @@
-"""What a program measures, over all instances of a job."""
+"""Metrics that a program measures over all instances of a job."""

@@ -1,8 +1,8 @@
-"""Means over everything that the instances of a job counted, exact for any split.
+"""Exact means over the numbers of all instances, the same for any number of instances.
 
-A floating-point sum depends on its order, and a program that adds up its losses adds them in another order for
-each split. Here a sum is a whole number of units of 2^-1074, the smallest float above 0, of which every float is
-a multiple: nothing is rounded before the mean is taken.
+A floating-point sum depends on its order, and a program adds its losses in another order for each number of
+instances. Here a sum is a whole number of units of 2^-1074, the smallest float above 0. Every float is a multiple
+of this unit, so nothing is rounded before the mean is computed.
 """
 
 import math
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Numbers: TypeAlias = "float | Tensor | Iterable[float | Tensor]"
-"""A number, a tensor of numbers, or several of them."""
+"""A number, a tensor of numbers, or an iterable of numbers and tensors."""
 
 _UNIT_EXPONENT: Final = 1074
-"""A unit of the exact sums is 2 to the power of minus this."""
+"""The exponent of the unit of exact sums: the unit is 2 to the power of minus this number."""
 
 
 class _ExactSum:
@@ -37,47 +37,48 @@ class _ExactSum:
             if isinstance(number, int):
                 self.num_units += number << _UNIT_EXPONENT
             elif math.isfinite(number):
-                numerator, denominator = number.as_integer_ratio()  # the latter is a power of 2
+                numerator, denominator = number.as_integer_ratio()  # the denominator is a power of 2
                 self.num_units += numerator << (_UNIT_EXPONENT + 1 - denominator.bit_length())
             else:
                 self.infinite += number
 
     def __str__(self) -> str:
-        """The sum in two words, without rounding, for :meth:`add_words`."""
+        """Return the sum as two words, without rounding, for :meth:`add_words`."""
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:
-        """Add the sum of another instance."""
+        """Add the sum of another instance, given as the two words of its text."""
         self.num_units += int(num_units, 16)
         self.infinite += float(infinite)
 
 
 _NOTHING: Final = f"{_ExactSum()} {_ExactSum()}".split()
-"""What an instance brings that has added nothing, or zeros."""
+"""The words that an instance sends if it has added nothing, or only zeros."""
 
 
 def weighted_mean(total: Numbers, count: Numbers) -> float:
-    """The mean over everything that all instances counted: the sum of all totals divided by the sum of all counts.
+    """Return the sum of the totals of all instances, divided by the sum of the counts of all instances.
 
-    Never a mean of means. ``weighted_mean(num_correct, num_samples)`` is the accuracy, and
-    ``weighted_mean([loss.item() * len(x), ...], num_samples)`` the loss per sample. All that is given here is
-    added without rounding, over all instances, and the quotient is rounded once. So it is the same for every
-    split if the numbers are: give one total for each micro batch, in a list or tensor. A total of several micro
-    batches that the program added up itself was rounded on the way, in another order for every split.
-    :class:`Mean` takes one total after the other. Where several instances share a replica, each replica counts
-    once: what the last of its instances gave that counted anything, as the last stage of a pipeline.
+    The result is never a mean of means. ``weighted_mean(num_correct, num_samples)`` is the accuracy, and
+    ``weighted_mean([loss.item() * len(x), ...], num_samples)`` is the loss per sample. All numbers are added
+    without rounding, over all instances, and the quotient is rounded once. So the result is the same for any
+    number of instances if the numbers are the same: give one total for each micro batch, in a list or tensor. If
+    the program adds the totals of several micro batches itself, the sum is rounded in an order that depends on the
+    number of instances. :class:`Mean` takes one total after the other. If several instances share a replica, each
+    replica counts once: with the numbers of its last instance that counted anything, such as the last stage of a
+    pipeline.
 
     Args:
-        total: What this instance summed up: a number, a tensor of any shape, or a list of these, whose elements
-            are all added. NaN and infinity make the mean NaN or infinity.
-        count: Over how many, in any unit: as ``total``, finite and at least 0. 0 on an instance that saw nothing,
-            with a ``total`` of 0.
+        total: Total of this instance: a number, a tensor of any shape, or a list of numbers and tensors, whose
+            elements are all added. NaN and infinity make the mean NaN or infinity.
+        count: Number of things that ``total`` sums up, in any unit; same types as ``total``, finite and at least
+            0. An instance that saw nothing passes 0 for both.
 
     Returns:
         The same float on every instance.
 
     Raises:
-        CollectiveError: If no instance counted anything, an instance makes another call, or what one gave is no
+        CollectiveError: If no instance counted anything, an instance makes another call, or an instance passes no
             number or a negative count; on every instance.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
@@ -89,11 +90,11 @@ def weighted_mean(total: Numbers, count: Numbers) -> float:
         fault = str(error).removeprefix("Mean.add")
         _gather("", "weighted_mean()", f"weighted_mean{fault}")
         raise
-    return mean._over_all("weighted_mean()")  # noqa: SLF001 - of this module
+    return mean._over_all("weighted_mean()")  # noqa: SLF001 - the class is in this module
 
 
 class Mean:
-    """The exact mean over what all instances add to it; for a loss, an accuracy or any other metric.
+    """An exact mean over the numbers that all instances add, for a loss, an accuracy or another metric.
 
     ::
 
@@ -103,9 +104,9 @@ class Mean:
                 loss.add(loss_fn(model(x), y) * len(x), len(x))
         print(loss.compute())
 
-    Nothing is rounded when totals are added, so their order, and which instance adds which of them, change no bit.
-    Add one total for each micro batch: one that the program has added up over several was rounded on the way.
-    Instances that share a replica count as in :func:`weighted_mean`.
+    Nothing is rounded when totals are added, so the order of the totals, and which instance adds a total, change
+    no bit. Add one total for each micro batch, because a total that the program has added up over several is
+    already rounded. Instances that share a replica count as in :func:`weighted_mean`.
     """
 
     def __init__(self) -> None:
@@ -113,14 +114,15 @@ class Mean:
         self._count = _ExactSum()
 
     def add(self, total: Numbers, count: Numbers) -> None:
-        """Add ``total``, which was summed up over ``count``, on this instance; there is no exchange.
+        """Add ``total``, the sum of ``count`` values, to this instance's part of the mean. No communication.
 
         Args:
-            total: A number, a tensor of any shape, or a list of these, whose elements are all added.
-            count: As ``total``, finite and at least 0.
+            total: A number, a tensor of any shape, or a list of numbers and tensors, whose elements are all added.
+            count: Same types as ``total``, finite and at least 0.
 
         Raises:
-            CollectiveError: If one is no number, or a count is negative or not finite; then nothing is added.
+            CollectiveError: If an argument is no number, or a count is negative or not finite; nothing is added
+                then.
         """
         try:
             totals, counts = _flat(total), _flat(count)
@@ -136,15 +138,15 @@ class Mean:
         self._count.add(counts)
 
     def compute(self) -> float:
-        """The sum of the totals of all instances divided by the sum of their counts; every instance calls it.
+        """Return the sum of all instances' totals divided by the sum of the counts. Every instance must call it.
 
-        It changes nothing: more may be added afterwards.
+        The call changes nothing, so more numbers may be added afterwards.
 
         Returns:
-            The same float on every instance: the exact quotient, rounded once; an infinity if it is too large.
+            The same float on every instance: the exact quotient, rounded once; infinity if it is too large.
 
         Raises:
-            CollectiveError: If no instance counted anything, or one makes another call.
+            CollectiveError: If no instance counted anything, or an instance makes another call.
             NotInitializedError: Before ``popdist.init()``.
             BackendError: If an instance was lost or came too late.
         """
@@ -159,16 +161,18 @@ class Mean:
             count.add_words(*received[place][2:])
         if not count.num_units:
             raise CollectiveError(f"{text}: the counts of all instances add up to 0, so there is no mean")
-        if total.infinite:  # NaN is, too
+        if total.infinite:  # true also for NaN
             return total.infinite
         try:
-            return total.num_units / count.num_units  # which Python rounds correctly, however large they are
+            return (
+                total.num_units / count.num_units
+            )  # Python rounds the quotient correctly for numbers of any size
         except OverflowError:
             return math.inf if total.num_units > 0 else -math.inf
 
 
 def _flat(numbers: object) -> list[float]:
-    """All numbers in ``numbers``, as floats and integers."""
+    """Return all numbers in ``numbers``, as floats and integers."""
     if isinstance(numbers, float | int):
         return [numbers]
     if isinstance(numbers, str | bytes | dict | set):
@@ -179,19 +183,19 @@ def _flat(numbers: object) -> list[float]:
     if isinstance(numbers, Iterable):
         return [number for item in numbers for number in _flat(item)]
     try:
-        return [operator.index(numbers)]  # type: ignore[arg-type] # raises what is caught
+        return [operator.index(numbers)]  # type: ignore[arg-type] # a TypeError is caught
     except TypeError:
-        return [float(numbers)]  # type: ignore[arg-type] # raises what the caller catches
+        return [float(numbers)]  # type: ignore[arg-type] # the caller catches errors
 
 
 def _shown(numbers: object) -> str:
-    """``numbers`` as text for a message; a long list or tensor is shown by its type."""
+    """Return ``numbers`` as text for a message; a long list or tensor is shown by its type."""
     text = repr(numbers)
     return text if len(text) <= 60 else f"a {type(numbers).__name__}"
 
 
 def _gather(sums: str, text: str, fault: str | None = None) -> list[str]:
-    """The sums of all instances, or an error if one brings none, which is ``fault`` on that one."""
+    """Return the sums of all instances. Raises CollectiveError if an instance sends no sums."""
     group = current_group()
     received = [data.decode() for data in gather_bytes(group, text, sums.encode())]
     refused = [instance for instance, it in zip(group.instances, received, strict=True) if not it]

@@ -1,7 +1,8 @@
-"""The numbers that a program reports while it trains: for poprun's report of the job, and for trackers.
+"""Numbers that a program reports during training, for poprun's report of the job and for trackers.
 
-To poprun they go through a pipe that its agent made. It never makes the program wait: at most 100 lines a second
-are written, with the last value of each number since the lines before, and a pipe that is full is tried again.
+The numbers go to poprun through a pipe that poprun's agent has made. The pipe never makes the program wait. At
+most 100 lines a second are written, with the last value of each number since the lines before. If the pipe is
+full, a later report writes the numbers.
 """
 
 import atexit
@@ -20,18 +21,18 @@ from popdist.ground.contract import NUMBERS_DESCRIPTOR
 from popdist.ground.progress import LARGEST_STEP, progress_page
 
 MAX_NAMES: Final = 64
-"""How many different numbers a program may report."""
+"""The largest number of different names that a program may report."""
 
 MAX_NAME_BYTES: Final = 100
 
 _GAP_SECONDS: Final = 0.01
-_NUMBERS_OF_A_LINE: Final = 16  # which then fits into PIPE_BUF (pipe(7))
+_NUMBERS_OF_A_LINE: Final = 16  # so that a line fits into PIPE_BUF (pipe(7))
 
 OnReport = Callable[[dict[str, float], int | None], object]
 
 
 class NumberPipe:
-    """The pipe to the agent; it takes numbers, and drops them where there is none."""
+    """The pipe that takes numbers to the agent; if the process has no such pipe, numbers are dropped."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -39,7 +40,7 @@ class NumberPipe:
         self._next_seconds = 0.0
 
     def open(self, place: str) -> None:
-        """Write from now on to the pipe at ``place``, ``DESCRIPTOR:INODE``, if this process has inherited it."""
+        """Use the pipe at ``place`` (``DESCRIPTOR:INODE``) from now on, if this process has inherited the pipe."""
         number, _, inode = place.partition(":")
         if not (number.isdecimal() and inode.isdecimal()):
             return
@@ -47,24 +48,24 @@ class NumberPipe:
             found = os.fstat(int(number))
         except (OSError, OverflowError):
             return
-        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):  # else a file of the program's own
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):  # otherwise the program's own file
             self._descriptor = int(number)
             os.register_at_fork(after_in_child=self.close)
             atexit.register(self.flush)
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing to the pipe."""
         self._descriptor = -1
 
     def send(self, numbers: dict[str, float]) -> None:
-        """Write ``numbers``, now or with those that come next."""
+        """Write ``numbers`` to the pipe, now or together with the next numbers."""
         if self._descriptor >= 0:
             self._unsent |= numbers
             if time.monotonic() >= self._next_seconds:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what has not been written yet, as lines of JSON that the pipe takes wholly or not at all."""
+        """Write the numbers not written yet, as lines of JSON that the pipe takes completely or not at all."""
         while self._unsent and self._descriptor >= 0:
             now_seconds = time.monotonic()
             some = dict(islice(self._unsent.items(), _NUMBERS_OF_A_LINE))
@@ -82,7 +83,7 @@ class NumberPipe:
 
 @dataclass(eq=False, slots=True)
 class _Listener:
-    """A callback that is told of reports."""
+    """A callback that is called at each report, and whether the callback has failed before."""
 
     callback: OnReport
     has_failed: bool = False
@@ -90,11 +91,11 @@ class _Listener:
 
 @dataclass(slots=True, kw_only=True)
 class _Reporting:
-    """What this process has reported, and who is told."""
+    """The state of this process's reports: the pipe, the names, the last step, and the callbacks."""
 
     pipe: NumberPipe | None = None  # None before the first report
     names: set[str] = field(default_factory=set)
-    step: int | None = None  # the last one that was reported
+    step: int | None = None  # the last step that was reported
     listeners: list[_Listener] = field(default_factory=list)
     is_calling: bool = False
 
@@ -103,22 +104,22 @@ _reporting = _Reporting()
 
 
 def report(*, step: int | None = None, loss: float | None = None, **numbers: float | None) -> None:
-    """Tell poprun, and the callbacks of :func:`on_report`, how far the training is and how well it goes.
+    """Send the step, the loss and other numbers to poprun, and to the callbacks of :func:`on_report`.
 
-    poprun's report of a hang and its monitor show step and loss; ``poprun --report run.html`` draws every number
-    over time. Needs no ``init()`` and asks nobody; outside poprun only the callbacks hear of it. A program that
-    reports makes progress, also where it calls nothing else of popdist for long. Steps need not be reported where
-    ``ReplicatedModel`` trains: they are counted.
+    poprun's report of a hang and poprun's monitor show step and loss; ``poprun --report run.html`` draws every
+    number over time. The call needs no ``init()`` and no communication; outside poprun only the callbacks get the
+    numbers. A program that reports makes progress, even if it calls nothing else of popdist for a long time. Steps
+    need not be reported if ``ReplicatedModel`` trains, because popdist counts these steps.
 
     Args:
-        step: The step that has been done, 0 or greater; a number of the program's own. None leaves the last one.
-        loss: Its loss: a number, or a tensor with one element. Reading an accelerator's waits for it; so report
-            it as often as the loss is printed, not at every step. None leaves the last one.
-        **numbers: Any others by name, such as ``accuracy=0.9`` or ``**{"loss/train": 0.3}``, of the same kinds.
-            None is left out. At most 64 names in all, of at most 100 bytes.
+        step: The step that has been done, 0 or greater, as the program counts. None keeps the last step.
+        loss: Loss of the step: a number, or a tensor with one element. Reading a tensor waits for its accelerator,
+            so report the loss as often as it is printed, not at every step. None keeps the last loss.
+        **numbers: Other numbers by name, such as ``accuracy=0.9`` or ``**{"loss/train": 0.3}``, of the same types.
+            None is left out. At most 64 names in all, each of at most 100 bytes.
 
     Raises:
-        PopdistError: If ``step`` is no such whole number, another value is no number, or there are more names.
+        PopdistError: If ``step`` is no whole number from 0 up, another value is no number, or names are too many.
     """
     number = None if step is None else min(whole_number("step", step, PopdistError, minimum=0), LARGEST_STEP)
     values = {name: _number(name, it) for name, it in {"loss": loss, **numbers}.items() if it is not None}
@@ -138,20 +139,21 @@ def report(*, step: int | None = None, loss: float | None = None, **numbers: flo
 def on_report(callback: OnReport) -> Callable[[], None]:
     """Call ``callback(numbers, step)`` at each :func:`report` of numbers, on instance 0 only.
 
-    All instances may call this alike: ``popdist.on_report(wandb.log)``. It needs no ``init()``, and goes on after
-    ``finalize()``. An exception of a callback does not end the training: its first one becomes a PopdistWarning,
-    and the callback is called again at the next report. A report made by a callback tells no callback.
+    All instances may make the same call: ``popdist.on_report(wandb.log)``. The call needs no ``init()``, and the
+    callback stays after ``finalize()``. An exception of a callback does not end the training: the first exception
+    becomes a PopdistWarning, and the callback is called again at the next report. A report made by a callback
+    calls no callback.
 
     Args:
-        callback: Takes a new dictionary of the numbers that this report has, ``loss`` among them, by name, and the
-            step of the report, else the last one reported; None where none was.
+        callback: Function of a new dictionary with the numbers of this report by name, also ``loss``, and of the
+            step of the report, or else the last reported step; None if no step was reported.
 
     Returns:
-        A function that ends this; calling it twice does nothing more.
+        A function that removes the callback; a second call does nothing.
 
     Raises:
         PopdistError: If ``callback`` cannot be called.
-        ContractError: If the environment promises a job and does not describe one.
+        ContractError: If the environment variables announce a job and do not describe the job.
     """
     from popdist.job.context import instance_index
 
