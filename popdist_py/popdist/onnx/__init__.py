@@ -1,9 +1,9 @@
-"""ONNX files as torch modules, which train as any others and are written back as ONNX.
+"""ONNX files as torch modules, which can be trained and written back as ONNX.
 
 >>> from popdist.onnx import load
 """
 
-from popdist.ground.installation import needs_torch as needs_torch  # torch is named first, and then onnx
+from popdist.ground.installation import needs_torch as needs_torch  # so that a missing torch is named first
 
 # isort: split
 
@@ -34,35 +34,35 @@ _DENSE: Final = "export the model with dense tensors of numbers"
 
 
 def load(path: str | os.PathLike[str]) -> "OnnxModule":
-    """Read an ONNX file as a torch module.
+    """Read the ONNX file ``path``, and return a torch module that computes the graph of the file.
 
     Args:
-        path: The file; tensors that it keeps in other files are read beside it.
+        path: The file; tensors that the file keeps in other files are read from the same directory.
 
     Raises:
         OnnxError: If there is no such file, it is damaged, or torch cannot compute it: see :class:`OnnxModule`.
     """
     try:
         model = onnx.load(path)
-        onnx.checker.check_model(model)  # which finds operators that the opset does not have, too
+        onnx.checker.check_model(model)  # also finds operators that the opset does not have
     except (OSError, ProtobufError, onnx.checker.ValidationError) as error:
         raise OnnxError(f"{os.fspath(path)} cannot be read as an ONNX model: {error}") from error
     return OnnxModule(model)
 
 
 class OnnxModule(nn.Module):
-    """A module that computes an ONNX graph in torch: it takes the graph's inputs, in their order.
+    """A torch module that computes an ONNX graph; its inputs are the inputs of the graph, in the same order.
 
-    Its parameters are the initializers of floats with at least one dimension, by their own names; means and
-    variances of batch normalization are buffers. Scalars, integers and nodes ``Constant`` do not train. In
-    training mode batch normalization and dropout do what torch's do.
+    The parameters are the initializers of floats with at least one dimension, with their own names; means and
+    variances of batch normalization are buffers. Scalars, integers and ``Constant`` nodes are not trained. In
+    training mode, batch normalization and dropout do what torch's layers do.
 
     Args:
-        model: Of opset 13 or newer. It is kept for :meth:`save`, and not changed.
+        model: A model of opset 13 or newer. The model is kept for :meth:`save`, and not changed.
 
     Raises:
-        OnnxError: If the opset is older, an operator or its attribute is not in ``popdist.onnx.OPERATORS``, or
-            torch cannot hold an initializer, or one is sparse.
+        OnnxError: If the opset is older, an operator or its attribute is not in ``popdist.onnx.OPERATORS``, or an
+            initializer is sparse or of a type that torch does not have.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -84,14 +84,14 @@ class OnnxModule(nn.Module):
         self._inputs = [value for value in model.graph.input if value.name not in given]
 
     def _add(self, name: str, tensor: Tensor, *, is_trained: bool, persistent: bool = True) -> None:
-        """Make ``tensor`` a parameter or buffer of this very name, or a constant."""
+        """Register ``tensor`` as a parameter or a buffer with exactly this ``name``, or keep it as a constant."""
         if not tensor.is_floating_point() or not tensor.ndim:
             self._constants[name] = tensor
             return
         *path, last = name.split(".")
         owner: nn.Module = self
         try:
-            for part in path:  # torch has no dots in names, but modules in modules
+            for part in path:  # a module for each part, because torch allows no dots in names
                 if part not in dict(owner.named_children()):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
@@ -103,17 +103,17 @@ class OnnxModule(nn.Module):
             raise OnnxError(f"torch cannot have a parameter called {name!r}: rename it in the file") from error
 
     def _weights(self) -> dict[str, Tensor]:
-        """All parameters and buffers, by their names in the graph; tied ones by each of theirs."""
+        """Return all parameters and buffers by their names in the graph; a tied tensor has several names."""
         return {
             **dict(self.named_buffers(remove_duplicate=False)),
             **dict(self.named_parameters(remove_duplicate=False)),
         }
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The graph's output, or a tuple of them.
+        """Return the output of the graph, or a tuple if the graph has several outputs.
 
         Raises:
-            OnnxError: If there are more or fewer inputs than in the file, or one has another shape.
+            OnnxError: If the file has another number of inputs, or an input has another shape in the file.
         """
         _check_inputs(self._inputs, inputs)
         values = {**self._constants, **self._weights()}
@@ -124,15 +124,15 @@ class OnnxModule(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file anew, with the parameters and buffers as they are now in the place of its initializers.
+        """Write the model as an ONNX file, with the present parameters and buffers as initializers.
 
-        One instance should: all have the same weights.
+        Only one instance should call the method, because all instances have the same weights.
 
         Args:
-            path: The new file. It is there once it is whole.
+            path: The new file, which appears when it is complete.
 
         Raises:
-            OnnxError: If it cannot be written there, or has 2 GB, the most that ONNX has in a file.
+            OnnxError: If the file cannot be written, or has 2 GB, the most that an ONNX file can have.
         """
         model, part = onnx.ModelProto(), f"{os.fspath(path)}.part"
         model.CopyFrom(self._model)
@@ -154,7 +154,7 @@ class OnnxModule(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxNode:
-    """A node of a graph, ready to be computed."""
+    """A node of a graph, with the function and the attributes that compute the node."""
 
     text: str
     operator: Operator
@@ -164,7 +164,7 @@ class OnnxNode:
     outputs: tuple[str, ...]
 
     def compute(self, values: Mapping[str, Tensor | None], *, is_training: bool) -> dict[str, Tensor]:
-        """The values of the outputs."""
+        """Compute the node from ``values``, and return the values of the outputs by name."""
         keywords = {**self.attributes, _IS_TRAINING: is_training} if self.knows_training else self.attributes
         try:
             given = self.operator(*[values[name] if name else None for name in self.inputs], **keywords)
@@ -178,7 +178,7 @@ class OnnxNode:
 
 
 def _opset_of(model: onnx.ModelProto) -> int:
-    """The version of ONNX's own operators in ``model``."""
+    """Return the version of ONNX's own operators in ``model``. Raises OnnxError if the version is below 13."""
     opset = max((it.version for it in model.opset_import if it.domain in _OWN_DOMAINS), default=_LOWEST_OPSET)
     if opset < _LOWEST_OPSET:
         raise OnnxError(
@@ -189,7 +189,7 @@ def _opset_of(model: onnx.ModelProto) -> int:
 
 
 def _read_nodes(nodes: list[NodeProto], opset: int) -> list[OnnxNode]:
-    """The nodes, once each has an operator here."""
+    """Return the nodes with their functions. Raises OnnxError if ``OPERATORS`` lacks an operator."""
     unknown = {_operator_of(node): node for node in reversed(nodes) if _operator_of(node) not in OPERATORS}
     if unknown:
         named = ", ".join(f"{operator} ({_describe(node)})" for operator, node in sorted(unknown.items()))
@@ -209,7 +209,10 @@ def _describe(node: NodeProto) -> str:
 
 
 def _read_node(node: NodeProto, opset: int) -> OnnxNode:
-    """The node with its function; an attribute that the function does not have must be ONNX's default."""
+    """Return the node with its function. Raises OnnxError if the function lacks an attribute that matters.
+
+    An attribute that the function lacks is ignored if it has ONNX's default.
+    """
     name = _operator_of(node)
     keywords = _keywords_of(OPERATORS[name])
     defaults = _defaults_of(node, opset)
@@ -233,7 +236,7 @@ def _read_node(node: NodeProto, opset: int) -> OnnxNode:
 
 
 def _keywords_of(operator: Operator) -> set[str]:
-    """The names of the arguments that ``operator`` takes as keywords only; none if it is a builtin of torch."""
+    """Return the keyword-only arguments of ``operator``; an empty set if ``operator`` is a builtin of torch."""
     try:
         parameters = inspect.signature(operator).parameters.values()
     except ValueError:
@@ -242,7 +245,7 @@ def _keywords_of(operator: Operator) -> set[str]:
 
 
 def _defaults_of(node: NodeProto, opset: int) -> dict[str, object]:
-    """What ONNX's own operators have where an attribute is left out."""
+    """Return the defaults of the node's attributes; an empty dict if the operator is not one of ONNX's own."""
     if node.domain not in _OWN_DOMAINS:
         return {}
     attributes = onnx.defs.get_schema(node.op_type, opset).attributes
@@ -257,7 +260,7 @@ def _value_of(attribute: AttributeProto) -> Any:
 
 
 def _read_tensor(tensor: TensorProto) -> Tensor:
-    """The values of ``tensor``, which torch may write over."""
+    """Return the values of ``tensor`` as a torch tensor that may be changed in place."""
     try:
         return torch.from_numpy(numpy_helper.to_array(tensor).copy())
     except TypeError as error:
@@ -268,7 +271,7 @@ def _read_tensor(tensor: TensorProto) -> Tensor:
 
 
 def _constant(node: NodeProto) -> Tensor:
-    """The value of a node ``Constant``, which may be written as a tensor, a number or numbers."""
+    """Return the value of a ``Constant`` node, which may be written as a tensor, a number or numbers."""
     value = _value_of(node.attribute[0])
     if isinstance(value, Tensor):
         return value
@@ -279,7 +282,7 @@ def _constant(node: NodeProto) -> Tensor:
 
 
 def _check_inputs(wanted: list[ValueInfoProto], given: tuple[Tensor, ...]) -> None:
-    """Refuse inputs that are not those of the file."""
+    """Check that ``given`` has as many inputs, and the same shapes, as the file describes in ``wanted``."""
     names = [value.name for value in wanted]
     if len(given) != len(wanted):
         raise OnnxError(f"the model has the inputs {', '.join(names)}, and was called with {len(given)}")

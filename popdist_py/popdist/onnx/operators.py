@@ -1,7 +1,7 @@
-"""What ONNX's operators compute, in torch, as they are from opset 13 on.
+"""Torch functions that compute ONNX's operators, as ONNX defines the operators from opset 13 on.
 
-The keywords of a function are the attributes of its operator, by ONNX's names and with its defaults. What has no
-keyword here may only have ONNX's default.
+The keywords of a function are the attributes of its operator, with ONNX's names and defaults. An attribute that is
+no keyword here must have ONNX's default.
 """
 
 import math
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as f
 
 Operator = Callable[..., Any]
-"""Takes tensors, None for one that is left out, and attributes; gives a tensor, or several of them."""
+"""A function of tensors (None for an input that is left out) and attributes; it returns one or several tensors."""
 
 Ints = Sequence[int] | None
-"""An attribute with a number for each axis, or none of them."""
+"""An attribute with a number for each axis; None if the attribute is left out."""
 
 
 def _numbers(given: Tensor | Ints) -> list[int]:
-    """Numbers that come as a tensor or as an attribute; none where they are left out."""
+    """Return a tensor or an attribute as a list of numbers; an empty list if ``given`` is None."""
     return given.tolist() if isinstance(given, Tensor) else list(given or ())
 
 
@@ -35,42 +35,42 @@ def _dropout(x: Tensor, ratio: Tensor | None = None, _mode: Tensor | None = None
     return f.dropout(x, 0.5 if ratio is None else float(ratio), is_training)
 
 
-def _gemm(  # noqa: PLR0913 - ONNX's own
+def _gemm(  # noqa: PLR0913 - the inputs and attributes of ONNX's Gemm
     a: Tensor,
     b: Tensor,
     c: Tensor | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803 - as above
-    transB: int = 0,  # noqa: N803 - as above
+    transA: int = 0,  # noqa: N803 - ONNX's name of the attribute
+    transB: int = 0,  # noqa: N803 - ONNX's name of the attribute
 ) -> Tensor:
     a, b = a.T if transA else a, b.T if transB else b
     return alpha * (a @ b) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
 
 
 def _in_torchs_order(pads: Sequence[int]) -> list[int]:
-    """Pads that come as all begins and then all ends, axis by axis from the last one, as torch has them."""
+    """Return ONNX's pads (all begins, then all ends) in torch's order: axis by axis from the last axis."""
     half = len(pads) // 2
     return [pads[place] for axis in reversed(range(half)) for place in (axis, axis + half)]
 
 
 def _padding(x: Tensor, pads: Ints, value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """``x``, padded where both ends differ, and the padding of both ends that is left to torch."""
+    """Pad ``x`` if its two ends differ; return ``x``, and the equal padding that torch's operator must add."""
     half = x.ndim - 2
     if not pads or pads[:half] == pads[half:]:
         return x, list(pads[:half]) if pads else [0] * half
     return f.pad(x, _in_torchs_order(pads), value=value), [0] * half
 
 
-def _conv(  # noqa: PLR0913 - ONNX's own
+def _conv(  # noqa: PLR0913 - the inputs and attributes of ONNX's Conv
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     dilations: Ints = None,
     group: int = 1,
-    kernel_shape: Ints = None,  # noqa: ARG001 - the weight has it
+    kernel_shape: Ints = None,  # noqa: ARG001 - the shape of the weight has the same numbers
     pads: Ints = None,
     strides: Ints = None,
 ) -> Any:
@@ -109,7 +109,7 @@ def _average_pool(
     return pool(padded, kernel_shape, strides or 1, padding, bool(ceil_mode), bool(count_include_pad))
 
 
-def _batch_norm(  # noqa: PLR0913 - ONNX's own
+def _batch_norm(  # noqa: PLR0913 - the inputs and attributes of ONNX's BatchNormalization
     x: Tensor,
     scale: Tensor,
     bias: Tensor,
@@ -138,7 +138,7 @@ def _reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Any:
-    """Reduce over axes that come as a tensor, or as an attribute as before opset 18; over all without any."""
+    """Reduce ``x`` over the axes ``given``, or over ``axes`` (before opset 18); without both over all axes."""
     over = _numbers(axes if given is None else given)
     if not over and noop_with_empty_axes:
         return x
@@ -172,7 +172,7 @@ def _slice(
     ):
         length = x.shape[axis]
         places = range(*slice(max(start, -length), end, step).indices(length))
-        if step < 0:  # torch's steps go forwards
+        if step < 0:  # torch allows only steps above 0
             turned.append(axis)
             places = places[::-1]
         parts[axis] = slice(places.start, places.stop, places.step) if places else slice(0)
@@ -263,4 +263,4 @@ OPERATORS: Final[dict[str, Operator]] = {
     "Unsqueeze": _unsqueeze,
     "Where": torch.where,
 }
-"""The function of each operator. One of another domain than ONNX's own is called ``"domain.Name"``."""
+"""The function of each operator; an operator of another domain than ONNX's own has the key ``"domain.Name"``."""
