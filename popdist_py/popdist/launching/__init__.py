@@ -1,1 +1,1 @@
-"""A function as a job: `popdist.launch` starts poprun, and each instance calls the function."""
+"""Functions as jobs: `popdist.launch` starts poprun, and each instance of the job calls the function."""

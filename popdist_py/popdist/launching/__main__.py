@@ -1,6 +1,6 @@
 """The program of an instance of a launched function: ``python -m popdist.launching FOLDER``.
 
-It calls the function, and writes what that returned or raised.
+The program calls the function, and writes the result or the exception of the function into the folder.
 """
 
 import sys
@@ -17,7 +17,7 @@ _HERE: Final = Path(__file__).parent
 
 
 def call_function(folder: Path) -> None:
-    """Make this instance's call; what it raises ends the process as it would end a script."""
+    """Call the function in ``folder`` on this instance; an exception ends the process as it would end a script."""
     instance = instance_index()
     try:
         with opened_own_folder(str(folder)):
@@ -27,7 +27,7 @@ def call_function(folder: Path) -> None:
             f"popdist.launch: this host has no folder {folder} of yours, in which the function is "
             f"({error.strerror}): set TMPDIR to a folder that all hosts share, or start a script with poprun"
         )
-    outcome_path(folder, instance).unlink(missing_ok=True)  # of an attempt before a restart
+    outcome_path(folder, instance).unlink(missing_ok=True)  # left by an attempt before a restart
     try:
         fn, args, kwargs = load_call(folder)
         value = fn(*args, **kwargs)
@@ -42,19 +42,19 @@ def call_function(folder: Path) -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """The calls below those of this folder."""
+    """Return the traceback ``trace`` without its first frames, which are in this folder."""
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
         trace = trace.tb_next
     return trace
 
 
 def _print_only(users: TracebackType | None) -> None:
-    """Have the exception that ends this process printed as if a script had made the call."""
+    """Let Python print only the traceback ``users`` of the final exception, as if a script had made the call."""
     print_error = sys.excepthook
 
     def print_users(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print_error(kind, error.with_traceback(users), users)
-        error.with_traceback(trace)  # by which the start-up hook sees that it has ended the program
+        error.with_traceback(trace)  # which tells the start-up hook that this exception has ended the program
 
     sys.excepthook = print_users
 

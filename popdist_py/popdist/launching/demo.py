@@ -1,4 +1,4 @@
-"""A small training, to see a job at work: ``poprun -n 2 --num-replicas 4 python -m popdist.launching.demo``.
+"""A small training as an example of a job: ``poprun -n 2 --num-replicas 4 python -m popdist.launching.demo``.
 
 For any number of instances the program prints the same loss and the same checksum of the weights.
 """

@@ -1,4 +1,4 @@
-"""A function as a job: the call of `popdist.launch`, and what becomes of poprun's end."""
+"""The function `popdist.launch`, which calls a function as a job, and returns its results or raises its error."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from popdist.launching.sent_values import Call, Outcome, load_outcome, name_of
 R = TypeVar("R")
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - it is the cause of an error, and none itself
-    """The traceback of an exception on the instance that raised it."""
+class RemoteTraceback(Exception):  # noqa: N818 - the class is only the cause of an error
+    """The traceback of an exception, as text from the instance that raised the exception."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -33,26 +33,27 @@ def launch(
     num_replicas: int | None = None,
     **options: object,
 ) -> list[R]:
-    """Call ``fn(*args, **kwargs)`` on every instance of a job that poprun starts, and wait for its end.
+    """Call ``fn(*args, **kwargs)`` on every instance of a new poprun job; wait for the end and return the results.
 
-    From a notebook, a REPL, a script or a test. Each instance is a new process of this Python, with this working
-    directory, environment and ``sys.path``. The function is called as a program would be: it calls
-    ``popdist.init()`` itself. What it prints appears here as it comes.
+    The call works in a notebook, a REPL, a script or a test. Each instance is a new process of this Python, with
+    this working directory, environment and ``sys.path``. The function is called as a program would be, so it must
+    call ``popdist.init()`` itself. The output of the instances appears here immediately.
 
     Args:
-        fn: Any function that cloudpickle can send: one of a module, a script or a notebook, a closure, a lambda.
-        args: Its arguments.
-        kwargs: Its arguments by name; None for none.
-        num_instances: Processes in the job, at least 1; ``"auto"`` means one for each free GPU.
-        num_replicas: Replicas in the job; None means one for each instance.
-        **options: Options of poprun: ``timeout=60`` is ``--timeout=60``, True and False switch one on and off, a
-            list repeats it, and None leaves it out.
+        fn: Any function that cloudpickle can send: from a module, a script or a notebook, a closure, a lambda.
+        args: Positional arguments of ``fn``.
+        kwargs: Keyword arguments of ``fn``; None if there are none.
+        num_instances: Number of processes in the job, at least 1; ``"auto"`` means one for each free GPU.
+        num_replicas: Number of replicas in the job; None means one for each instance.
+        **options: Options of poprun: ``timeout=60`` is ``--timeout=60``, True and False switch an option on and
+            off, a list repeats the option, and None leaves the option out.
 
     Returns:
-        What ``fn`` returned, in instance order. Tensors come back on the device they had.
+        The results of ``fn``, in instance order. Tensors have the device that they had on the instance.
 
     Raises:
-        Exception: What ``fn`` raised on the instance at fault, as poprun judges; its cause is the traceback there.
+        Exception: If ``fn`` raised it on the instance that poprun finds at fault; its cause is the traceback
+            there.
         LaunchError: If cloudpickle is missing, ``fn``, an argument or a value cannot be sent, this process is an
             instance of a job itself, poprun refuses the options, an instance died, or the time was up.
     """
@@ -69,7 +70,7 @@ def launch(
 
 
 def _check_call(fn: object, args: object, kwargs: object) -> None:
-    """Refuse what is no call, and a call by an instance, of which each would start a job."""
+    """Check that ``fn(*args, **kwargs)`` is a call. Raises LaunchError also if an instance of a job makes it."""
     if not callable(fn):
         raise LaunchError(f"fn={fn!r} must be a function")
     if not isinstance(args, list | tuple):
@@ -88,7 +89,7 @@ def _check_call(fn: object, args: object, kwargs: object) -> None:
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """The options as words of poprun's command line."""
+    """Yield the options as words of poprun's command line."""
     for name, value in options.items():
         word = f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -97,7 +98,7 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _read_attempt(report: Path, code: int) -> dict[str, Any]:
-    """The last attempt in poprun's report; a LaunchError where it has made none, or died."""
+    """Return the last attempt in poprun's report. Raises LaunchError if poprun started nothing or was killed."""
     if code < 0:
         raise LaunchError(f"poprun was killed by {Signals(-code).name}, and its job has ended with it")
     job = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
@@ -109,7 +110,7 @@ def _read_attempt(report: Path, code: int) -> dict[str, Any]:
 
 
 def _values(folder: Path, attempt: Mapping[str, Any], code: int, name: str) -> list[Any]:
-    """What the function called ``name`` returned on each instance; else the error of the instance at fault."""
+    """Return the results of the function on all instances, or raise the error of the instance at fault."""
     outcomes = [load_outcome(folder, instance["index"]) for instance in attempt["instances"]]
     if code == 0 and None not in outcomes:
         found = [_load(it, f"what {name} returned on instance {index}") for index, it in enumerate(outcomes) if it]
@@ -128,13 +129,13 @@ def _values(folder: Path, attempt: Mapping[str, Any], code: int, name: str) -> l
 def _load(outcome: Outcome, what: str) -> Any:
     try:
         return outcome.load()
-    except Exception as why:  # noqa: BLE001 - whatever the code of the value's class raises
+    except Exception as why:  # noqa: BLE001 - the code of the value's class may raise anything
         error = LaunchError(f"{what} cannot be read here: {why}")
         raise error from (RemoteTraceback(outcome.traceback) if outcome.traceback else why)
 
 
 def _describe_end(instance: Mapping[str, Any], where: str, name: str) -> str:
-    """How an instance ended that has neither returned nor raised."""
+    """Return a text about the end of an instance that has neither returned nor raised."""
     how = instance["problem"] or f"it ended with {instance['signal'] or instance['exit_code']}"
     hint = f": {instance['hint']}" if instance["hint"] else ""
     return "\n  ".join([f"{name} did not return on {where}: {how}{hint}", *instance["excerpt"]])

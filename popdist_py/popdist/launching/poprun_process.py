@@ -1,6 +1,7 @@
-"""poprun as a child of this process: it prints where Python prints, and ends when this is interrupted or dies.
+"""poprun as a child process, which prints where Python prints, and ends if this process is interrupted or dies.
 
-A notebook's standard output is an object, no descriptor: what poprun prints is read from a pipe and written to it.
+The standard output of a notebook is an object without a file descriptor. So the output of poprun is read from a
+pipe, and written to this object.
 """
 
 import codecs
@@ -17,13 +18,13 @@ _STARTER: Final = Path(__file__).with_name("start_poprun.py")
 _READ_BYTES: Final = 64 * 1024
 
 _Sinks = Mapping[int, tuple[codecs.IncrementalDecoder, TextIO]]
-"""By the pipe that is read: what decodes it, and where it is written."""
+"""For each pipe that is read: the decoder of its bytes, and the stream to which the text is written."""
 
 
 def run_poprun(words: Sequence[str]) -> int:
-    """Run poprun with ``words`` to its end, and return its exit code; an interrupt stops the job and is raised.
+    """Run poprun with ``words``, and return its exit code; an interrupt stops the job and is raised again.
 
-    poprun has a process group of its own: Ctrl-C reaches a whole group, and poprun would be interrupted twice.
+    poprun has its own process group, because Ctrl-C reaches a whole group and would interrupt poprun twice.
     """
     starter = [sys.executable, "-I", "-S", str(_STARTER), str(os.getpid())]
     for stream in (sys.stdout, sys.stderr):
@@ -45,15 +46,15 @@ def run_poprun(words: Sequence[str]) -> int:
             _relay(process.pid, sinks)
         except BaseException as error:
             process.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
-            _relay(process.pid, sinks)  # poprun ends within its own times; a second interrupt kills it
+            _relay(process.pid, sinks)  # poprun ends within its own time limits; a second interrupt kills poprun
             raise
         finally:
-            process.kill()  # which does nothing to one that has ended; without poprun its instances end, too
+            process.kill()  # does nothing if poprun has ended; otherwise poprun's instances end with poprun
     return process.returncode
 
 
 def _relay(pid: int, sinks: _Sinks) -> None:
-    """Write what the process ``pid`` prints until it has ended."""
+    """Write the output of the process ``pid`` to the streams in ``sinks`` until the process has ended."""
     with os.fdopen(os.pidfd_open(pid), "rb", buffering=0) as end, selectors.DefaultSelector() as selector:
         for descriptor in (end.fileno(), *sinks):
             selector.register(descriptor, selectors.EVENT_READ)

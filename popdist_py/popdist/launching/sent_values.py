@@ -1,7 +1,7 @@
-"""What goes to the instances and comes back: cloudpickle's bytes, in a folder that only its user may open.
+"""Calls and results as cloudpickle's bytes for other processes, in a folder that only its user may open.
 
-cloudpickle sends functions and classes of a script or a notebook themselves, those of a module by name. A module
-that other processes do not find, as pytest loads test files, is sent as a script is.
+cloudpickle sends the functions and classes of a script or a notebook by value, and the functions and classes of a
+module by name. A module that other processes cannot import, such as a test file of pytest, is sent by value.
 """
 
 import inspect
@@ -24,22 +24,22 @@ _CALL_FILE: Final = "call.pickle"
 
 
 def name_of(fn: Callable[..., object]) -> str:
-    """What messages call ``fn``."""
-    return getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # a partial has none of its own
+    """Return the name of ``fn`` for messages."""
+    return getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # a partial has no name itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A function and its arguments, for other processes."""
+    """A function and its arguments, pickled for other processes."""
 
-    name: str  # of the function, for messages
+    name: str  # name of the function, for messages
     pickled: bytes
-    search_path: tuple[str, ...]  # the ``sys.path`` with which it can be read
-    sources: Mapping[str, Sequence[str]]  # the lines of files that are not on a disk, as a notebook's cells
+    search_path: tuple[str, ...]  # the ``sys.path`` that the unpickling process needs
+    sources: Mapping[str, Sequence[str]]  # the lines of files that are on no disk, such as a notebook's cells
 
     @classmethod
     def of(cls, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Self:
-        """The call ``fn(*args, **kwargs)``; a LaunchError names the variable that cannot be sent."""
+        """Make the call ``fn(*args, **kwargs)``. Raises LaunchError if a variable cannot be pickled."""
         module = sys.modules.get(getattr(fn, "__module__", None) or "")
         by_value = _cloudpickle().list_registry_pickle_by_value()
         is_lost = module is not None and module.__name__ not in by_value and not _is_found(module)
@@ -57,12 +57,12 @@ class Call:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the call for the instances."""
+        """Write the call as a file in ``folder``, from which the instances read the call."""
         (folder / _CALL_FILE).write_bytes(pickle.dumps(self))
 
 
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-    """The function and its arguments, in a process that is made ready for them."""
+    """Return the function and arguments of the call in ``folder``; prepare ``sys.path`` and sources before."""
     with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
         call: Call = pickle.load(file)
     sys.path[:] = call.search_path
@@ -70,7 +70,7 @@ def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], 
         linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
     try:
         fn, args, kwargs = pickle.loads(call.pickled)
-    except Exception as why:  # noqa: BLE001 - whatever their code raises
+    except Exception as why:  # noqa: BLE001 - the code of the values' classes may raise anything
         users = why.__traceback__ and why.__traceback__.tb_next
         told = LaunchError(f"{call.name} and its arguments cannot be read on an instance: {why}")
         raise told from why.with_traceback(users)
@@ -80,7 +80,7 @@ def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], 
 
 
 def _name_globals(fn: FunctionType) -> None:
-    """Let pickle, too, find the functions and classes that came with ``fn``, in the module that defines them."""
+    """Put functions and classes that were sent with ``fn`` into the module of ``fn``, where pickle finds them."""
     module = sys.modules.setdefault(fn.__module__, ModuleType(fn.__module__))
     for name, value in fn.__globals__.items():
         if getattr(value, "__module__", None) == fn.__module__:
@@ -89,38 +89,38 @@ def _name_globals(fn: FunctionType) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the call ended on one instance."""
+    """The result or the exception of the call on one instance."""
 
-    pickled: bytes  # of what the function returned, else of its exception
-    traceback: str = ""  # of the exception
+    pickled: bytes  # the result of the function, or its exception
+    traceback: str = ""  # text of the exception's traceback; empty for a result
 
     @classmethod
     def of_error(cls, error: Exception, traceback: str) -> Self:
-        """The outcome of a call that raised; an exception that cannot be sent becomes a LaunchError."""
+        """Make the outcome of a call that raised ``error``; if it cannot be sent, use a LaunchError instead."""
         try:
             pickled = _cloudpickle().dumps(error)
             try:
                 pickle.loads(pickled)
-            except Exception:  # noqa: BLE001 - of its __init__, which does not accept its args
+            except Exception:  # noqa: BLE001 - an __init__ that does not accept args may raise anything
                 pickled = _cloudpickle().dumps(_RebuiltError(error))
             return cls(pickled=pickled, traceback=traceback)
-        except Exception as why:  # noqa: BLE001 - whatever its own code raises
+        except Exception as why:  # noqa: BLE001 - the code of the exception's class may raise anything
             told = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
             return cls(pickled=pickle.dumps(told), traceback=traceback)
 
     def load(self) -> Any:
-        """The value, or the exception."""
+        """Unpickle and return the result or the exception."""
         return pickle.loads(self.pickled)
 
     def save(self, folder: Path, instance: int) -> None:
-        """Write the outcome of ``instance``, whole or not at all."""
+        """Write the outcome of ``instance`` as a file in ``folder``, completely or not at all."""
         path = outcome_path(folder, instance)
         path.with_suffix(".part").write_bytes(pickle.dumps(self))
         path.with_suffix(".part").replace(path)
 
 
 class _RebuiltError:
-    """An exception that is made without its ``__init__`` where it is read."""
+    """A substitute for an exception, which unpickling turns into the exception without calling ``__init__``."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -136,19 +136,19 @@ def _made_again(kind: type[Exception], args: tuple[object, ...], attributes: Map
 
 
 def load_outcome(folder: Path, instance: int) -> Outcome | None:
-    """How the call ended on ``instance``; None where it did not, as in a process that was killed."""
+    """Return the outcome of the call on ``instance``; None if the call did not end, as in a killed process."""
     path = outcome_path(folder, instance)
     outcome: Outcome | None = pickle.loads(path.read_bytes()) if path.exists() else None
     return outcome
 
 
 def outcome_path(folder: Path, instance: int) -> Path:
-    """The file of an instance's outcome."""
+    """Return the path of the file with the outcome of ``instance``."""
     return folder / f"outcome-{instance}.pickle"
 
 
 def pickle_values(*named: tuple[str, object]) -> bytes:
-    """The tuple of these values for another process; a LaunchError says which part of which cannot be sent."""
+    """Pickle the named values as a tuple. Raises LaunchError, which names the part that cannot be pickled."""
     try:
         pickled: bytes = _cloudpickle().dumps(tuple(value for _, value in named))
     except Exception:
@@ -164,23 +164,23 @@ def pickle_values(*named: tuple[str, object]) -> bytes:
 
 
 def _innermost(value: object, path: str, seen: set[int]) -> tuple[str, object, Exception] | None:
-    """The smallest part of ``value`` that cannot be sent, with its path and the reason; None if all can."""
+    """Return the smallest part of ``value`` that cannot be pickled, its path and the error; None if all can."""
     if id(value) in seen:
         return None
     seen.add(id(value))
     try:
         _cloudpickle().dumps(value)
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - the code of the value's class may raise anything
         inside = (_innermost(part, f"{path}{name}", seen) for name, part in _parts(value))
         return next(filter(None, inside), (path, value, error))
     return None
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """What a value is made of: a function's variables, a container's items, an object's attributes."""
+    """Yield the parts of ``value``: a function's variables, a container's items, or an object's attributes."""
     if inspect.isfunction(value):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        named = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # which is empty
+        named = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # a cell may be empty
         named |= {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
         yield from ((f" → {name}", part) for name, part in named.items())
     elif inspect.ismethod(value):
@@ -196,8 +196,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_found(module: ModuleType) -> bool:
-    """Whether another process with the same search path imports this very module by its name."""
-    if module.__name__ == "__main__":  # cloudpickle knows
+    """Whether another process with the same ``sys.path`` imports this same module by its name."""
+    if module.__name__ == "__main__":  # cloudpickle sends it by value
         return True
     places: Sequence[str] | None = None
     origin = None

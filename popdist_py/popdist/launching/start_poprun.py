@@ -1,7 +1,7 @@
-"""Becomes the command in its arguments, which the kernel ends with SIGTERM when the process dies that started it.
+"""A program that executes the command in its arguments; the kernel sends SIGTERM when the parent process dies.
 
-A file of its own, for a bare interpreter: to fork in Python what a notebook has loaded, its threads and its
-accelerator, could hang.
+The program has its own file, for a bare interpreter. A fork of a Python process with the threads and the
+accelerator of a notebook could hang.
 """
 
 import ctypes
@@ -14,5 +14,5 @@ _PR_SET_PDEATHSIG = 1
 if __name__ == "__main__":
     parent, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() == int(parent):  # else it has died before
+    if os.getppid() == int(parent):  # otherwise the parent has died already
         os.execv(command[0], command)  # noqa: S606 - starting programs is the purpose
