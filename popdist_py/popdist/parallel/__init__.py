@@ -1,4 +1,4 @@
-"""Models that several instances share, or that are larger than memory; and what a planner must know, measured.
+"""Tools for models that several instances share or that exceed memory, and measurements for a planner.
 
 >>> popdist.parallel.describe(module, sample).save("m.json")
 """
@@ -31,7 +31,7 @@ __all__ = [
     "sharded_randomness",
 ]
 
-del needs_torch  # which raises without torch, and has no other use
+del needs_torch  # the import raises an error without torch, and has no other use
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""A mapping of ``poprun-size`` applied to a transformer: each instance keeps its part, and torch does the rest."""
+"""Application of a ``poprun-size`` mapping to a transformer: each instance keeps its part of the model."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -35,27 +35,28 @@ from popsize.stages import stages_of
 
 _WHOLE: Final = (Replicate(),)
 _CUT: Final = (Shard(1),)
-"""How hidden states are placed: their second dimension is the sequence."""
+"""The placement of divided hidden states: the second dimension, which is the sequence, is divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """What the modules of a transformer are for, each by its name in ``named_modules()``.
+    """The roles of a transformer's modules; each module is given by its name in ``named_modules()``.
 
     Attributes:
-        layers: The ``ModuleList`` of its layers. Each takes the hidden states first, and returns them.
+        layers: The ``ModuleList`` of the layers. Each layer takes the hidden states first, and returns them.
         columns: In a layer, the ``Linear`` modules whose outputs are divided: queries, keys and values (three
-            modules, not one), and the first ones of an MLP.
-        rows: In a layer, the ``Linear`` modules whose inputs are divided: those that read what columns give.
-        norms: In a layer, the modules whose output is what columns read, and nothing else.
-        dropouts: In a layer, modules whose random numbers are all for divided tensors.
-        divided: In a layer, attributes that count heads or widths, and are divided, such as ``attention.heads``.
-        divisors: What a tensor group has to divide, such as ``(("heads", 8),)``.
-        embedding: The ``Embedding`` of the words, which reads what the model is given.
-        positions: A module whose output is added to that of the embedding.
-        first: Other modules that make hidden states of hidden states in front of the layers, such as a dropout.
-        last: The same behind the layers: the last norm.
-        head: The ``Linear`` module that gives the logits.
+            modules, not one), and the first modules of an MLP.
+        rows: In a layer, the ``Linear`` modules whose inputs are divided: they read the outputs of ``columns``.
+        norms: In a layer, the modules whose output only ``columns`` read.
+        dropouts: In a layer, the modules whose random numbers are all for divided tensors.
+        divided: In a layer, the attributes that count heads or widths and are divided, such as
+            ``attention.heads``.
+        divisors: The numbers that the size of a tensor group must divide, such as ``(("heads", 8),)``.
+        embedding: The ``Embedding`` of the words, which reads the input of the model.
+        positions: A module whose output is added to the output of the embedding.
+        first: Other modules before the layers that make hidden states of hidden states, such as a dropout.
+        last: Modules behind the layers that make hidden states of hidden states, such as the last norm.
+        head: The ``Linear`` module that computes the logits.
     """
 
     layers: str
@@ -73,12 +74,12 @@ class Roles:
 
     @property
     def before(self) -> tuple[str, ...]:
-        """The modules that only the first stage has."""
+        """The names of the modules that only the first stage has."""
         return tuple(name for name in (self.embedding, self.positions, *self.first) if name)
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """The modules that only the last stage has."""
+        """The names of the modules that only the last stage has."""
         return tuple(name for name in (*self.last, self.head) if name)
 
 
@@ -89,32 +90,33 @@ def parallelize(
     roles: Roles | None = None,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Keep of ``model`` the part that ``mapping`` gives to this instance, divided and recomputed as it says.
+    """Keep only the part of ``model`` that ``mapping`` gives to this instance, and return this part.
 
-    Of a tensor group each instance has a part of every layer, by torch's styles for tensor parallelism. Of a
-    pipeline it has the layers of its stage, those of the first one with the embedding and those of the last one
-    with the head; names of parameters stay. The other modules are left out, and return what they are given: so the
-    model's own ``forward`` is that of the stage. With ``sharding=weights`` or ``gradients`` it is given to torch's
-    ``fully_shard`` over the replicas, which then adds the gradients: train it without ``ReplicatedModel``.
+    In a tensor group each instance has a part of every layer, by torch's styles for tensor parallelism. In a
+    pipeline an instance has the layers of its stage; the first stage also has the embedding, and the last stage
+    the head. Names of parameters stay. All other modules are left out, and return their input, so that the model's
+    own ``forward`` computes the stage. Layers are recomputed as the mapping says. With ``sharding=weights`` or
+    ``gradients`` the part is passed to torch's ``fully_shard`` over the replicas, which then adds the gradients:
+    train it without ``ReplicatedModel``.
 
-    All instances call it with equal models, and before an optimizer is made. What the optimizer's state is sharded
-    over (``sharding=optimizer``) and the schedule of a pipeline are left to the program.
+    All instances must call this function with equal models, before an optimizer is made. The program itself must
+    shard the optimizer's state (``sharding=optimizer``) and run the schedule of a pipeline.
 
     Args:
-        model: The whole model, on this instance's device or on ``meta``. It is changed in place.
-        mapping: A mapping, or the file that ``poprun-size --save`` wrote; None for that of the job, which is the
-            file or the sizes of ``poprun --parallelism``.
-        roles: What its modules are for; None for a Llama of transformers (``LlamaForCausalLM``).
-        mesh: A mesh with the dimensions of ``popdist.device_mesh()``; None for that one.
+        model: The whole model, on this instance's device or on ``meta``. The model is changed in place.
+        mapping: A mapping, or the file that ``poprun-size --save`` wrote; None for the mapping of the job, which
+            is the file or the sizes of ``poprun --parallelism``.
+        roles: The roles of the modules; None for a Llama of transformers (``LlamaForCausalLM``).
+        mesh: A mesh with the dimensions of ``popdist.device_mesh()``; None for ``popdist.device_mesh()`` itself.
 
     Returns:
-        The model; with several pieces of the pipeline on an instance (``interleave``) a ``ModuleList`` of them.
+        The model; a ``ModuleList`` if an instance has several pieces of the pipeline (``interleave``).
 
     Raises:
         WeightsError: If a role names no module, the mapping does not divide the model, or weights are tied over
-            stages or belong to none.
-        ContractError: If the mapping cannot be read, is for another job, or has what cannot be applied.
-        BackendError, CollectiveError: As ``popdist.device_mesh()``.
+            stages or belong to no stage.
+        ContractError: If the mapping cannot be read, is for another job, or has a setting that cannot be applied.
+        BackendError, CollectiveError: For the same reasons as ``popdist.device_mesh()``.
     """
     roles = _roles_of_llama(model) if roles is None else roles
     mesh = device_mesh() if mesh is None else mesh
@@ -140,7 +142,7 @@ def parallelize(
 
 
 def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -> Mapping:
-    """The mapping that is meant; refused if it is for another job or says what cannot be done here."""
+    """Return the mapping to apply. Raises ContractError if it is for another job, or cannot be applied here."""
     names = mesh.mesh_dim_names or ()
     if not set(DIMENSIONS) <= set(names):
         raise ContractError(f"mesh has the dimensions {names}: parallelize() needs {', '.join(DIMENSIONS)}")
@@ -172,7 +174,7 @@ def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping:
-    """The mapping in a file."""
+    """Return the mapping in the file ``path``."""
     try:
         return loaded(Path(path).read_text(encoding="utf-8"), os.fspath(path)).mapping
     except (OSError, UnicodeDecodeError) as error:
@@ -182,7 +184,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping:
 
 
 def _roles_of_llama(model: nn.Module) -> Roles:
-    """What the modules of transformers' ``LlamaForCausalLM`` are for; refuses every other model."""
+    """Return the roles of transformers' ``LlamaForCausalLM``. Raises WeightsError for another model."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ != "LlamaForCausalLM" or config is None:
         raise WeightsError(
@@ -207,7 +209,7 @@ def _roles_of_llama(model: nn.Module) -> Roles:
 
 
 def _check_roles(model: nn.Module, roles: Roles) -> None:
-    """Refuse names of modules that are not there, or are of another class than torch can divide."""
+    """Check that the modules that ``roles`` name exist, and have classes that torch can divide."""
     layers = _module(model, roles.layers, nn.ModuleList)
     for name in (*roles.before, *roles.behind):
         _module(model, name, {roles.embedding: nn.Embedding, roles.head: nn.Linear}.get(name, nn.Module))
@@ -223,7 +225,7 @@ def _check_roles(model: nn.Module, roles: Roles) -> None:
 
 
 def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "") -> Any:
-    """The module of this name, of a class that ``kind`` says."""
+    """Return the module ``name`` of ``model``. Raises WeightsError if it is missing or not of class ``kind``."""
     modules = dict(model.named_modules())
     title = f"{place}.{name}" if place else name
     if name not in modules:
@@ -235,7 +237,7 @@ def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "")
 
 
 def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
-    """The owner, the key and the value of an attribute of a layer that counts something."""
+    """Return the owner, the key and the value of the attribute ``name`` of a layer, which counts something."""
     path, _, key = name.rpartition(".")
     owner = _module(layer, path, nn.Module, place)
     value = getattr(owner, key, None)
@@ -245,7 +247,7 @@ def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int
 
 
 def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[range]:
-    """The layers of each stage, or of each piece of a stage; refused if the mapping does not divide the model."""
+    """Return the layers of each stage or piece. Raises WeightsError if ``mapping`` does not divide the model."""
     layers = _module(model, roles.layers, nn.ModuleList)
     widths = dict.fromkeys(
         [
@@ -256,7 +258,7 @@ def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[rang
     )
     as_planned = Model(
         name=type(model).__name__,
-        sequence=mapping.tensor,  # that of the samples is not known yet
+        sequence=mapping.tensor,  # the length of the samples is not known yet
         layers=(Layer(name="layer", count=len(layers), parameters=Split()),),
         divisors=(*roles.divisors, *widths),
     )
@@ -269,7 +271,7 @@ def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[rang
 
 
 def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> None:
-    """Refuse parameters that several stages would have, or none of them."""
+    """Check that each parameter belongs to exactly one stage."""
     last = len(stages) - 1
     starts = {f"{name}.": 0 for name in roles.before} | {f"{name}.": last for name in roles.behind}
     starts |= {f"{roles.layers}.{layer}.": stage for stage, layers in enumerate(stages) for layer in layers}
@@ -288,24 +290,24 @@ def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> No
 
 
 class _Absent(nn.Module):
-    """Stands in the place of a module that another stage has."""
+    """A module that replaces a module of another stage."""
 
     def __init__(self, *, is_added: bool = False) -> None:
         super().__init__()
         self._is_added = is_added
 
     def forward(self, given: Any, *_args: Any, **_kwargs: Any) -> Any:
-        """Return the hidden states that it is given, or 0 where its output would be added to them."""
+        """Return the hidden states ``given``, or 0 if the output of this module is added to hidden states."""
         return 0.0 if self._is_added else given
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules, which shares the tensors of ``model``."""
+    """Return a copy of the modules, which shares the tensors of ``model``."""
     return deepcopy(model, {id(it): it for it in (*model.parameters(), *model.buffers())})
 
 
 def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: int) -> list[nn.Module]:
-    """Leave out what belongs to other stages; gives the layers of this one."""
+    """Replace the modules of other stages by empty modules, and return the layers of the stage ``stage``."""
     absent = [
         f"{roles.layers}.{layer}" for index, layers in enumerate(stages) if index != stage for layer in layers
     ]
@@ -314,13 +316,13 @@ def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: 
     for name in absent:
         model.set_submodule(name, _Absent(is_added=name == roles.positions))
     if len(stages) > 1 and type(model).__name__ == "LlamaForCausalLM":
-        model.config.use_cache = False  # type: ignore[union-attr] # of keys: it has one
+        model.config.use_cache = False  # type: ignore[union-attr] # a Llama has a config
         model.register_forward_hook(_logits_of)
     return [model.get_submodule(f"{roles.layers}.{layer}") for layer in stages[stage]]
 
 
 def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:
-    """The logits, or hidden states, in what a model of transformers returns."""
+    """Return the logits, or the hidden states, in the output of a model of transformers."""
     logits: Tensor = output.logits
     return logits
 
@@ -328,14 +330,14 @@ def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:
 def _divide(
     model: nn.Module, roles: Roles, layers: Sequence[nn.Module], mesh: DeviceMesh, mapping: Mapping
 ) -> None:
-    """Divide the layers over a tensor group, and the embedding and the head by words where they are here."""
+    """Divide the layers over a tensor group; also divide the embedding and the head, if this stage has them."""
     tied = _tied_names(model)
     is_sequence_divided = mapping.sequence_parallel
     output = Shard(1) if is_sequence_divided else Replicate()
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in roles.columns}
     plan |= {name: RowwiseParallel(output_layouts=output) for name in roles.rows}
     plan |= {name: SequenceParallel() for name in roles.norms if is_sequence_divided}
-    drawing_names = ("",) if is_sequence_divided else roles.dropouts  # "": all of a layer is divided then
+    drawing_names = ("",) if is_sequence_divided else roles.dropouts  # "" means the whole layer
     for layer in layers:
         parallelize_module(layer, mesh, plan)
         for name in roles.norms:
@@ -365,7 +367,7 @@ def _divide(
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -373,7 +375,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _give_whole(mesh: DeviceMesh, _norm: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """Give all columns the same DTensor to read: so its gradient is added over the tensor group once."""
+    """Return the output of a norm as one DTensor for all columns, so that its gradient is added only once."""
     whole: Tensor = (
         output.redistribute(placements=_WHOLE)
         if isinstance(output, DTensor)
@@ -383,7 +385,7 @@ def _give_whole(mesh: DeviceMesh, _norm: nn.Module, _args: object, output: Tenso
 
 
 def _cut_input(mesh: DeviceMesh, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give the first layer this instance's part of the sequence only."""
+    """Return the arguments of the first layer with only this instance's part of the sequence."""
     if args[0].shape[1] % mesh.size():
         raise BatchError(
             f"sequence_parallel=yes divides the sequence over tensor={mesh.size()}, and {type(layer).__name__} "
@@ -394,12 +396,12 @@ def _cut_input(mesh: DeviceMesh, layer: nn.Module, args: tuple[Any, ...]) -> tup
 
 
 def _join_output(mesh: DeviceMesh, _layer: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """Put the parts of the sequence together again behind the last layer."""
+    """Return the output of the last layer with all parts of the sequence joined."""
     return DTensor.from_local(output, mesh, _CUT, run_check=False).redistribute(placements=_WHOLE).to_local()
 
 
 def _make_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give what is whole on each instance of a tensor group the values of the first one."""
+    """Copy each undivided parameter from the first instance to all instances of the tensor group."""
     for parameter in model.parameters():
         is_whole = not isinstance(parameter, DTensor) or parameter.placements == _WHOLE
         if is_whole and not parameter.is_meta:
@@ -407,7 +409,7 @@ def _make_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _OwnNumbers:
-    """Takes the place of a module's ``forward``: in training it draws other numbers on each instance."""
+    """A substitute for a module's ``forward``, whose random numbers in training differ between instances."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

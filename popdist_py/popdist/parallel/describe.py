@@ -1,4 +1,4 @@
-"""Measure a module without its weights: what a planner needs to know of it."""
+"""The measurement of a module without its weights, as input for a planner."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,21 +20,21 @@ from popsize.catalogue import model_text
 from popsize.model import Layer, Model, Split
 
 _LOGIT_COPIES = 3
-"""A loss needs the logits, their probabilities and their gradients."""
+"""The number of tensors of the size of the logits in a loss: the logits, probabilities and gradients."""
 
 _LOGIT_MOVES = 10
-"""How often its forward pass reads or writes something of the size of the logits."""
+"""How often the forward pass of a loss reads or writes a tensor of the size of the logits."""
 
 _TOKEN_DIMENSIONS = 3
-"""Of floats: samples, tokens, features."""
+"""The number of dimensions of a floating-point input: samples, tokens, features."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Description(Model):
-    """A module as `poprun-size` sees it; the fields are those of `popsize.model.Model`."""
+    """The measurements of a module for `poprun-size`, in the fields of `popsize.model.Model`."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file that ``poprun-size --model`` reads."""
+        """Write the description to a JSON file that ``poprun-size --model`` reads."""
         Path(path).write_text(model_text(self), encoding="utf-8")
 
 
@@ -44,28 +44,30 @@ def describe(
     *,
     device: str = "cpu",
 ) -> Description:
-    """Measure the forward pass of ``module`` without its weights: no memory is used for tensors.
+    """Measure the forward pass of ``module`` with tensors that have no memory, and return the amounts.
 
-    The layers are the equal modules of the longest run in a ``ModuleList`` or ``Sequential``; what runs before and
-    behind them makes a layer each. The module is measured in the mode that it is in: with dropout after
-    ``module.train()``. Activations count as 16-bit ones: floating-point tensors of a module with 32-bit parameters
-    count half, and integers, masks and the tensors of a 16-bit module as they are. Models of transformers are
-    measured as they train with ``use_cache`` as it is by default; without it more masks are made than in training.
+    The layers are the equal modules of the longest run in a ``ModuleList`` or ``Sequential``. The operations
+    before these modules make one more layer, and the operations behind these modules another. The module is
+    measured in its present mode: with dropout after ``module.train()``. Activations count as 16-bit numbers:
+    floating-point tensors of a module with 32-bit parameters count half; integers, masks and the tensors of a
+    16-bit module count as they are. Models of transformers are measured as they train if ``use_cache`` has its
+    default; without ``use_cache`` more masks are made than in training.
 
     Args:
-        module: What is trained, on any device; ``meta`` is one. It is not changed.
-        sample: A batch: a tensor, or a tuple or dict of arguments. The first dimension is that of samples; amounts
-            are those of one sample. The second one of the first integers, or of the first floats with three
-            dimensions, is the sequence.
-        device: For which type of device: ``cpu``, or what torch is built for, such as ``cuda``; the device itself
+        module: The module to train, on any device, also on ``meta``. The module is not changed.
+        sample: A batch: a tensor, or a tuple or dict of arguments. The first dimension counts samples, and amounts
+            are for one sample. The sequence is the second dimension of the first integers, or of the first floats
+            with three dimensions.
+        device: Type of device: ``cpu``, or the type that torch is built for, such as ``cuda``; the device itself
             need not be there.
 
     Returns:
         The description.
 
     Raises:
-        DescriptionError: The module reads a value of a tensor (``.item()``, ``if``, numpy), has a shape that
-            depends on values, or fails; the message names the operation and the layer. Or torch lacks the device.
+        DescriptionError: If the module reads a value of a tensor (``.item()``, ``if``, numpy), has a shape that
+            depends on values, or fails; the message names the operation and the layer. Also if torch lacks the
+            device.
     """
     if not isinstance(module, nn.Module):
         raise DescriptionError(f"describe() measures an nn.Module, and was given {type(module).__name__}")
@@ -91,7 +93,7 @@ def describe(
 
 
 def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:
-    """The amounts of a forward pass of a copy of ``module`` whose tensors have no memory."""
+    """Measure the forward pass of a copy of ``module`` whose tensors have no memory, and return the meter."""
     names = {name for name, member in module.named_modules() if member in blocks}
     entered = [type(module).__name__]
     meter: OperationMeter | None = None
@@ -121,7 +123,7 @@ def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers, and tensors that are mere attributes."""
+    """Yield the parameters and buffers of ``module``, and the tensors that are plain attributes."""
     yield from module.parameters()
     yield from module.buffers()
     for member in module.modules():
@@ -129,7 +131,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _without_memory(value: Any, device: str) -> Any:
-    """Tensors of the same shapes on ``device``, in the same tree."""
+    """Return ``value`` with each tensor replaced by a tensor of the same shape and strides on ``device``."""
     if isinstance(value, Mapping):
         return {key: _without_memory(part, device) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -141,7 +143,7 @@ def _without_memory(value: Any, device: str) -> Any:
 
 
 def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: list[str]) -> None:
-    """Have the meter see where layers begin and end; ``entered`` has the names of the modules that run."""
+    """Let the meter see where layers begin and end, and keep the names of running modules in ``entered``."""
     for name, member in copy.named_modules():
         title = f"{name or 'the module'} ({type(member).__name__})"
         member.register_forward_pre_hook(lambda *_, title=title: entered.append(title), prepend=True)
@@ -155,20 +157,20 @@ def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: lis
 
 
 def _place(stretch: int, meter: OperationMeter) -> int:
-    """The layer that a stretch belongs to: what runs between two layers belongs to the first of them."""
+    """Return the layer of a stretch; the operations between two layers belong to the first of both layers."""
     is_last = stretch == len(meter.stretches) - 1
     return stretch // 2 + 1 if is_last and stretch else (stretch + 1) // 2
 
 
 def _owners(weight: Weight, meter: OperationMeter) -> set[int]:
-    """The layers that have a parameter: its first user, and the last one too if it is tied to the first."""
+    """Return the layers that own ``weight``: its first user, or both the first and last layer if both use it."""
     last = _place(len(meter.stretches) - 1, meter)
     users = {_place(user, meter) for user in weight.users} or {last}
     return {0, last} if {0, last} <= users else {min(users)}
 
 
 def _layers(meter: OperationMeter) -> list[Layer]:
-    """The layers, equal neighbours joined."""
+    """Return the layers; equal neighbours are joined to one layer with a count."""
     last = _place(len(meter.stretches) - 1, meter)
     joined = [Stretch() for _ in range(last + 1)]
     for index, stretch in enumerate(meter.stretches):
@@ -191,7 +193,7 @@ def _layers(meter: OperationMeter) -> list[Layer]:
 
 
 def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
-    """Give each layer its parameters, and what it keeps for the backward pass."""
+    """Add to each layer its parameters, and the bytes that the layer keeps for the backward pass."""
     for weight in meter.weights.values():
         for owner in _owners(weight, meter):
             amount = weight.numel * meter.num_samples
@@ -200,17 +202,17 @@ def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
     for storage in meter.storages.values():
         places = {_place(it, meter) for it in storage.keepers}
         if places and not storage.constant:
-            # what several layers read, such as rotations of positions, is kept once: by the one that made it
+            # memory that several layers read, such as rotations of positions, counts once, for its maker
             keeper = layers[places.pop() if len(places) == 1 else _place(storage.maker, meter)]
             keeper.add("kept", storage.kept_bytes, divided=storage.divided)
             if storage.score:
                 keeper.add("scores", storage.kept_bytes, divided=storage.divided)
-            # the gradient of the largest is there while all the others still are
+            # the gradient of the largest tensor exists while all other kept tensors still exist
             keeper.raise_to("backward_bytes", storage.kept_bytes, divided=storage.divided)
 
 
 def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Layer:
-    """A layer with what one sample takes in it."""
+    """Return the layer of ``stretch``, with the amounts of one sample."""
     amounts: dict[str, Any] = {what: _share(amount, meter) for what, amount in stretch.amounts.items()}
     stored, scores = amounts.pop("stored", Split()), amounts.pop("scores", Split())
     kept = amounts.get("kept", Split())
@@ -232,13 +234,16 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
 
 
 def _share(amount: Split, meter: OperationMeter) -> Split:
-    """The share of one sample in an amount; all of it whole, if tensor parallelism cannot divide the layers."""
+    """Return the share of one sample in ``amount``; all of the share is whole if layers cannot be divided."""
     share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
     return share if meter.can_divide else Split(whole=share.divided + share.whole)
 
 
 def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes: float) -> Layer:
-    """The last layer, whose output a loss reads; a tensor group adds the gradients of what it reads."""
+    """Return the last layer with the amounts of a loss, which reads the output of the layer.
+
+    If the output is divided, a tensor group adds the gradients of the input of the layer.
+    """
     tensor = stretch.output
     if tensor is None or not tensor.dim():
         return layer
@@ -254,7 +259,7 @@ def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes
 
 
 def _sequence(given: list[Tensor]) -> int:
-    """Tokens of a sample: of the first integers, or of the first floats with features; 1 if there are none."""
+    """Return the tokens of a sample: the second dimension of the first suitable tensor; 1 if there is none."""
     for tensor in given:
         if tensor.dim() == _TOKEN_DIMENSIONS or (tensor.dim() > 1 and not tensor.is_floating_point()):
             return tensor.shape[1]

@@ -1,4 +1,4 @@
-"""torch's mesh of the job's instances: which of them hold the same replica, stage and shard."""
+"""torch's DeviceMesh of the job's instances: which instances have the same replica, stage and shard."""
 
 from functools import cache
 from typing import Final
@@ -17,22 +17,23 @@ from popdist.ground.contract import Contract
 from popdist.job import context
 
 DIMENSIONS: Final = ("replica", "pipeline", "tensor")
-"""From the outermost to the innermost."""
+"""The dimensions of the mesh, from the outermost to the innermost."""
 
 
 def device_mesh() -> DeviceMesh:
-    """The job's ``DeviceMesh`` of torch, with the dimensions ``replica``, ``pipeline`` and ``tensor``.
+    """Return the job's ``DeviceMesh`` of torch, with the dimensions ``replica``, ``pipeline`` and ``tensor``.
 
-    All three are always there, of size 1 too, so one program serves every ``--parallelism``: ``mesh["tensor"]`` is
-    for torch's ``parallelize_module``, ``mesh["pipeline"].get_group()`` for its pipeline stages. Its ranks are the
-    instances, and all of them call it; again it gives the same mesh. It calls ``popdist.init()``, and makes the
-    default group of torch.distributed with the backend ``popdist``, where the program has not. Where an instance
-    has several replicas, ``replica`` counts the instances.
+    The mesh always has all three dimensions, also with size 1, so that one program serves every ``--parallelism``:
+    ``mesh["tensor"]`` is for torch's ``parallelize_module``, ``mesh["pipeline"].get_group()`` for torch's pipeline
+    stages. The ranks of the mesh are the instances, and all instances must call the function; further calls return
+    the same mesh. If the program has not done so, the function calls ``popdist.init()``, and makes the default
+    process group of torch.distributed with the backend ``popdist``. If an instance has several replicas,
+    ``replica`` counts instances.
 
     Raises:
-        ContractError: If it is not known how the instances of a replica share it (``--instances-per-replica``).
+        ContractError: If the job does not say how instances share a replica (``--instances-per-replica``).
         BackendError: If the ranks of the program's default group are not the instances.
-        CollectiveError: If the instances make different calls, or within ``execute_on_instances``.
+        CollectiveError: If the instances make different calls, or inside ``execute_on_instances``.
     """
     _check_mesh_is_known(context.environment().contract)
     context.ensure_init()
@@ -53,7 +54,7 @@ def device_mesh() -> DeviceMesh:
         if device.type != "cpu":
             torch.accelerator.set_device_index(
                 device
-            )  # else torch takes the one of LOCAL_RANK, which may not be visible here
+            )  # otherwise torch uses the device of LOCAL_RANK, which may not be visible here
         shape = contract.layout.num_instances, contract.parallelism.pipeline, contract.parallelism.tensor
         give_parts_numbers()
         job.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
@@ -84,7 +85,7 @@ def _see_module(wrapper: nn.Module, _name: str, _module: object) -> None:
 
 
 def _refuse_ddp(wrapper: DistributedDataParallel, contract: Contract) -> None:
-    """Refuse DistributedDataParallel over instances that hold different parts: their gradients are not one's."""
+    """Raise WeightsError if DistributedDataParallel averages gradients of different parts of a replica."""
     ranks = get_process_group_ranks(wrapper.process_group)
     if len({contract.parallelism.part_of(rank).index for rank in ranks}) > 1:
         raise WeightsError(

@@ -1,1 +1,1 @@
-"""What a planner needs to know, measured: a module's operations, this machine, the steps of a model in phases."""
+"""Measurements for a planner: a module's operations, this machine, and the steps of a model in phases."""

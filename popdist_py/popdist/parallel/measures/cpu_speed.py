@@ -1,6 +1,7 @@
-"""``python -m popdist.parallel.measures.cpu_speed N``: what each of N instances on this CPU reaches, as JSON.
+"""``python -m popdist.parallel.measures.cpu_speed N``: the speed of each of N instances on this CPU, as JSON.
 
-N processes share the cores and are measured at the same time, for about two seconds, and the disk of ``--store``.
+N processes share the cores and are measured at the same time, for about two seconds. ``--store`` also measures a
+disk.
 """
 
 import json
@@ -43,7 +44,7 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def main() -> None:
-    """Print the figures of one machine, which `popsize.hardware.machines_of` reads."""
+    """Measure this machine, and print the figures as JSON, which `popsize.hardware.machines_of` reads."""
     parser = ArgumentParser(prog="python -m popdist.parallel.measures.cpu_speed", description=__doc__)
     parser.add_argument("num_devices", metavar="N", type=int, help="how many instances share the CPU")
     parser.add_argument("--store", metavar="FOLDER", type=Path, help="where phases of a model would wait")
@@ -53,16 +54,16 @@ def main() -> None:
         parser.error(f"N={num_devices} must be from 1 to {_MOST_DEVICES}")
     try:
         figures = measure(num_devices) | ({} if words.store is None else store_figures(words.store, num_devices))
-        print(json.dumps(figures))  # noqa: T201 - what it is run for
+        print(json.dumps(figures))  # noqa: T201 - the output of the program
     except (BackendError, StoreError) as error:
         sys.exit(f"{parser.prog}: {error}")
 
 
 def measure(num_devices: int) -> dict[str, object]:
-    """Measure this machine's CPU as ``num_devices`` devices; BackendError if a process fails or is late."""
-    # forked processes have torch already; this one has not started torch's threads, which would not come along
+    """Measure this CPU as ``num_devices`` devices. Raises BackendError if a process fails or is late."""
+    # a fork need not import torch again, and is safe because this process has not started torch's threads
     context = multiprocessing.get_context("fork")
-    number = max(2, num_devices)  # the link needs two
+    number = max(2, num_devices)  # the link needs two processes
     barrier = context.Barrier(number)
     with TemporaryDirectory(prefix="popdist-speed-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(number)]
@@ -94,7 +95,7 @@ def measure(num_devices: int) -> dict[str, object]:
 
 
 def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
-    """The share that each of ``num_devices`` has of a disk: its room, and how fast it is read and written."""
+    """Return each device's share of the disk of ``folder``: the free space, and the speed of reads and writes."""
     threads = StoreThreads(torch.device("cpu"))
     memory = make_buffer(_STORE_BYTES).fill_(1)
     rates = {}
@@ -105,7 +106,7 @@ def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
             file = StoreFile(descriptor, path, _STORE_BYTES, threads)
             try:
                 allocate(descriptor, _STORE_BYTES, str(path))
-                file.write(0, memory).wait()  # what is written for the first time takes longer
+                file.write(0, memory).wait()  # not measured, because the first write takes longer
                 for name, move in {"_write": file.write, "": file.read}.items():
                     start = perf_counter()
                     for _ in range(_NUM_MOVES):
@@ -122,7 +123,7 @@ def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
 
 
 def _received(receivers: list[Connection]) -> list[dict[str, float]]:
-    """What each process measured."""
+    """Return the speeds that all processes send. Raises BackendError if a process fails or is late."""
     deadline = monotonic() + _LIMIT_SECONDS
     speeds: list[dict[str, float]] = []
     failures: list[str] = []
@@ -139,18 +140,18 @@ def _received(receivers: list[Connection]) -> list[dict[str, float]]:
 
 
 def _instance(index: int, num_devices: int, barrier: Barrier, folder: str, sender: Connection) -> None:
-    """One of the processes: each phase begins in all at once."""
+    """Measure this process and send the speeds; each phase begins in all processes at the same time."""
     try:
         sender.send(_speeds(index, num_devices, barrier, folder))
-    except BrokenBarrierError:  # another one says why
+    except BrokenBarrierError:  # another process sends the reason
         sender.send("")
-    except Exception as error:  # noqa: BLE001 - the process that waits reports it
+    except Exception as error:  # noqa: BLE001 - the parent process reports the error
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
 
 
 def _speeds(index: int, num_devices: int, barrier: Barrier, folder: str) -> dict[str, float]:
-    """Operations, bytes and operators a second."""
+    """Return the operations, bytes and operators that this process computes per second."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_devices))
     phases: dict[str, tuple[float, Callable[[], object]]] = {
         "fp32": (2 * _WIDTH**3, _product(torch.float32)),
@@ -180,7 +181,7 @@ def _copy() -> Callable[[], object]:
 
 
 def _tiny_operators() -> None:
-    """A forward and a backward pass, in which each operator has two of its own."""
+    """Run a forward and a backward pass, in which each forward operator has two backward operators."""
     value = factor = torch.ones(8, dtype=torch.float32, requires_grad=True, device="cpu")
     for _ in range(_CHAIN):
         value = value * factor
@@ -188,7 +189,7 @@ def _tiny_operators() -> None:
 
 
 def _runs_per_second(work: Callable[[], object]) -> float:
-    """How often ``work`` runs in a second, once it is warm."""
+    """Return how often ``work`` runs in a second, after a first run that is not measured."""
     work()
     start = perf_counter()
     number = 0
@@ -199,7 +200,7 @@ def _runs_per_second(work: Callable[[], object]) -> float:
 
 
 def _link_rate(index: int, folder: str) -> float:
-    """Bytes a second that each of two processes sends in an all-reduce by gloo."""
+    """Return the bytes per second that each of two processes sends in an all-reduce by gloo."""
     group = connect_gloo(FileStore(f"{folder}/link", 2), index, 2, timedelta(seconds=_LIMIT_SECONDS), "127.0.0.1")
     tensor = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device="cpu")
     group.allreduce([tensor]).wait()
@@ -210,7 +211,7 @@ def _link_rate(index: int, folder: str) -> float:
 
 
 def _usable_bytes() -> float:
-    """Memory that programs can use: what is free, and no more than this container's limit."""
+    """Return the bytes of memory that programs can use: free memory, but at most the container's limit."""
     free = psutil.virtual_memory().available
     limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip() if _CGROUP_LIMIT.exists() else ""
     return min(free, int(limit)) if limit.isdecimal() else free

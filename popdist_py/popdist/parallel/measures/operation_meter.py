@@ -1,8 +1,8 @@
-"""What a forward pass does, operation by operation: FLOPs, kernels, and the bytes that it moves and keeps.
+"""A meter of a forward pass, operation by operation: FLOPs, kernels, and the bytes moved and kept.
 
-The pass is cut into stretches: each repeated layer is one, and what runs before, between and behind them. Of each
-storage the meter knows what tensor parallelism makes of it: a product with a weight divides a whole activation (by
-columns), and the next product (by rows) sums it up again.
+The pass is divided into stretches: each repeated layer is a stretch, and so are the operations before, between and
+behind the layers. The meter knows for each storage whether tensor parallelism divides it: a product with a weight
+divides a whole activation (by columns), and the next product (by rows) adds the parts again.
 """
 
 from collections import defaultdict
@@ -23,15 +23,15 @@ _UNWRITTEN: Final = ("empty", "new_empty")
 _OPAQUE: Final = ("mkldnn_rnn_layer", "cudnn_rnn")
 _IMAGE_DIMENSIONS: Final = 4
 _LOOKUPS: Final = ("embedding", "gather", "index", "index_select")
-"""Operations that read no more of a table than they write."""
+"""The operations that read no more bytes of a table than they write."""
 
 
 @dataclass(eq=False)
 class Stretch:
-    """A part of the forward pass, and what the whole batch took there; a repeated layer has a name."""
+    """A part of the forward pass, with the amounts of the whole batch; only a repeated layer has a name."""
 
     name: str = ""
-    # by field of popsize.model.Layer; "stored" is what selective recomputation leaves of "kept"
+    # the keys are fields of popsize.model.Layer; "stored" is what selective recomputation leaves of "kept"
     amounts: defaultdict[str, Split] = field(default_factory=lambda: defaultdict(Split))
     output: Tensor | None = None
     num_kernels: int = 0
@@ -44,17 +44,17 @@ class Stretch:
     parts: list[int] = field(default_factory=lambda: [0])
 
     def add(self, what: str, amount: float, *, divided: bool) -> None:
-        """Add to an amount: to the part that tensor parallelism divides, or to the whole one."""
+        """Add ``amount`` to the amount ``what``: to the part that is divided, or to the part that is whole."""
         self.amounts[what] += Split(divided=amount) if divided else Split(whole=amount)
 
     def raise_to(self, what: str, amount: float, *, divided: bool) -> None:
-        """Make an amount this one, unless it is larger."""
+        """Set the amount ``what`` to ``amount``, unless the present amount is larger."""
         if amount > self.amounts[what].on_device(1):
             self.amounts.pop(what)
             self.add(what, amount, divided=divided)
 
     def join(self, other: "Stretch") -> None:
-        """Add another stretch of the same layer; the first one is the layer itself."""
+        """Add the amounts of ``other``, a stretch of the same layer; the first stretch gives name and output."""
         if not self.name and self.output is None:
             self.name, self.output = other.name, other.output
         for what, amount in other.amounts.items():
@@ -68,7 +68,7 @@ class Stretch:
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter: the stretches that used it, and whether tensor parallelism divides it."""
+    """A parameter, the stretches that use the parameter, and whether tensor parallelism divides it."""
 
     numel: int
     users: list[int] = field(default_factory=list)
@@ -77,25 +77,25 @@ class Weight:
 
 @dataclass(eq=False)
 class Storage:
-    """What is known of the memory behind one or more tensors."""
+    """The facts about the memory behind one or more tensors."""
 
-    maker: int = 0  # the stretch that wrote it
-    weight: Weight | None = None  # the parameter that it is, or was made of
-    constant: bool = False  # no sample has a part in it
+    maker: int = 0  # the stretch that wrote the memory
+    weight: Weight | None = None  # the parameter in the memory, or the parameter from which it was computed
+    constant: bool = False  # the same for every sample
     given: bool = False  # an input of the module
     divided: bool = False  # by tensor parallelism
-    score: bool = False  # made of scores of an attention
+    score: bool = False  # computed from the scores of an attention
     kept_bytes: float = 0.0
-    keepers: set[int] = field(default_factory=set)  # the stretches that need it in their backward pass
+    keepers: set[int] = field(default_factory=set)  # the stretches whose backward pass needs the memory
 
 
 class OperationMeter:
-    """It takes the place of each operation, and counts it; and each tensor that is kept for the backward pass."""
+    """A meter that runs and counts each operation, and counts each tensor kept for the backward pass."""
 
     def __init__(
         self, weights: list[Tensor], constants: list[Tensor], inputs: list[Tensor], *, has_layers: bool
     ) -> None:
-        """A meter for a module of these tensors, with repeated layers or without."""
+        """Make a meter for a module with these tensors; ``has_layers`` says whether it has repeated layers."""
         item_bytes = max((it.element_size() for it in weights if it.is_floating_point()), default=HALF_BYTES)
         self._scale = HALF_BYTES / item_bytes
         self._has_layers = has_layers
@@ -109,7 +109,7 @@ class OperationMeter:
         self.storages |= {StorageWeakRef(it.untyped_storage()): Storage(given=True) for it in inputs}
 
     def enter(self, name: str, value: object) -> None:
-        """Begin a layer that reads ``value``."""
+        """Begin the layer ``name``, which reads ``value``."""
         if len(self.stretches) == 1:
             self.stretches[0].output = _first(value)
         self.stretches.append(Stretch(name))
@@ -124,12 +124,12 @@ class OperationMeter:
             self.stretches.append(Stretch())
 
     def known(self, tensor: Tensor) -> Storage:
-        """What is known of a tensor's memory."""
+        """Return the facts about the memory of ``tensor``."""
         new = Storage(maker=len(self.stretches) - 1)
         return self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), new)
 
     def bytes_of(self, tensor: Tensor | None, *, view: bool = True) -> float:
-        """Bytes of a tensor or, not as a ``view``, of all its memory; floating-point ones in 16 bits."""
+        """Return the bytes of ``tensor``, or of its whole storage if not ``view``; floats count 16 bits."""
         if tensor is None:
             return 0.0
         size = tensor.untyped_storage().nbytes()
@@ -137,14 +137,14 @@ class OperationMeter:
         return scale * (min(size, tensor.numel() * tensor.element_size()) if view else size)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count what autograd keeps: all its memory, as a view keeps that alive."""
+        """Count the whole storage of ``tensor``, which autograd keeps alive, and return ``tensor``."""
         storage = self.known(tensor)
         storage.kept_bytes = self.bytes_of(tensor, view=False)
         storage.keepers.add(len(self.stretches) - 1)
         return tensor
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Run an operation and count it."""
+        """Run the operation ``operator``, count it, and return its result."""
         self.operator = operator
         name = str(operator.overloadpacket.__name__).lstrip("_")
         if name in _OPAQUE:
@@ -156,7 +156,7 @@ class OperationMeter:
         for _, storage in inputs.values():
             if storage.weight is not None:
                 storage.weight.users.append(len(self.stretches) - 1)
-        # what writes nothing, such as a view, starts no kernel
+        # an operation that writes nothing, such as a view, starts no kernel
         if name.endswith("_") or any(id(storage) not in before for _, storage in outputs):
             if name.startswith(_ATTENTION):
                 self._count_attention(name, args, kwargs, outputs)
@@ -172,7 +172,7 @@ class OperationMeter:
     def _count_attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[tuple[Tensor, Storage]]
     ) -> None:
-        """A kernel that keeps no scores; torch's counter has no rule for a CPU's, and counts what is masked."""
+        """Count a fused attention; torch's FLOP counter has no rule for CPUs, and also counts masked scores."""
         query, key, value = args[:3]
         place = 4 if "flash" in name else 6
         causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
@@ -188,7 +188,7 @@ class OperationMeter:
         stretch.add("stored", self.bytes_of(outputs[0][0]), divided=divided)
 
     def _count_product(self, operands: tuple[Tensor, ...], work: float, output: tuple[Tensor, Storage]) -> None:
-        """A product with a weight, or of two activations: the scores, or what they are applied to."""
+        """Count a product with a weight, or of two activations: the scores, or what the scores are applied to."""
         tensor, made = output
         stretch = self.stretches[-1]
         stretch.num_kernels += 1
@@ -208,7 +208,7 @@ class OperationMeter:
         stretch.add("matmul_flops", work, divided=weight is not None and weight.divided)
 
     def _count_weight(self, weight: Weight, tensor: Tensor, made: Storage) -> None:
-        """A product with a weight: a tensor group divides its columns or, behind such a one, its rows."""
+        """Count a product with a weight, which a tensor group divides by columns, and the next product by rows."""
         stretch = self.stretches[-1]
         stretch.num_products += 1
         stretch.parts[-1] += weight.numel
@@ -227,7 +227,7 @@ class OperationMeter:
 
     @staticmethod
     def _divide(inputs: list[Storage], made: Storage) -> None:
-        """Divide weights that are added to, or multiplied with, a divided activation."""
+        """Mark each weight in ``inputs`` as divided if the activation ``made`` is divided."""
         for storage in inputs:
             if storage.weight is not None and not made.constant:
                 storage.weight.divided |= made.divided
@@ -235,7 +235,7 @@ class OperationMeter:
     def _count_elementwise(
         self, name: str, inputs: list[tuple[Tensor, Storage]], outputs: list[tuple[Tensor, Storage]]
     ) -> None:
-        """An operation that does little with each element: the time goes into reading and writing."""
+        """Count an operation on single elements, which spends its time on reading and writing memory."""
         known = [storage for _, storage in inputs]
         free = [storage for storage in known if not storage.constant]
         divided = any(storage.divided for storage in free)
@@ -255,13 +255,14 @@ class OperationMeter:
             read = min(read, written + self.bytes_of(inputs[-1][0]))
             weight = known[0].weight
             if weight is not None and any(storage.given for storage in free):
-                # its sum is in the forward pass only, and that of the logits in the backward: they count there
+                # A lookup is added over the group in the forward pass only, and logits in the backward pass only.
+                # Both together count as one sum, which the last layer has.
                 weight.divided = True
         stretch.add("score_bytes" if score else "memory_bytes", read + written, divided=divided)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -273,5 +274,5 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _first(value: object) -> Tensor | None:
-    """The first floating-point tensor in what a layer reads or returns."""
+    """Return the first floating-point tensor in ``value``; None if there is none."""
     return next((it for it in tensors_in(value) if it.is_floating_point()), None)
