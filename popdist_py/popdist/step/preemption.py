@@ -1,7 +1,7 @@
 """Preemption: save on SIGTERM after the same step on all instances, and exit together.
 
-A signal only sets a flag. It travels with the headers that the instances exchange anyway, so that all of them know
-of it at the same place of the program (`popdist.exchange.groups`), and they act on it at the next end of a step
+A signal only sets a flag, which travels in headers that the instances exchange anyway. So all instances know of
+the signal at the same place of the program (`popdist.exchange.groups`), and act at the next end of a step
 (`popdist.gradients.optimizer_steps.TrainingLoop`).
 """
 
@@ -24,10 +24,10 @@ from popdist.job.instances import end_in_failure, end_together
 from popdist.step.training.step import is_in_step
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
-"""What a shell shows of a program that SIGTERM has ended."""
+"""The exit code that a shell shows for a program that SIGTERM has ended."""
 
 NUM_PATIENT_STEPS: Final = 10
-"""Optimizer steps that may follow a signal before a warning says that none of them was the last."""
+"""The number of optimizer steps after a signal before a warning says that the program has not ended."""
 
 _LARGEST_EXIT_CODE: Final = 255
 _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
@@ -35,12 +35,12 @@ _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(slots=True, kw_only=True)
 class _PreemptionState:
-    """What this process will do at a preemption."""
+    """The settings of this process for a preemption, and the signal handlers from before."""
 
-    fn: Callable[[], object] | None = None  # what is called
+    fn: Callable[[], object] | None = None  # the function that is called
     exit_code: int = EXIT_CODE
     previous: dict[int, Any] = field(default_factory=dict)  # the handlers that the signals had before
-    num_steps_at_notice: int | None = None  # optimizer steps at the end of the first one after a signal
+    num_steps_at_notice: int | None = None  # optimizer steps at the end of the first step after a signal
 
 
 _state = _PreemptionState()
@@ -52,37 +52,37 @@ def on_preemption(
     signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
     exit_code: int = EXIT_CODE,
 ) -> None:
-    """At a signal, have all instances call ``fn`` after the same step, and end.
+    """Let all instances call ``fn`` after the same step, and exit, as soon as one instance gets a signal.
 
-    All instances call this with the same arguments, at any time, from their main thread; a later call replaces the
-    one before. It is enough that one instance gets a signal. The step that is being made is finished, ``fn`` is
-    called, usually to save a checkpoint, and when it has returned on every instance each raises
+    All instances must call this function with the same arguments, at any time, from the main thread; a later call
+    replaces an earlier call. A signal to one instance is enough. The current step is finished, and ``fn`` is
+    called, usually to save a checkpoint. When ``fn`` has returned on every instance, each instance raises
     ``SystemExit(exit_code)``, so that ``finally`` blocks run::
 
         popdist.on_preemption(lambda: save("run1", model=model, optimizer=optimizer, loader=loader, epoch=epoch))
 
-    ``fn`` is called where the loop asks ``popdist.data_loader`` or a ``ReplicaSampler`` for its next batch, the
-    question after the last one included, if an optimizer has stepped since the batch before: so loops that only
-    evaluate are not interrupted, and what the loop has counted after the step is up to date. In loops without such
-    a loader it is called when a model begins its next step; where ``DistributedDataParallel`` or the program
-    itself reduces gradients, and elsewhere, in :func:`check_preemption` only.
+    ``fn`` is called when the loop asks ``popdist.data_loader`` or a ``ReplicaSampler`` for its next batch (also
+    after the last batch), if an optimizer has stepped since the batch before. So loops that only evaluate are not
+    interrupted, and the loop's counters are up to date. In a loop without such a loader, ``fn`` is called when a
+    model begins its next step. If ``DistributedDataParallel`` or the program itself reduces gradients, and in all
+    other cases, ``fn`` is called only in :func:`check_preemption`.
 
-    Until then a signal changes nothing, and more of them change nothing either. One that comes before the first
-    step takes effect after it; one that comes after the last step has none, and the program ends as it would have.
-    Who sends it must give the program the time for one step and ``fn``: see ``--stop-timeout`` of poprun. A forked
-    child has the handlers that were there before this call. Workers of ``popdist.data_loader`` that start after
-    this call outlive the signals. Where several
-    instances share a replica, all exchange a header at the end of each step, so all read a loader or none.
+    Until then the signal, and any further signal, changes nothing. A signal before the first step takes effect
+    after the first step. A signal after the last step has no effect, and the program ends as it would have. The
+    sender of the signal must give the program the time for one step and ``fn``: see ``--stop-timeout`` of poprun.
+    A forked child has the handlers from before this call. Workers of ``popdist.data_loader`` that start after this
+    call survive the signals. If several instances share a replica, all instances exchange a header at the end of
+    each step, so either all instances must read a loader, or none.
 
     Args:
-        fn: Takes no arguments. It may call collectives; it is called once.
-        signals: Each one that may be handled, such as ``signal.SIGTERM``. Their handlers are replaced.
-        exit_code: 0 to 255; poprun starts a job that ends with 143 not again, whatever its ``--max-restarts``.
+        fn: Function without arguments. It may call collectives; it is called once.
+        signals: Signals that can be handled, such as ``signal.SIGTERM``. Their handlers are replaced.
+        exit_code: 0 to 255; poprun does not restart a job that ends with 143, whatever its ``--max-restarts``.
 
     Raises:
-        CollectiveError: If an argument is not possible, this is not the main thread, or the instances give
-            different arguments; the last is not found out before ``popdist.init()``. Later, in place of
-            ``SystemExit``, if ``fn`` raised on another instance.
+        CollectiveError: If an argument is not possible, this is not the main thread, or the arguments differ
+            between instances (found only after ``popdist.init()``). Later, instead of ``SystemExit``, if ``fn``
+            raised an error on another instance.
     """
     asked = _check(fn, signals, exit_code)
     if context.is_initialized():
@@ -99,15 +99,15 @@ def on_preemption(
 
 
 def check_preemption() -> None:
-    """Let the program leave here, if it was asked to: see :func:`on_preemption`. All instances call it.
+    """Check for a signal on any instance; after a signal, call the function of :func:`on_preemption` and exit.
 
-    For long evaluations and for loops of other kinds. It costs one exchange of headers, which waits for the
-    slowest instance. What ``fn`` saves must be whole here.
+    All instances must call the function, in long evaluations and in other kinds of loops. It costs one exchange of
+    headers, which waits for the slowest instance. Everything that ``fn`` saves must be complete here.
 
     Raises:
-        SystemExit: If an instance was asked to leave and ``fn`` has returned on all of them.
+        SystemExit: If an instance has got a signal, and ``fn`` has returned on all instances.
         MicroBatchError: In the middle of a step.
-        CollectiveError: If an instance makes another call, or ``fn`` raised there.
+        CollectiveError: If an instance makes another call, or ``fn`` raised an error on another instance.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -118,7 +118,7 @@ def check_preemption() -> None:
 
 
 def _check(fn: object, signals: object, exit_code: int) -> list[int]:
-    """The signals, each once, when all arguments are possible."""
+    """Check the arguments of :func:`on_preemption`, and return the signals without repetitions."""
     if not callable(fn):
         raise CollectiveError(f"on_preemption({fn!r}): expected a function without arguments")
     if whole_number("exit_code", exit_code, CollectiveError, minimum=0) > _LARGEST_EXIT_CODE:
@@ -138,7 +138,7 @@ def _set_flag(_signum: int, _frame: object) -> None:
 
 
 def _restore() -> None:
-    """Give every signal the handler that it had; one that Python has not seen has the system's own."""
+    """Give every signal the handler from before, or the system's handler if Python did not set that handler."""
     for signum, handler in _state.previous.items():
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
     _state.previous.clear()
@@ -146,7 +146,7 @@ def _restore() -> None:
 
 @cache
 def _prepare_process() -> None:
-    """Do what is done once: count optimizer steps, and let forked children have no part in this."""
+    """Prepare the process once: count optimizer steps, and forget the preemption in forked children."""
     watch_optimizers()
     register_optimizer_step_post_hook(_warn_if_stuck)
     os.register_at_fork(after_in_child=_forget_in_child)
@@ -158,7 +158,7 @@ def _forget_in_child() -> None:
 
 
 def _warn_if_stuck(*_: object) -> None:
-    """Warn a loop that never acts on a signal: one without ends of steps, or whose instances exchange nothing."""
+    """Warn if the program has not acted on a signal after ``NUM_PATIENT_STEPS`` optimizer steps."""
     if _state.fn is None or not context.notice().is_given:
         return
     if _state.num_steps_at_notice is None:
@@ -188,7 +188,7 @@ def _leave_if_preempted() -> None:
 
 
 def _is_for_all() -> bool:
-    """Whether all instances are here and know that one was asked to leave."""
+    """Whether all instances are at this place of the program and know that an instance has got a signal."""
     notice, contract = context.notice(), context.environment().contract
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -196,13 +196,13 @@ def _is_for_all() -> bool:
         return notice.is_given
     if not context.is_initialized() or len(context.current_group().instances) < contract.num_instances:
         return False
-    if contract.parallelism.is_shared:  # a step's headers reach those with the same part of a replica alone
+    if contract.parallelism.is_shared:  # a step's headers reach only the instances with the same part of a replica
         context.current_group().agree("the end of a step, for on_preemption()")
     return notice.is_known
 
 
 def _end(*, has_failed: bool) -> None:
-    """Say to the others how ``fn`` has ended here; after a success wait until it has on all."""
+    """Tell the other instances how ``fn`` has ended here; after a success, wait until ``fn`` succeeds on all."""
     if not context.is_initialized():
         return
     group, text = context.current_group(), "the end of on_preemption"

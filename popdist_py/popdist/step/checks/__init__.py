@@ -1,7 +1,7 @@
-"""Checks against misuse: what costs time, or could be left out without changing a bit of a right program.
+"""Checks against misuse, which cost time; a correct program computes the same bits without these checks.
 
-Importing this has the steps of models and of torch's optimizers checked. With ``popdist.init(checks="off")`` the
-checks of a model's steps are not made.
+Importing this package makes popdist check the steps of models and of torch's optimizers. With
+``popdist.init(checks="off")`` the checks of a model's steps are not made.
 """
 
 from popdist.step.checks import optimizer_checks, step_checks

@@ -1,7 +1,7 @@
-"""The checks of the steps of optimizers: who may step on a parameter, and whether its gradient is the job's.
+"""Checks of optimizer steps: which optimizer may update a parameter, and whether gradients are reduced.
 
-A step on gradients that popdist has not reduced is compared with the steps of the other instances in the first
-three such steps of the optimizer, and in every 100th.
+If popdist has not reduced the gradients of a step, the instances compare these gradients. They do so in the first
+three such steps of an optimizer, and in every 100th such step.
 """
 
 import weakref
@@ -31,26 +31,26 @@ from popdist.step.training.step import joint_modules, lost_steps, modules_in, re
 
 @cache
 def install() -> None:
-    """Have these checks made in the steps of all optimizers of torch from now on."""
+    """Check the steps of all optimizers of torch from now on."""
     register_optimizer_step_pre_hook(_check_optimizer_step)
     remember_wrappers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedParameter:
-    """A parameter in memory that the instances of a host share; only its owner, an optimizer, may step on it."""
+    """A parameter in memory that a host's instances share; only its owner, an optimizer, may update it."""
 
     parameter: weakref.ref[Parameter]
-    address: int  # elsewhere in memory it is no longer shared
-    owner: weakref.ref[object]  # when it has gone, no optimizer may step
+    address: int  # at another address the parameter is no longer shared
+    owner: weakref.ref[object]  # when the owner is deleted, no optimizer may update the parameter
 
 
 _shared: Final[dict[int, _SharedParameter]] = {}
-"""The shared parameters, by identity."""
+"""The shared parameters; the key is the ``id()`` of the parameter."""
 
 
 def reserve(parameters: Iterable[Parameter], owner: object) -> None:
-    """From now on let ``owner`` alone step on ``parameters``, as long as they stay where they are now."""
+    """Let only the optimizer ``owner`` update ``parameters`` from now on, until their memory address changes."""
     for parameter in parameters:
         key = id(parameter)
         reference = weakref.ref(parameter, lambda _, key=key: _shared.pop(key, None))  # type: ignore[misc] # mypy takes no defaults here
@@ -62,7 +62,7 @@ def reserve(parameters: Iterable[Parameter], owner: object) -> None:
 def _check_optimizer_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check a step that begins; one with a closure, which makes the gradients, whenever that has been called."""
+    """Check a step that begins. If the step has a closure, check its gradients after each call of the closure."""
     makes_gradients = closure_of(args, kwargs) is not None
     if _shared:
         _refuse_shared(optimizer)
@@ -84,26 +84,26 @@ def _check_gradients(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LoneSteps:
-    """The steps of optimizers on gradients of this instance alone, which nothing has shown to be a mistake."""
+    """The number of optimizer steps on gradients of this instance alone that may be intended."""
 
     number: int = 0
 
 
 lone_steps: Final = LoneSteps()
-"""Those of this process, of which poprun tells at its end: see `popdist.startup.lone_training`."""
+"""The lone steps of this process, which poprun reports at the end: see `popdist.startup.lone_training`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """What this process had sent to other replicas when an optimizer began its step ``num_steps``."""
+    """The data that this process had sent to other replicas when an optimizer began its step ``num_steps``."""
 
-    num_bytes: int  # by popdist
-    num_calls: int  # of collectives of torch, whose bytes no public name of torch tells
+    num_bytes: int  # bytes that popdist has sent
+    num_calls: int  # calls of torch's collectives, because torch has no public name for their bytes
     num_steps: int
 
     @classmethod
     def until_now(cls, num_steps: int) -> Self:
-        """Return what has been sent until now."""
+        """Return the data that this process has sent until now."""
         num_bytes = context.current_job().group.num_bytes if context.is_initialized() else 0
         num_calls = torch_private.num_collectives(apart_from=context.instances_of_replica())
         return cls(num_bytes=num_bytes, num_calls=num_calls, num_steps=num_steps)
@@ -113,7 +113,7 @@ _sent: Final[weakref.WeakKeyDictionary[Optimizer, _Sent]] = weakref.WeakKeyDicti
 
 
 def _refuse_lone_gradients(optimizer: Optimizer) -> None:
-    """Refuse a step on this instance's gradients, where the program has its share of the samples or weights."""
+    """Raise OptimizerError if a step uses gradients of this instance alone, but instances train together."""
     if context.num_replicas() == 1:
         return
     before = _sent.get(optimizer, _Sent(num_bytes=0, num_calls=0, num_steps=0))
@@ -123,10 +123,10 @@ def _refuse_lone_gradients(optimizer: Optimizer) -> None:
     if reduced_modules or is_said or not alone:
         return
     if now.num_bytes - before.num_bytes >= sum(it.nbytes for it in alone):
-        return  # the program adds them over the instances by itself
+        return  # the program itself adds the gradients over the instances
     is_torch_called, found = now.num_calls > before.num_calls, "nothing has added up their gradients"
     if not training_loop.num_loader_passes and not any(map(is_distributed, alone)):
-        # perhaps all instances train the same, or each something of its own
+        # perhaps all instances train the same model, or each instance trains its own model
         lone_steps.number += not is_torch_called
         return
     if is_torch_called:
@@ -147,7 +147,7 @@ def _refuse_lone_gradients(optimizer: Optimizer) -> None:
 
 
 def _are_reduced_by_torch(optimizer: Optimizer, gradients: Sequence[Any]) -> bool:
-    """Whether DistributedDataParallel or FSDP adds up ``gradients``, or some of an optimizer of such a model."""
+    """Whether DistributedDataParallel or FSDP reduces gradients of parameters that ``optimizer`` updates."""
     own = context.instances_of_replica()
     for gradient in filter(is_distributed, gradients):
         if any(rank not in own for rank in gradient.device_mesh.mesh.flatten().tolist()):
@@ -157,7 +157,7 @@ def _are_reduced_by_torch(optimizer: Optimizer, gradients: Sequence[Any]) -> boo
 
 
 def _are_equal(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
-    """Whether ``gradients`` are equal on all instances, which all call this: the program has added them up."""
+    """Whether ``gradients`` are equal on all instances. Every instance must call the function."""
     word = sum_tensors(("", it) for it in gradients).word
     if context.is_initialized():
         if not context.current_job().is_checked:
@@ -183,7 +183,7 @@ def _refuse_shared(optimizer: Optimizer) -> None:
 
 
 def _belongs_to_another(parameter: Tensor, optimizer: Optimizer) -> bool:
-    """Whether another optimizer alone may step on ``parameter``: each instance would update the one copy."""
+    """Whether only another optimizer may update ``parameter``, because the host's instances share its memory."""
     known = _shared.get(id(parameter))
     return (
         known is not None
@@ -194,7 +194,7 @@ def _belongs_to_another(parameter: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
-    """Refuse a step on a model that is in the middle of its step, or whose last step was lost."""
+    """Raise MicroBatchError if a model of the optimizer is in the middle of a step, or its last step was lost."""
     updated = set(map(id, parameters_of(optimizer)))
     modules = [module for state in tuple(running_steps) if (module := state.module) is not None]
     if any(id(parameter) in updated for module in modules for parameter in module.parameters()):
@@ -215,14 +215,14 @@ def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
 
 
 def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
-    """Whether parameters of ``module`` are to be updated, and none of them has a gradient."""
+    """Whether parameters of ``module`` are to be updated, but none of these parameters has a gradient."""
     trained = [it for it in module.parameters() if it.requires_grad and id(it) in updated]
     return bool(trained) and all(it.grad is None for it in trained)
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """The number of parameters and models when an optimizer was compared with these, and its steps since."""
+    """The numbers of parameters and models at an optimizer's last comparison, and its steps since then."""
 
     sizes: tuple[int, int] = (0, 0)
     num_steps: int = 0
@@ -232,7 +232,7 @@ _compared: Final[weakref.WeakKeyDictionary[Optimizer, _Comparison]] = weakref.We
 
 
 def _check_all_are_wrapped(optimizer: Optimizer) -> None:
-    """Refuse a step that moves a parameter beside those of wrapped models with one instance's gradient."""
+    """Check that an optimizer of wrapped models does not also update a parameter that nothing wraps."""
     sizes = sum(len(group["params"]) for group in optimizer.param_groups), len(reduced_modules)
     known = _compared.get(optimizer)
     if known is None or known.sizes != sizes:
@@ -257,11 +257,11 @@ def _check_all_are_wrapped(optimizer: Optimizer) -> None:
 
 
 _unreduced_steps: Final[weakref.WeakKeyDictionary[Optimizer, CheckedSteps]] = weakref.WeakKeyDictionary()
-"""For each optimizer, its steps on gradients that popdist has not reduced."""
+"""The counter of each optimizer's steps on gradients that popdist has not reduced."""
 
 
 def _unreduced(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """The gradients that popdist has not reduced, of parameters that are the same on all instances; with names."""
+    """Return names and gradients of parameters common to all instances, if popdist has not reduced them."""
     found = [it for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
     if not found:
         return []
@@ -288,7 +288,7 @@ def _compare_gradients(optimizer: Optimizer) -> None:
         words = [word for (word,) in group.start(text, [sums.word]).wait()]
         difference = find_difference(group, "gradients", words, sums)
     except BackendError:
-        return  # an instance has left, or was lost: the next call that needs it will say so
+        return  # an instance has left or was lost; the next call that needs this instance raises an error
     if difference is not None:
         raise GradientError(
             f"{text}, and they are not equal on all instances: {difference}. They were set by hand, or come from "

@@ -1,8 +1,9 @@
-"""State that a module keeps in Python from one forward pass to the next, found in checked steps.
+"""Detection of state that a module keeps in Python from one forward pass to the next.
 
-Buffers and random states belong to the replica. A hidden state in an attribute, a counter or a generator of the
-module's own do not: an instance with two replicas moves them twice. Caches and records are harmless, so only that
-is reported which changes in each watched pass, and is changed in place, read by the next pass, or a counter.
+Buffers and random states belong to the replica. A hidden state in an attribute, a counter or the module's own
+generator belongs to the process, so an instance with two replicas changes it twice. Caches and records are
+harmless. So an attribute is reported only if it changes in each watched pass, and is changed in place, read by the
+next pass, or a counter.
 """
 
 import hashlib
@@ -24,38 +25,38 @@ from popdist.job.weights import bytes_of
 R = TypeVar("R")
 
 ENOUGH: Final = 3
-"""An attribute is reported when it has changed in every watched pass, and in at least so many."""
+"""The least number of watched passes before an attribute that has changed in each pass is reported."""
 
 MOST_PASSES: Final = 12
-"""How many passes are watched in one step: a model without steps of its own would be watched for ever."""
+"""The most passes watched in one step, because a model without steps of its own would be watched for ever."""
 
 MOST_ITEMS: Final = 64
-"""Of a larger list, tuple or dict only the length and the identity count."""
+"""The most items of a list, tuple or dict that are compared; for more items only length and identity count."""
 
 MOST_DEPTH: Final = 3
 
 LARGE_BYTES: Final = 1 << 20
-"""Of a larger tensor or array only torch's count of writes and the identity count."""
+"""The largest tensor or array whose values are compared; for larger ones only writes and identity count."""
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 Fingerprint = object
-"""What tells a value from another one: equal fingerprints are equal values."""
+"""A digest of a value: equal fingerprints mean equal values."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """How an attribute changed in the passes that were watched."""
+    """The changes of an attribute in the passes that were watched."""
 
     num_passes: int = 0
     num_changes: int = 0
-    is_same_object: bool = True  # it was changed in place
-    is_read: bool = False  # torch was given a tensor of it as it was before a pass
-    differences: list[float] = field(default_factory=list)  # of a number, in each pass
+    is_same_object: bool = True  # whether the attribute was only changed in place
+    is_read: bool = False  # whether a pass gave torch a tensor that the attribute had before the pass
+    differences: list[float] = field(default_factory=list)  # the change of a number in each pass
 
 
 class PythonState:
-    """What the modules of one model keep in Python."""
+    """The attributes that the modules of one model keep in Python, and the changes of these attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -65,17 +66,17 @@ class PythonState:
         self._num_passes = 0
 
     def is_watched(self, step: int) -> bool:
-        """Whether the next pass of step ``step``, which is a checked one, is watched."""
+        """Whether the next pass of the checked step ``step`` is watched."""
         if step != self._step:
             self._step, self._num_passes = step, 0
             self._reported.clear()
         return self._num_passes < MOST_PASSES
 
     def watch(self, forward: Callable[[], R]) -> R:
-        """Call ``forward``, and find out what it changes."""
+        """Call ``forward`` and return its result; record which attributes of the modules change."""
         self._num_passes += 1
         before = {key: (it, _fingerprint_of(it)) for key, it in self._attributes()}
-        # not before something has changed twice: torch.compile compiles anew for the mode that sees operations
+        # only after two changes, because torch.compile compiles again for the mode that sees operations
         suspects = {key for key, seen in self._seen.items() if seen.num_changes == seen.num_passes >= ENOUGH - 1}
         tensors = {id(it): key for key in suspects & before.keys() for it in _tensors_in(before[key][0])}
         if tensors:
@@ -102,7 +103,7 @@ class PythonState:
                 self._report(key, seen)
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], object]]:
-        """The attributes of the program's own modules, with their paths and names."""
+        """Yield the attributes of the program's own modules, with the path of the module and the name."""
         for path, module in self._module.named_modules():
             if type(module).__module__.partition(".")[0] != "torch":
                 for name, value in tuple(vars(module).items()):
@@ -126,12 +127,12 @@ class PythonState:
 
 
 def _is_counter(seen: _Seen) -> bool:
-    """Whether a number has grown by the same amount in each pass."""
+    """Whether the attribute is a number that changes by the same amount in each pass."""
     return len(seen.differences) == seen.num_changes and len(set(seen.differences)) == 1
 
 
 class _Reads(TorchFunctionMode):
-    """Within it, the tensors of some identities are found that an operation of torch is given."""
+    """A context that finds which tensors, given by their ``identities``, are passed to an operation of torch."""
 
     def __init__(self, identities: set[int]) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class _Reads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at the arguments, and call the operation."""
+        """Record the tensors among the arguments, call the operation, and return its result."""
         if getattr(func, "__name__", "") != "__set__":
             given = _tensors_in([*args, *(kwargs or {}).values()])
             self.found |= self._identities & {id(it) for it in given}
@@ -153,7 +154,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a value and in the containers that it is made of."""
+    """Yield the tensors in ``value``, and in the containers inside ``value``."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | deque | Mapping) and depth < MOST_DEPTH and len(value) <= MOST_ITEMS:
@@ -162,23 +163,23 @@ def _tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
 
 
 _faults: Final[list[str]] = []
-"""What was found in any model, until the end of a step reports it."""
+"""The faults that were found in any model, until the end of a step reports the faults."""
 
 
 def next_fault() -> str | None:
-    """The first of what was found since this was called last, in words."""
+    """Return the first fault since the last call as text, and discard the other faults; None without a fault."""
     fault = next(iter(_faults), None)
     _faults.clear()
     return fault
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Whether a hook makes the attribute anew from a parameter, as old spectral_norm and weight_norm do."""
+    """Whether a hook computes the attribute from a parameter, as old spectral_norm and weight_norm do."""
     return any(parameter.startswith(f"{name}_") for parameter, _ in module.named_parameters(recurse=False))
 
 
 def _fingerprint_of(value: object, depth: int = 0) -> Fingerprint:
-    """What tells ``value`` from another one; None of what is no plain state, such as a function."""
+    """Return the fingerprint of ``value``; None if ``value`` is no plain state, such as a function."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return (type(value).__name__, repr(value))
     if isinstance(value, Tensor):
@@ -200,7 +201,7 @@ def _fingerprint_of(value: object, depth: int = 0) -> Fingerprint:
 
 def _fingerprint_of_tensor(value: Tensor) -> Fingerprint:
     if value.requires_grad or value.layout != torch.strided or value.device.type == "meta":
-        return None  # torch itself refuses a graph that is carried over
+        return None  # torch itself refuses a graph from an earlier pass
     if value.nbytes > LARGE_BYTES:
         return ("tensor", id(value), num_writes(value))
     return ("tensor", value.dtype, tuple(value.shape), _digest(bytes_of(value)))
@@ -220,7 +221,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _has_changed(before: Fingerprint, now: Fingerprint) -> bool:
-    """Whether a value has changed; a list or dict that has only grown is a log or a cache."""
+    """Whether a value has changed; mere growth of a list or dict does not count, because it may be a cache."""
     if isinstance(before, list) and isinstance(now, list):
         return now[: len(before)] != before
     if isinstance(before, dict) and isinstance(now, dict):

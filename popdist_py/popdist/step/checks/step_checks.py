@@ -1,8 +1,8 @@
-"""The checks of the steps of models: what is compared, watched and found.
+"""Checks of the steps of models: comparisons between instances, and faults in forward passes.
 
-Checks that cost time are made in a model's first three steps and then in every 100th, as what goes wrong mostly
-does so from the start, or goes on for long. All instances count the same number of a step when they begin it.
-Outside of steps nothing is checked, so an evaluation on some instances never waits for the others.
+Checks that cost time are made in a model's first three steps and then in every 100th step, because most faults
+occur from the start or go on for long. All instances count the same number of a step when they begin the step.
+Outside of steps nothing is checked, so an evaluation on some instances never waits for other instances.
 """
 
 import hashlib
@@ -39,25 +39,25 @@ from popdist.step.training.micro_batches import Nest, batches_of_loaders, childr
 from popdist.step.training.model_steps import ModelSteps
 
 NUM_FIRST: Final = 3
-"""So many first steps are checked."""
+"""The number of first steps that are checked."""
 
 EVERY: Final = 100
-"""And every so many-th."""
+"""The interval, in steps, of the checked steps after the first steps."""
 
 
 def is_checked(number: int) -> bool:
-    """Whether step ``number`` of a model, counted from 1, is one in which the checks are made that cost time."""
+    """Whether the checks that cost time are made in a model's step ``number``, counted from 1."""
     return number <= NUM_FIRST or number % EVERY == 0
 
 
 class CheckedSteps:
-    """The steps of one model, counted: ``number`` is that of the next one, from 1."""
+    """A counter of the steps of one model; ``number`` is the number of the next step, from 1."""
 
     def __init__(self) -> None:
         self.number = 1
 
     def is_next_checked(self) -> bool:
-        """Whether the next step, which begins now, is checked; never with ``popdist.init(checks="off")``."""
+        """Whether the next step is checked; always false with ``popdist.init(checks="off")``."""
         return is_checked(self.number) and context.current_job().is_checked
 
     def end_step(self) -> None:
@@ -71,17 +71,17 @@ _MOST_IN_VAIN: Final = 3
 
 _MOST_TENSORS: Final = 4
 _MOST_NUMBERS: Final = 4096
-"""Tensors of a batch, and numbers of each, that are read: enough to tell it from others."""
+"""The most tensors of a batch, and numbers of each tensor, in a digest: enough to recognise the batch."""
 
 
 @cache
 def install() -> None:
-    """Have these checks made in the steps of all models from now on."""
+    """Check the steps of all models from now on."""
     ModelSteps.make_checks = _make_checks
 
 
 def _make_checks(module: nn.Module, buffers: ReplicaBuffers, layout: ReplicaLayout) -> ModelChecks:
-    """The checks of one model's steps: none with ``popdist.init(checks="off")``."""
+    """Return the checks of one model's steps; no checks with ``popdist.init(checks="off")``."""
     if context.is_initialized() and not context.current_job().is_checked:
         return ModelChecks()
     return ReplicaChecks(module, buffers, layout)
@@ -101,7 +101,7 @@ class ReplicaChecks(ModelChecks):
         self._written = WrittenWeights(module)
 
     def begin_step(self, batch: Nest = None) -> StepChecks:
-        """The checks of the step that begins; in one that is not checked only what others found is passed on."""
+        """Return the checks of the step that begins: all checks, or in an unchecked step only the cheap checks."""
         writes = self._written.since_before() if self._layout.num_instances > 1 else 0
         if not self._steps.is_next_checked():
             return UncheckedStep(self._written, writes)
@@ -117,7 +117,7 @@ class ReplicaChecks(ModelChecks):
 
     def end_step(self) -> None:
         """Count a step that has ended with a gradient on all instances."""
-        if self._steps.is_next_checked():  # a pass that was found is not found again
+        if self._steps.is_next_checked():  # so that a reported pass is not reported again
             self._passes_before = training_loop.num_loader_passes
             trained = [it for it in self._module.parameters() if it.requires_grad]
             if trained and all(it.grad is None for it in trained) and context.instance_index() == 0:
@@ -129,23 +129,24 @@ class ReplicaChecks(ModelChecks):
         self._steps.end_step()
 
     def note_inputs(self, inputs: Nest) -> None:
-        """Note what is passed to the model outside of micro batches, if the next step is checked."""
+        """Note the digest of a model's ``inputs`` outside of micro batches, if the next step is checked."""
         if self._layout.num_instances > 1 and self._steps.is_next_checked():
             self._inputs = digest_of_batch(inputs)
 
     def watch(self, forward: Callable[[], R]) -> R:
-        """Call the module's forward pass; in a checked step find out what it keeps in Python."""
+        """Call ``forward`` and return its result; in a checked step, watch the Python state of the module."""
         if self._steps.is_next_checked() and self._python_state.is_watched(self._steps.number):
             return self._python_state.watch(forward)
         return forward()
 
 
 class WrittenWeights:
-    """How the weights of a model were written: torch counts the writes of each tensor, optimizers have rates.
+    """The record of how a model's weights were written: torch's counts of writes, and learning rates.
 
-    An instance that makes an optimizer step alone, or alone loads weights, has another number of writes, and an
-    instance whose scheduler steps alone has another learning rate. Neither is a fault: a mean of the weights that
-    one instance puts in and takes out for an evaluation changes nothing. So it only has the weights compared.
+    If an instance alone makes an optimizer step or loads weights, its number of writes differs. If a scheduler
+    steps on an instance alone, the learning rate differs. A difference alone is no fault: one instance may put a
+    mean of the weights in for an evaluation, and take the mean out again. So after a difference the instances only
+    compare their weights.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -166,14 +167,14 @@ class WrittenWeights:
 
 
 class UncheckedStep(StepChecks):
-    """A step in which weights are compared only if the instances have written them unequally often."""
+    """A step in which weights are compared only if the digests of writes differ between instances."""
 
     def __init__(self, written: WrittenWeights, writes: int) -> None:
         self._written = written
         self.writes = writes
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Raise an error, on every instance, if the digests of writes differ and the weights differ."""
+        """Raise WeightsError, on every instance, if the digests of writes differ and the weights differ."""
         if len(set(writes)) > 1:
             sums = sum_parameters(self._written.module)
             exchange = group.start("compare weights that were not written alike", [sums.word])
@@ -182,18 +183,18 @@ class UncheckedStep(StepChecks):
             self._written.num_vain += 1
 
     def fault(self) -> str | None:
-        """What was found in a forward pass of any model."""
+        """Return the first fault in a forward pass of any model, as text; None if there is no fault."""
         return next_fault()
 
 
 class CheckedStep(StepChecks):
-    """A step in which weights, samples, passes over loaders and buffers are compared."""
+    """A step in which the instances compare weights, samples, passes over loaders, and buffers."""
 
     is_on = True
 
     def __init__(
         self,
-        sums: ParameterSums | None,  # None where the job has one replica
+        sums: ParameterSums | None,  # None if the job has one replica
         others: OtherParameters | None,
         batch: Nest,
         num_passes: int,
@@ -204,7 +205,7 @@ class CheckedStep(StepChecks):
         self._others = others
         self._buffers: UntrackedBuffers | None = None
         self._is_first = is_first
-        self.inputs = 0  # a digest of what was passed to the model outside of micro batches
+        self.inputs = 0  # a digest of the model's inputs outside of micro batches
         self.checksum = 0 if sums is None else sums.word
         if context.environment().contract.layout.num_instances > 1 and batch is not None:
             self.num_loader_passes = num_passes
@@ -213,11 +214,11 @@ class CheckedStep(StepChecks):
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Raise an error, on every instance, that names the first parameter which differs."""
+        """Raise WeightsError on every instance if weights differ; the error names the first such parameter."""
         compare_weights(group, checksums, self._sums, timeout_seconds)
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
-        """Warn of instances that bring the same samples, or that read a loader alone."""
+        """Warn if instances have the same samples, or if only some instances read a loader."""
         own = headers[group.instances.index(group.backend.instance_index)]
         _warn_of_equal(group, [header.digest for header in headers])
         passes = [header.num_loader_passes for header in headers if header.epoch != NOT_DEALT]
@@ -231,12 +232,12 @@ class CheckedStep(StepChecks):
             )
 
     def compare_inputs(self, group: Group) -> None:
-        """Warn of instances that pass the same samples to the model in a loop without micro batches."""
+        """Warn if instances pass the same samples to the model in a loop without micro batches."""
         if len(group.instances) > 1:
             _warn_of_equal(group, [it for (it,) in group.start("compare the samples", [self.inputs]).wait()])
 
     def fault(self) -> str | None:
-        """The first parameter that was written in this step, or what was found in a forward pass."""
+        """Return a fault of a forward pass, or the first parameter written in this step, as text; None if none."""
         if found := next_fault():
             return found
         place = None if self._sums is None else self._sums.first_change()
@@ -250,18 +251,18 @@ class CheckedStep(StepChecks):
         return None if self._others is None else self._others.fault()
 
     def begin_loop(self) -> None:
-        """Look for buffers of modules that nothing wraps, in a model's first step, on the main instance."""
+        """Begin to watch buffers of modules that nothing wraps, in a first step and on the main instance only."""
         if self._is_first and self._sums is not None and context.instance_index() == 0:
             self._buffers = UntrackedBuffers()
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Warn of those that changed."""
+        """Stop watching buffers; after a complete loop, warn of the buffers that have changed."""
         if self._buffers is not None:
             self._buffers.close(warns=is_complete)
 
 
 def _warn_of_equal(group: Group, digests: Sequence[int]) -> None:
-    """Warn on the first instance whose digest equals this instance's; the digest 0 stands for no samples."""
+    """Warn on the first of the instances that have this instance's digest; the digest 0 means no samples."""
     place = group.instances.index(group.backend.instance_index)
     equal = [it for it, digest in zip(group.instances, digests, strict=True) if digest == digests[place]]
     if digests[place] and len(equal) > 1 and equal[0] == group.backend.instance_index:
@@ -277,7 +278,7 @@ def _warn(text: str) -> None:
 
 
 def digest_of_batch(batch: Nest) -> int:
-    """A number that tells this batch from others by the first numbers of its first tensors; 0 if all equal."""
+    """Return a digest of the first numbers of the first tensors in ``batch``; 0 if all numbers are equal."""
     digest, has_content = hashlib.blake2b(digest_size=7), False
     for tensor in islice(_dense_tensors(batch), _MOST_TENSORS):
         head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]

@@ -1,6 +1,6 @@
-"""What was written in a step, and should not have been: found by checksums of parameters, and copies of buffers.
+"""Detection of wrong writes in a step, by checksums of parameters and by copies of buffers.
 
-Checksums also show whether weights are equal on all instances.
+The checksums also show whether weights are equal on all instances.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from popdist.step.training.step import modules_in, reduced_modules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSums:
-    """A checksum of each parameter of a module, or of its gradient: its memory added as 64-bit integers."""
+    """Checksums of a module's parameters or gradients; a checksum adds a tensor's memory as 64-bit integers."""
 
     names: Sequence[str]
     parameters: Sequence[Tensor]
@@ -34,22 +34,22 @@ class ParameterSums:
 
     @property
     def word(self) -> int:
-        """A 64-bit checksum of them all, which is never 0."""
+        """A 64-bit checksum of all the checksums, which is never 0."""
         return _word(self.sums) or 1
 
     def first_change(self) -> int | None:
-        """The position of the first parameter that is no longer what it was; None when all are."""
+        """Return the position of the first parameter that has changed; None if no parameter has changed."""
         pairs = zip(self.sums, sums_of(self.parameters), strict=True)
         return next((i for i, (before, now) in enumerate(pairs) if before != now), None)
 
 
 def sum_parameters(module: nn.Module) -> ParameterSums:
-    """The checksums of the parameters of ``module`` that all instances must have alike: see `is_comparable`."""
+    """Return the checksums of those parameters of ``module`` that `is_comparable` accepts."""
     return sum_tensors((name, it) for name, it in module.named_parameters() if is_comparable(it))
 
 
 def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
-    """The checksums of tensors, each after its name."""
+    """Return the checksums of the tensors in ``named``, which has pairs of a name and a tensor."""
     pairs = list(named)
     tensors = [tensor for _, tensor in pairs]
     return ParameterSums(names=[name for name, _ in pairs], parameters=tensors, sums=sums_of(tensors))
@@ -58,7 +58,7 @@ def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
 def compare_weights(
     group: Group, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> None:
-    """Raise a WeightsError, on every instance, that names the first parameter which differs."""
+    """Raise WeightsError on every instance if weights differ; the error names the first such parameter."""
     difference = find_difference(group, "weights", words, own, timeout_seconds)
     if difference is not None:
         raise WeightsError(
@@ -72,7 +72,7 @@ def compare_weights(
 
 
 def compare_copies(module: nn.Module) -> None:
-    """Raise a WeightsError, on all shards of a stage, that names the first parameter of which one does not fit."""
+    """Compare the parameters of the shards of a stage. Raises WeightsError if a parameter does not fit."""
     contract = context.environment().contract
     if contract.parallelism.tensor == 1:
         return
@@ -99,7 +99,10 @@ def compare_copies(module: nn.Module) -> None:
 def find_difference(
     group: Group, noun: str, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> str | None:
-    """The first tensor that differs between instances, and on which, in words; every instance calls this."""
+    """Return a text with the first tensor that differs, and with its instances; None if no tensor differs.
+
+    Every instance must call the function.
+    """
     if not any(words) or len(set(words) - {0}) <= 1:
         return None
     sums = own.sums if own is not None else ()
@@ -125,12 +128,12 @@ def find_difference(
 
 
 def is_copied(parameter: Any) -> bool:
-    """Whether all shards of a stage have ``parameter`` alike."""
+    """Whether ``parameter`` must be equal on all shards of a stage."""
     return not is_distributed(parameter) or all(it.is_replicate() for it in parameter.placements)
 
 
 def is_comparable(parameter: Tensor) -> bool:
-    """Whether instances must have ``parameter`` alike, and it has numbers to add."""
+    """Whether ``parameter`` must be equal on all instances, and has numbers that can be added."""
     if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
         return False
     if not is_in_memory(parameter):
@@ -139,12 +142,12 @@ def is_comparable(parameter: Tensor) -> bool:
 
 
 def _word_of_cut(parameter: Any) -> int:
-    """A 64-bit checksum of the shape of a whole DTensor, and of how it is cut."""
+    """Return a 64-bit checksum of the whole shape and of the placements of a DTensor."""
     return _digest(f"{tuple(parameter.shape)} {parameter.placements}".encode())
 
 
 def _word(sums: Sequence[int]) -> int:
-    """A signed 64-bit digest of 64-bit sums; of one, the sum itself."""
+    """Return a signed 64-bit digest of 64-bit sums; for a single sum, the sum itself."""
     if len(sums) == 1:
         return sums[0]
     return _digest(struct.pack(f"={len(sums)}q", *sums))
@@ -155,13 +158,13 @@ def _digest(content: bytes) -> int:
 
 
 class OtherParameters:
-    """The parameters of other wrapped models, as they were when the step of a model began."""
+    """The checksums of other wrapped models' parameters, from the beginning of a model's step."""
 
     def __init__(self, module: nn.Module, others: Iterable[nn.Module]) -> None:
         self._sums = sum_tensors(_other_parameters(module, others))
 
     def fault(self) -> str | None:
-        """The first that was written since, in words."""
+        """Return the first parameter that was written since the step began, as text; None if there is none."""
         place = self._sums.first_change()
         if place is None:
             return None
@@ -182,7 +185,7 @@ def _other_parameters(module: nn.Module, others: Iterable[nn.Module]) -> Iterato
 
 
 class UntrackedBuffers:
-    """The buffers of modules that nothing wraps, as they were when each was first called in a loop."""
+    """Copies of the buffers of modules that nothing wraps, from the first call of each module in a loop."""
 
     def __init__(self) -> None:
         wrapped = [part for module in modules_in(reduced_modules) for part in module.modules()]
@@ -197,7 +200,7 @@ class UntrackedBuffers:
             self._copies[module] = {name: local_part(tensor).detach().clone() for name, tensor in buffers.items()}
 
     def close(self, *, warns: bool) -> None:
-        """Look at no more modules, and warn of buffers that a micro batch has written."""
+        """Stop watching modules; if ``warns``, warn of the buffers that have changed."""
         if self._hook is not None:
             self._hook.remove()
         names = [
