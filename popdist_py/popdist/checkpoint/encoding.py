@@ -20,7 +20,7 @@ Json = Any
 
 _MAPPINGS: Final[dict[str, type]] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
 _ATTRIBUTES: Final = "attributes"
-"""The member for the attributes of an ordered dict, in which torch keeps the versions of a module's layers."""
+"""The JSON member with the attributes of an ordered dict, where torch keeps versions of a module's layers."""
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
@@ -49,7 +49,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that :func:`encode` turned into ``value``; ``tensors`` has tensors or only their forms."""
+    """Return the state that :func:`encode` turned into ``value``, with the tensors (or forms) in ``tensors``."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -110,7 +110,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
 
 
 def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
-    """Yield the undamaged checkpoints, last checkpoint first. Raises CheckpointError if no one is left."""
+    """Yield the undamaged checkpoints, last checkpoint first. Raises CheckpointError if no checkpoint is left."""
     steps: list[int] = []
     with together(group, call):
         if is_writer(group):
@@ -217,7 +217,7 @@ def _read_all(
     found: Manifest,
     stores: list[PhaseStore],
 ) -> dict[str, Tensor] | None:
-    """Return the tensors that this instance loads, and write tensors of stores; None if reading fails.
+    """Return the tensors in ``wanted``, and write tensors of stores to their places; None if reading fails.
 
     After the first write the stores are torn, which means in the middle of a step.
     """
@@ -284,7 +284,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the states on all instances; if an instance fails, restore all objects except modules everywhere."""
+    """Load the states on all instances; if any instance fails, restore all objects except the modules."""
     undo = None
     try:
         with together(group, f"{call}, loading"):

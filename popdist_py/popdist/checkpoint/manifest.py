@@ -149,7 +149,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, digests: Mapping[str, str]) -> None:
-    """Check that each file in ``digests`` has its digest. Raises DamagedError if a file has changed."""
+    """Check that each file in ``digests`` is unchanged. Raises DamagedError if a digest differs."""
     for name, digest in digests.items():
         try:
             if "/" in name or not stat.S_ISREG((directory / TENSORS / name).lstat().st_mode):

@@ -55,7 +55,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather the states of sharded optimizers from all replicas; the instances that ``keep`` get the states."""
+    """Gather sharded optimizers' states from all replicas; return the states only if ``keep`` is true."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -63,7 +63,7 @@ def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict
 def states_of(
     named: Mapping[str, object], gathered: Mapping[str, Any], *, must_have_names: bool
 ) -> dict[str, Any]:
-    """Return the states of the objects in ``named``; an optimizer's state by parameter names if they are known."""
+    """Return the states of the objects in ``named``; optimizer states have parameter names, if names are known."""
     names = parameter_names(named)
     states: dict[str, Any] = {}
     for name, thing in stateful_of(named).items():
@@ -166,7 +166,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
 
 
 def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
-    """Return the values of a parameter's optimizer state, each with a tensor placed alike and one in a store."""
+    """Return each value of an optimizer's state, its parameter (for the placement), and its tensor in a store."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]
     stored = optimizer.mapped_state(parameter)

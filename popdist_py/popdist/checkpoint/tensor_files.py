@@ -69,7 +69,7 @@ _INDEX_TYPES: Final = frozenset(
 
 
 def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[TensorForm, Tensor]]) -> bytes:
-    """Write this instance's pieces of ``tensors`` into its own file; return the data for :func:`write_index`."""
+    """Write this instance's pieces of ``tensors`` into a file; return the data that :func:`write_index` needs."""
     items = [_item(name, form, tensor) for name, (form, tensor) in tensors.items()]
     writer = FileSystemWriter(directory, sync_files=True)
     plan = writer.prepare_global_plan([SavePlan([])] * instance + [SavePlan(items)])[instance]

@@ -22,7 +22,7 @@ class TensorPiece:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """Return the piece that is a whole tensor with this ``shape``."""
+        """Return the piece that covers a whole tensor of the shape ``shape``."""
         return cls(offsets=(0,) * len(shape), sizes=tuple(shape))
 
     @property
@@ -54,7 +54,7 @@ def piece_of(tensor: Any) -> TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The piece of a tensor that one instance has; ``total``, a sum of its bits, is given for possible copies."""
+    """The piece of a tensor on one instance; ``total`` is a checksum, given if instances may have copies."""
 
     form: TensorForm
     piece: TensorPiece
@@ -83,14 +83,14 @@ def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """The forms of all tensors, and the names of the tensors of which each instance writes its piece."""
+    """The forms of all tensors, and for each instance the names of the tensors that the instance writes."""
 
     forms: dict[str, TensorForm]
     writes: list[list[str]]
 
 
 def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
-    """Plan that the first instance with a piece writes it. Raises CheckpointError if a piece is missing."""
+    """Return a plan: the first instance with a piece writes it. Raises CheckpointError if pieces do not fit."""
     forms: dict[str, TensorForm] = {}
     first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
     holders: dict[str, int] = {}

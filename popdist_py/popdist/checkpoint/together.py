@@ -30,5 +30,5 @@ def is_writer(group: Group) -> bool:
 
 
 def together(group: Group, text: str) -> AbstractContextManager[None]:
-    """Return a context that raises an instance's error on all instances; do not communicate in the context."""
+    """Return a context that raises an instance's error on all instances; its block must not communicate."""
     return fail_together(group, text, CheckpointError)

@@ -16,9 +16,7 @@ _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 
 def _num_names_unpacked() -> int:
     """Return into how many names the caller's caller unpacks an object; 0 if the caller's caller does not."""
-    caller = _caller_of(
-        _caller_of(currentframe())
-    )  # not in a variable, because a variable for this frame would keep the loop's workers alive
+    caller = _caller_of(_caller_of(currentframe()))  # a variable for this frame would keep loop workers alive
     if caller is None:
         return 0
     code, place = caller.f_code.co_code, caller.f_lasti
@@ -52,7 +50,7 @@ class MicroBatch:
 
 
 running_loops: Final[dict[object, tuple["Batch", ...]]] = {}
-"""The batches of loaders that each model iterates over at the moment; the key is the model."""
+"""The loaders' batches in each running loop over micro batches; the key is the model of the loop."""
 
 
 class Share(NamedTuple):
@@ -66,7 +64,7 @@ class Share(NamedTuple):
     positions: range | None = None  # positions in a sampler's order, because a sampler may repeat an index
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
-        """Return the indices of each micro batch: first for the first local replica, then for the next replica."""
+        """Return the indices of each micro batch of each local replica, replica by replica."""
         rows = micro_batch_rows(len(self.indices), num_replicas, accumulation)
         return [self.indices[row.start : row.stop] for row in rows]
 

@@ -39,7 +39,10 @@ class ShardedIterable(IterableDataset[Any]):
                 yield item
 
     def worker(self) -> tuple[int, int]:
-        """Return this worker's number and the number of workers; hide both, or streams would divide again."""
+        """Return this worker's number and the number of workers, and hide both numbers from the stream.
+
+        A stream that sees the numbers would divide its items a second time.
+        """
         if (info := get_worker_info()) is not None:
             self._worker = info.id, info.num_workers
             hide_worker_info()
@@ -82,7 +85,7 @@ class StreamFetcher(IterableDataset[Any]):
         self._place = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
-        """Write the start of the next iteration to shared memory, because persistent workers read it, too."""
+        """Write the epoch and position of the next iteration to shared memory, where workers read both."""
         self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64, device="cpu"))
 
     def __iter__(self) -> Iterator[Fetched]:
@@ -112,7 +115,7 @@ class StreamFetcher(IterableDataset[Any]):
             step, start = step + 1, start + len(read)
 
     def _keep(self, numbers: range) -> list[int]:
-        """Return the item numbers of a step that belong to this instance, replica by replica."""
+        """Return the numbers of the step's items that belong to this instance, replica by replica."""
         num_replicas = self.dataset.num_replicas
         return [number for replica in self.dataset.replicas for number in numbers[replica::num_replicas]]
 

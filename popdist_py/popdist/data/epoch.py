@@ -37,7 +37,7 @@ NUM_ROUNDS: Final = 12
 """Rounds of the Feistel network; with fewer rounds, some orders of short ranges are visibly more frequent."""
 
 LOOKUP_SIZE: Final = 4096
-"""Samples looked up in one numpy call: few enough for a quick start, and enough to hide the call's cost."""
+"""The number of samples in one numpy call: small for a quick start of an epoch, but large enough for speed."""
 
 _WORD: Final = 2**64 - 1  # integers modulo 2**64 give the same order on every machine and for every numpy
 GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -74,7 +74,7 @@ class Permutation:
             raise IndexError(f"positions {positions.min()} to {positions.max()} leave the range of {self._length}")
         values = self._mix(positions.ravel().astype(np.uint64))
         outside = np.flatnonzero(values >= self._length)
-        while outside.size:  # to mix until each value is in the range keeps the bijection
+        while outside.size:  # mixing until each value is in the range keeps the bijection
             values[outside] = self._mix(values[outside])
             outside = outside[values[outside] >= self._length]
         return values.astype(np.int64).reshape(positions.shape)
@@ -156,7 +156,10 @@ class EpochPosition:
     """The position of one reader (a sampler or a loader) in the reader's endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
-        """Begin at epoch 0. States fit only the same ``identity``; all instances need the same ``agreement``."""
+        """Begin at epoch 0. A state can be loaded only if its ``identity`` is equal.
+
+        All instances must pass an equal ``agreement``.
+        """
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
         self._subsets = checksum_of_subsets(dataset)
         self._contents = checksum_of_contents(dataset)
@@ -244,7 +247,7 @@ class EpochPosition:
 
 
 def name_differing(group: Group, values: Sequence[int]) -> str:
-    """Return the members of ``group`` that have different ``values``, as text; an empty text if all are equal."""
+    """Return a text that names the instances with different ``values``; an empty text if all are equal."""
     owners: dict[int, list[int]] = {}
     for instance, value in zip(group.instances, values, strict=True):
         owners.setdefault(value, []).append(instance)
@@ -274,7 +277,7 @@ class EpochReader:
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken: the next iteration yields the rest of that epoch, maybe nothing.
+        """Continue where ``state`` was taken: the next iteration yields the rest of the epoch, maybe nothing.
 
         The number of instances, replicas and workers, the micro batch size and the accumulation may be different
         now: no sample is lost or seen twice. (Only then, and only if less than one sample a replica remains, the
@@ -327,7 +330,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """Yield, for each remaining step, the positions of the whole job and the indices of ``replicas``."""
+    """Yield, for each remaining step, the step's positions in the job and the indices for ``replicas``."""
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)

@@ -47,13 +47,13 @@ class _PythonState(NamedTuple):
 
 
 class _PythonGenerator:
-    """Python's generator, whose state is read only if the program has drawn since the state was put in."""
+    """Python's generator; its state is read only after a draw, because reading the state is slow."""
 
     def __init__(self) -> None:
         self._last: _PythonState | None = None
 
     def take_out(self) -> _PythonState:
-        """Return the state of the generator; put another state in before the program draws again."""
+        """Return the state of the generator. Call :meth:`put_in` before the program draws again."""
         last, bits = self._last, random.getrandbits(32)
         # reading the state is slow, so equal bits mean "nothing drawn"; once in 2**32 times numbers repeat
         if last is None or last.bits != bits:
@@ -82,7 +82,7 @@ def _state_before(bits: int, generator: Any) -> _PythonState:
 
 
 def _state_of(generator: random.Random) -> _PythonState:
-    """Return the state of ``generator``, which must not be used any more, because the call draws from it."""
+    """Return the state of ``generator``. The call draws numbers, so do not use ``generator`` afterwards."""
     return _state_before(generator.getrandbits(32), generator)
 
 
@@ -92,7 +92,7 @@ _WATCHED: Final = _state_of(random.Random())  # noqa: S311 - for training, not f
 
 @dataclass(slots=True)
 class _States:
-    """The states of all generators, saved for a replica or for the program while the other of the two draws."""
+    """A saved state of every generator; the state belongs to a replica or to the program."""
 
     python: _PythonState
     numpy: Any  # the bit generator, because reading its state takes longer than saving all other states
@@ -144,7 +144,7 @@ class ReplicaRandomness:
 
 
 class RandomScope:
-    """A context in which the generators draw from a replica's states; at the end the program's states return."""
+    """A context in which all generators use a replica's states; at its end the program's states are restored."""
 
     # Two loops side by side leave their scopes in any order; the replica of the last scope draws.
     _entered: ClassVar[list["RandomScope"]] = []
@@ -158,7 +158,7 @@ class RandomScope:
 
     @classmethod
     def is_entered(cls) -> bool:
-        """Whether the process is in such a context, so that its random numbers belong to a replica."""
+        """Whether the process is inside a scope, so that drawn random numbers belong to a replica."""
         return bool(cls._entered)
 
     def __enter__(self) -> None:
@@ -224,7 +224,7 @@ def _seeded(seed: int, replica: int, stage: int = 0) -> _States:
 
 
 _programs: Final = _seeded(0, 0)
-"""The states of the program while a replica draws."""
+"""The random states of the program, saved while a replica draws."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
@@ -290,7 +290,7 @@ _bits: Final = np.random.MT19937()
 
 
 def _exchange_numpy() -> Any:
-    """Replace numpy's bit generator and return the old generator, because reading a state is 100 times slower."""
+    """Replace numpy's bit generator and return the old bit generator, because reading a state is slow."""
     own: Any = get_bit_generator()
     # ``_bits`` is in use already if a dataset reads from another loader.
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)
@@ -301,7 +301,7 @@ _watched, _twin = np.random.MT19937(0), np.random.MT19937(0)
 
 
 def _watch_numpy(_own: object) -> Callable[[], bool]:
-    """Install a bit generator that has an equal twin; the returned function compares a draw of each."""
+    """Return a function that tells whether numpy draws, by comparing its bit generator with an equal twin."""
     set_bit_generator(_watched)
 
     def is_drawn() -> bool:
@@ -350,9 +350,7 @@ _GENERATORS: Final = (
 class SampleRandomness:
     """The seeding of the generators that a dataset draws from; the program's states are restored afterwards."""
 
-    used: frozenset[str] | None = (
-        None  # the names of the generators that the dataset draws from; None before the first run
-    )
+    used: frozenset[str] | None = None  # names of the used generators; None before the first run
 
     def run(self, work: Callable[[Reseed | None], T]) -> T:
         """Call ``work`` with a function that seeds the generators of a sample, and return the result of ``work``.
@@ -371,7 +369,7 @@ class SampleRandomness:
             _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str], own: list[Any]) -> T:
-        """Run ``work`` with the generators in ``used`` seeded, and record other generators that it draws from."""
+        """Run ``work``; seed only the generators in ``used``, and add others that ``work`` draws from."""
         pairs = zip(_GENERATORS, own, strict=True)
         watched = {it.name: it.watch(state) for it, state in pairs if it.name not in used}
         try:
@@ -380,7 +378,7 @@ class SampleRandomness:
             self.used = used.union([name for name, is_drawn in watched.items() if is_drawn()])
 
     def _find_used(self, work: Callable[[Reseed | None], T]) -> T:
-        """Run ``work`` with all generators seeded for each sample, and record the generators that are used."""
+        """Run ``work``; seed all generators for each sample, and record the generators that are used."""
         used, last = set[str](), cast("int | None", None)
         reseed_all = _reseed(_GENERATORS)
 
@@ -410,7 +408,10 @@ def isolated(work: Callable[[Reseed], T]) -> T:
 
 
 def remember_states() -> Callable[[], None]:
-    """Return a function that restores the present random states; until its call, generators use other states."""
+    """Save the present random states, and return a function that restores these states.
+
+    Until the function is called, the generators continue from other states.
+    """
     return partial(_restore, [generator.save() for generator in _GENERATORS])
 
 
@@ -432,7 +433,7 @@ def _reseed(generators: Iterable[_Generator]) -> Reseed:
 
 
 def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
-    """Return a 64-bit seed for each of ``indices``; the seeds of two uses, given as ``what``, differ."""
+    """Return a 64-bit seed for each of ``indices``; different uses ``what`` get different seeds."""
     words = np.array(indices, dtype=np.uint64) * np.uint64(GOLDEN) + _key(seed, epoch, what)
     seeds: list[int] = scramble(words).tolist()
     return seeds

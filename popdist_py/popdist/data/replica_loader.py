@@ -83,7 +83,7 @@ def _collated(samples: Any) -> Any:
 
 
 class MapFetcher(Dataset[Any]):
-    """The dataset that torch's DataLoader reads: an index is a share, an item the micro batches of the share."""
+    """The dataset that torch's DataLoader reads; an index is a share, and an item is the share's micro batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset = dataset
@@ -142,9 +142,7 @@ class SentContents:
     """The contents of micro batches that a worker sends: small tensors as bytes, other tensors in torch's way."""
 
     def __init__(self, contents: list[Any]) -> None:
-        stream = (
-            io.BytesIO()
-        )  # pickled here to raise errors in the step: the sending thread would only print errors
+        stream = io.BytesIO()  # pickled now, because the sending thread could only print an error
         _Pickler(stream).dump(contents)
         self._pickled = stream.getvalue()
 
@@ -156,7 +154,7 @@ class _Pickler(ForkingPickler):
     """A pickler that copies small tensors, and leaves other objects to torch."""
 
     def reducer_override(self, value: object) -> Any:
-        """Return a function and arguments that make ``value`` again; NotImplemented to leave it to torch."""
+        """Return a function and arguments that make ``value`` again; NotImplemented if torch sends ``value``."""
         if type(value) is not Tensor or not _is_copied(value):
             return NotImplemented
         content = bytearray(value.view(-1).view(torch.uint8).numpy())
@@ -177,7 +175,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Make a tensor of ``content`` in memory from torch, because the memory's alignment affects last bits."""
+    """Return a tensor of ``content`` allocated by torch, because alignment changes the last bits of products."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
     return tensor
@@ -213,15 +211,13 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """Return an iterator over shares and contents; bypass torch's iterator, which is slow, without workers."""
-        iterator: Iterator[Any] = (
-            super().__iter__()
-        )  # the call also checks options, and draws from a given generator
+        """Return an iterator over shares and contents; without workers, bypass torch's iterator, which is slow."""
+        iterator: Iterator[Any] = super().__iter__()  # also checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
         return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch declares batches
 
     def _begin(self) -> None:
-        """Prepare an epoch before the first sample is read; do nothing here, because only subclasses need it."""
+        """Prepare an epoch before the first sample is read; only subclasses do something here."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
         """Yield each batch and count it as read; keep no reference, so that the batch's memory is reused."""

@@ -1,4 +1,4 @@
-"""Samplers that deal an epoch to one instance's replicas, and loaders in the order of a program's sampler.
+"""Samplers that deal an epoch to this instance's replicas, and a loader that uses the program's own sampler.
 
 The samples of a step are dealt by the samples' positions in the epoch's order: the dataset's order, a shuffled
 order, or the order of the program's own sampler. Every instance reads this sampler to its end, and the instances
@@ -126,7 +126,7 @@ class EpochShares(Sampler[Share]):
         return self._plan.num_steps()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the loader's next epoch, for programs that call ``sampler.set_epoch`` as in DDP."""
+        """Make ``epoch`` the loader's next epoch, for programs that call ``loader.sampler.set_epoch(epoch)``."""
         self._position.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Share]:
@@ -162,7 +162,7 @@ class SamplerOrder:
 
 
 class SampledPosition(EpochPosition):
-    """The position of a loader with a sampler; a state also has a checksum of the present epoch's indices."""
+    """The position of a loader with a sampler; its state also has a checksum of the present epoch's indices."""
 
     checksum = 0
 
@@ -252,7 +252,7 @@ class SampledShares(EpochShares):
         return order
 
     def _read(self) -> SamplerOrder:
-        """Read the sampler on this instance, with the process's generators seeded from seed and epoch."""
+        """Read the sampler on this instance; first seed the process's generators from the seed and the epoch."""
         epoch = self._position.epoch
         (seed,) = sample_seeds([0], seed=self._position.identity["seed"], epoch=epoch, what=_FOR_SAMPLER)
 

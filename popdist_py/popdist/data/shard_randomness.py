@@ -37,7 +37,7 @@ def sharded_randomness() -> Iterator[None]:
 
 @contextmanager
 def _numbers_of(place: int, source: torch.Generator) -> Iterator[None]:
-    """Return a context in which torch draws the numbers of ``place``, from a seed that ``source`` draws."""
+    """Return a context in which torch draws from a seed made of ``place`` and of a number from ``source``."""
     seed = int(torch.randint(1 << 62, (), generator=source, device=source.device))
     own = int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest(), "little") >> 1
     with accelerator.forked_random_states(own):

@@ -70,7 +70,7 @@ def launch(
 
 
 def _check_call(fn: object, args: object, kwargs: object) -> None:
-    """Check that ``fn(*args, **kwargs)`` is a call. Raises LaunchError also if an instance of a job makes it."""
+    """Check the arguments of :func:`launch`. Raises LaunchError also if the caller is an instance of a job."""
     if not callable(fn):
         raise LaunchError(f"fn={fn!r} must be a function")
     if not isinstance(args, list | tuple):

@@ -62,7 +62,7 @@ class Call:
 
 
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-    """Return the function and arguments of the call in ``folder``; prepare ``sys.path`` and sources before."""
+    """Return the function and arguments of the call in ``folder``; set ``sys.path`` and the sources first."""
     with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
         call: Call = pickle.load(file)
     sys.path[:] = call.search_path
@@ -96,7 +96,7 @@ class Outcome:
 
     @classmethod
     def of_error(cls, error: Exception, traceback: str) -> Self:
-        """Make the outcome of a call that raised ``error``; if it cannot be sent, use a LaunchError instead."""
+        """Make the outcome for the raised ``error``; use a LaunchError if ``error`` cannot be pickled."""
         try:
             pickled = _cloudpickle().dumps(error)
             try:

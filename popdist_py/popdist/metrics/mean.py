@@ -164,9 +164,7 @@ class Mean:
         if total.infinite:  # true also for NaN
             return total.infinite
         try:
-            return (
-                total.num_units / count.num_units
-            )  # Python rounds the quotient correctly for numbers of any size
+            return total.num_units / count.num_units  # Python rounds this correctly for any size
         except OverflowError:
             return math.inf if total.num_units > 0 else -math.inf
 

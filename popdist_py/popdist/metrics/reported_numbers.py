@@ -32,7 +32,7 @@ OnReport = Callable[[dict[str, float], int | None], object]
 
 
 class NumberPipe:
-    """The pipe that takes numbers to the agent; if the process has no such pipe, numbers are dropped."""
+    """The pipe that sends numbers to the agent; numbers are dropped if the process has no such pipe."""
 
     def __init__(self) -> None:
         self._descriptor = -1

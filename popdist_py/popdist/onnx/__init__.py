@@ -209,9 +209,9 @@ def _describe(node: NodeProto) -> str:
 
 
 def _read_node(node: NodeProto, opset: int) -> OnnxNode:
-    """Return the node with its function. Raises OnnxError if the function lacks an attribute that matters.
+    """Return the node with its function. Raises OnnxError if the function does not know an attribute.
 
-    An attribute that the function lacks is ignored if it has ONNX's default.
+    An unknown attribute is ignored if it has ONNX's default.
     """
     name = _operator_of(node)
     keywords = _keywords_of(OPERATORS[name])

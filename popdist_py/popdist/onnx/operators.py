@@ -56,7 +56,7 @@ def _in_torchs_order(pads: Sequence[int]) -> list[int]:
 
 
 def _padding(x: Tensor, pads: Ints, value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Pad ``x`` if its two ends differ; return ``x``, and the equal padding that torch's operator must add."""
+    """Pad ``x`` if the pads of both ends differ; return ``x``, and the equal pads left for torch's operator."""
     half = x.ndim - 2
     if not pads or pads[:half] == pads[half:]:
         return x, list(pads[:half]) if pads else [0] * half

@@ -38,13 +38,13 @@ _MOST_LISTED: Final = 100_000
 """The largest number of columns with which a programme starts."""
 
 _PRICE_UNIT: Final = 2**40
-"""The factor of prices before they are rounded to whole numbers for the proof."""
+"""The factor by which prices are multiplied before they are rounded to whole numbers for the proof."""
 
 _GAIN: Final = 1e-9
-"""The least gain of a new column: a pack becomes a column only if its value is above 1 by more than this."""
+"""The least gain of a new column: the value of the column's pack must be above 1 + ``_GAIN``."""
 
 _CLOSE: Final = 1e-7
-"""The relative distance of the programme's value from its bound at which the programme counts as solved."""
+"""The relative distance between value and bound at which the linear programme counts as solved."""
 
 _MAX_ROUNDS: Final = 500
 
@@ -194,7 +194,7 @@ class _Programme:
         return True
 
     def solve(self) -> tuple[dict[Pack, float], int]:
-        """Return how often each pack is used, as a fraction, and a proved lower bound of the number of rows."""
+        """Return how often each pack is used (as a float), and a proved lower bound of the number of rows."""
         best_prices, best_bound = np.zeros(self._top), 0.0
         for _ in range(_MAX_ROUNDS):
             value, solution, prices = self._solve_once()
@@ -305,7 +305,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """Return the best value per number of free tokens if a sequence may be added, and its length or 0."""
+    """Return the best values if each pack may get one more sequence, and the lengths of the sequences (or 0)."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -330,7 +330,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Return ``packs`` with a real sequence in each place, and the other sequences packed by best fit."""
+    """Return ``packs`` with an existing sequence in each place, and all other sequences packed by best fit."""
     taken, rest = _take_places(packs, counts)
     for pack, count in best_fit(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count

@@ -84,7 +84,7 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """Return the samples at ``places`` among the samples of ``lengths``, in the order of ``epoch``."""
+        """Return, for each length and place, the sample at the place among all samples of the length."""
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
@@ -152,7 +152,7 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
 }
 
 SHARED_BYTES: Final = 2**22
-"""The size in bytes from which sample numbers are shared by a host's instances; smaller arrays are copied."""
+"""The size in bytes from which the instances of a host share an array of sample numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +454,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Return equal ``numbers`` in memory that all instances of the host share; return small arrays as they are."""
+    """Return ``numbers``, which all instances have, in memory that the host shares; return small ones as they are."""
     host = host_group_of(context.data_parallel_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers

@@ -1,4 +1,4 @@
-"""Strategies that decide which sequences share a row of the batch; they know counts of lengths, not samples.
+"""Strategies that decide, from counts of lengths alone, which sequences share a row of the batch.
 
 A strategy says how often each pack (a set of lengths that fit into one row) is used. The strategy follows from the
 histogram of lengths alone. Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens,
@@ -25,7 +25,7 @@ Histogram = NDArray[np.int64]
 """Element i counts the sequences of length i + 1."""
 
 MAX_COUNT: Final = 2**53
-"""The largest number of sequences: float64, in which the linear programme counts, represents it exactly."""
+"""The largest number of sequences, which float64 in the linear programme still represents exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +287,7 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
 
 
 def check_limit(max_sequences_per_pack: int | None) -> int | None:
-    """Check that ``max_sequences_per_pack`` is at least 1, and return it as an int; None if it is None."""
+    """Return ``max_sequences_per_pack`` as an int, or None for None. Raises DatasetError if it is below 1."""
     if max_sequences_per_pack is None:
         return None
     return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)

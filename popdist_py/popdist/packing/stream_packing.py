@@ -16,7 +16,7 @@ from popdist.packing.sample_lengths import TooLong
 from popdist.packing.strategies import check_limit
 
 Entry = tuple[int, int, Any]
-"""Length, negative number in the stream (so that the oldest of equal length comes first), and sample."""
+"""A sample's length, its negated number in the stream (so that older samples are taken first), and the sample."""
 
 
 class StreamRow(list[Any]):

@@ -237,7 +237,7 @@ def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "")
 
 
 def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
-    """Return the owner, the key and the value of the attribute ``name`` of a layer, which counts something."""
+    """Return the owner, the key and the value of the attribute ``name`` of ``layer``, which must be an int."""
     path, _, key = name.rpartition(".")
     owner = _module(layer, path, nn.Module, place)
     value = getattr(owner, key, None)

@@ -234,7 +234,7 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
 
 
 def _share(amount: Split, meter: OperationMeter) -> Split:
-    """Return the share of one sample in ``amount``; all of the share is whole if layers cannot be divided."""
+    """Return one sample's share of ``amount``, without a divided part if the layers cannot be divided."""
     share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
     return share if meter.can_divide else Split(whole=share.divided + share.whole)
 

@@ -52,9 +52,7 @@ def device_mesh() -> DeviceMesh:
         context.ensure_default_group("device_mesh()")
         device = context.device()
         if device.type != "cpu":
-            torch.accelerator.set_device_index(
-                device
-            )  # otherwise torch uses the device of LOCAL_RANK, which may not be visible here
+            torch.accelerator.set_device_index(device)  # the device LOCAL_RANK may not be visible here
         shape = contract.layout.num_instances, contract.parallelism.pipeline, contract.parallelism.tensor
         give_parts_numbers()
         job.mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)

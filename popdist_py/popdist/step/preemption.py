@@ -138,7 +138,7 @@ def _set_flag(_signum: int, _frame: object) -> None:
 
 
 def _restore() -> None:
-    """Give every signal the handler from before, or the system's handler if Python did not set that handler."""
+    """Restore the earlier handler of every signal, or the system's handler if Python has not set one."""
     for signum, handler in _state.previous.items():
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
     _state.previous.clear()
@@ -202,7 +202,7 @@ def _is_for_all() -> bool:
 
 
 def _end(*, has_failed: bool) -> None:
-    """Tell the other instances how ``fn`` has ended here; after a success, wait until ``fn`` succeeds on all."""
+    """Tell the other instances how ``fn`` ended here; after a success, wait until ``fn`` succeeds everywhere."""
     if not context.is_initialized():
         return
     group, text = context.current_group(), "the end of on_preemption"

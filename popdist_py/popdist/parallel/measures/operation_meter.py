@@ -44,11 +44,11 @@ class Stretch:
     parts: list[int] = field(default_factory=lambda: [0])
 
     def add(self, what: str, amount: float, *, divided: bool) -> None:
-        """Add ``amount`` to the amount ``what``: to the part that is divided, or to the part that is whole."""
+        """Add ``amount`` to the sum ``what``; ``divided`` says whether tensor parallelism divides ``amount``."""
         self.amounts[what] += Split(divided=amount) if divided else Split(whole=amount)
 
     def raise_to(self, what: str, amount: float, *, divided: bool) -> None:
-        """Set the amount ``what`` to ``amount``, unless the present amount is larger."""
+        """Set the sum ``what`` to ``amount``, unless the sum is larger already."""
         if amount > self.amounts[what].on_device(1):
             self.amounts.pop(what)
             self.add(what, amount, divided=divided)
@@ -129,7 +129,7 @@ class OperationMeter:
         return self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), new)
 
     def bytes_of(self, tensor: Tensor | None, *, view: bool = True) -> float:
-        """Return the bytes of ``tensor``, or of its whole storage if not ``view``; floats count 16 bits."""
+        """Return the bytes of ``tensor`` (with ``view``) or of its whole storage; floats count as 16 bits."""
         if tensor is None:
             return 0.0
         size = tensor.untyped_storage().nbytes()
@@ -172,7 +172,7 @@ class OperationMeter:
     def _count_attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[tuple[Tensor, Storage]]
     ) -> None:
-        """Count a fused attention; torch's FLOP counter has no rule for CPUs, and also counts masked scores."""
+        """Count a fused attention without torch's counter, which lacks CPU kernels and counts masked scores."""
         query, key, value = args[:3]
         place = 4 if "flash" in name else 6
         causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
@@ -188,7 +188,7 @@ class OperationMeter:
         stretch.add("stored", self.bytes_of(outputs[0][0]), divided=divided)
 
     def _count_product(self, operands: tuple[Tensor, ...], work: float, output: tuple[Tensor, Storage]) -> None:
-        """Count a product with a weight, or of two activations: the scores, or what the scores are applied to."""
+        """Count a product with a weight, or of two activations, such as queries and keys (attention scores)."""
         tensor, made = output
         stretch = self.stretches[-1]
         stretch.num_kernels += 1
@@ -208,7 +208,7 @@ class OperationMeter:
         stretch.add("matmul_flops", work, divided=weight is not None and weight.divided)
 
     def _count_weight(self, weight: Weight, tensor: Tensor, made: Storage) -> None:
-        """Count a product with a weight, which a tensor group divides by columns, and the next product by rows."""
+        """Count a product with a weight; a tensor group divides the weight by columns, and the next by rows."""
         stretch = self.stretches[-1]
         stretch.num_products += 1
         stretch.parts[-1] += weight.numel

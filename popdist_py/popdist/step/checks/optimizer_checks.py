@@ -62,7 +62,7 @@ def reserve(parameters: Iterable[Parameter], owner: object) -> None:
 def _check_optimizer_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check a step that begins. If the step has a closure, check its gradients after each call of the closure."""
+    """Check a step that begins; if the step has a closure, check the gradients after each call of the closure."""
     makes_gradients = closure_of(args, kwargs) is not None
     if _shared:
         _refuse_shared(optimizer)
@@ -84,13 +84,13 @@ def _check_gradients(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LoneSteps:
-    """The number of optimizer steps on gradients of this instance alone that may be intended."""
+    """The number of optimizer steps on gradients of this instance alone that are perhaps intended."""
 
     number: int = 0
 
 
 lone_steps: Final = LoneSteps()
-"""The lone steps of this process, which poprun reports at the end: see `popdist.startup.lone_training`."""
+"""The count of steps on this instance's gradients alone; poprun reports it: `popdist.startup.lone_training`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ _sent: Final[weakref.WeakKeyDictionary[Optimizer, _Sent]] = weakref.WeakKeyDicti
 
 
 def _refuse_lone_gradients(optimizer: Optimizer) -> None:
-    """Raise OptimizerError if a step uses gradients of this instance alone, but instances train together."""
+    """Raise OptimizerError if a step uses only this instance's gradients although instances train together."""
     if context.num_replicas() == 1:
         return
     before = _sent.get(optimizer, _Sent(num_bytes=0, num_calls=0, num_steps=0))

@@ -28,7 +28,7 @@ ENOUGH: Final = 3
 """The least number of watched passes before an attribute that has changed in each pass is reported."""
 
 MOST_PASSES: Final = 12
-"""The most passes watched in one step, because a model without steps of its own would be watched for ever."""
+"""The most passes watched in one step; a model outside of steps would otherwise be watched for ever."""
 
 MOST_ITEMS: Final = 64
 """The most items of a list, tuple or dict that are compared; for more items only length and identity count."""
@@ -167,7 +167,7 @@ _faults: Final[list[str]] = []
 
 
 def next_fault() -> str | None:
-    """Return the first fault since the last call as text, and discard the other faults; None without a fault."""
+    """Return the first fault since the last call as text, and discard later faults; None if there is no fault."""
     fault = next(iter(_faults), None)
     _faults.clear()
     return fault

@@ -155,7 +155,7 @@ class WrittenWeights:
         self._before: int | None = None
 
     def since_before(self) -> int:
-        """Return a digest of the writes since the last call; 0 in the first call, or after vain comparisons."""
+        """Return a digest of the writes since the last call; 0 in the first call, or after useless comparisons."""
         if self.num_vain == _MOST_IN_VAIN:
             return 0
         parameters = [it for it in self.module.parameters() if not it.is_inference()]
@@ -214,7 +214,7 @@ class CheckedStep(StepChecks):
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Raise WeightsError on every instance if weights differ; the error names the first such parameter."""
+        """Raise WeightsError on every instance if weights differ; name the first parameter that differs."""
         compare_weights(group, checksums, self._sums, timeout_seconds)
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
@@ -237,7 +237,7 @@ class CheckedStep(StepChecks):
             _warn_of_equal(group, [it for (it,) in group.start("compare the samples", [self.inputs]).wait()])
 
     def fault(self) -> str | None:
-        """Return a fault of a forward pass, or the first parameter written in this step, as text; None if none."""
+        """Return, as text, a fault of a forward pass or the first parameter written in this step; or None."""
         if found := next_fault():
             return found
         place = None if self._sums is None else self._sums.first_change()

@@ -44,7 +44,7 @@ class ParameterSums:
 
 
 def sum_parameters(module: nn.Module) -> ParameterSums:
-    """Return the checksums of those parameters of ``module`` that `is_comparable` accepts."""
+    """Return the checksums of the parameters of ``module`` that `is_comparable` accepts."""
     return sum_tensors((name, it) for name, it in module.named_parameters() if is_comparable(it))
 
 
@@ -58,7 +58,7 @@ def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
 def compare_weights(
     group: Group, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> None:
-    """Raise WeightsError on every instance if weights differ; the error names the first such parameter."""
+    """Raise WeightsError on every instance if weights differ; name the first parameter that differs."""
     difference = find_difference(group, "weights", words, own, timeout_seconds)
     if difference is not None:
         raise WeightsError(
@@ -164,7 +164,7 @@ class OtherParameters:
         self._sums = sum_tensors(_other_parameters(module, others))
 
     def fault(self) -> str | None:
-        """Return the first parameter that was written since the step began, as text; None if there is none."""
+        """Return, as text, the first parameter written since the step began; None if no parameter was written."""
         place = self._sums.first_change()
         if place is None:
             return None
