@@ -56,11 +56,10 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
 
     Instance 0 reads and the other instances receive, so only the host of instance 0 needs the folder. If several
     instances share a replica, all instances of the first replica read. The job may have another number of
-    instances than the job that saved. If the number or the parts of replicas, the number of threads, the kind of
-    CPU, or the build of torch or popdist is different, one ``PopdistWarning`` says that the bits may differ from
-    now on. A damaged checkpoint is skipped with a ``PopdistWarning``, and the checkpoint before is loaded.
-    Everything is compared before anything is changed. Nothing of a checkpoint is ever run as code, because it has
-    only tensors and JSON.
+    instances than the job that saved. One ``PopdistWarning`` says that the bits may differ from now on if the job
+    has other replicas or parts, threads or CPUs, or another build of torch or popdist. A damaged checkpoint is
+    skipped with a ``PopdistWarning``, and the checkpoint before is loaded. Everything is compared before anything
+    is changed. Nothing of a checkpoint is ever run as code, because it has only tensors and JSON.
 
     Args:
         path: The folder that was given to ``save``, the same on every instance.

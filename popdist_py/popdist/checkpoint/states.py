@@ -55,7 +55,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather sharded optimizers' states from all replicas; return the states only if ``keep`` is true."""
+    """Gather sharded optimizers' states from all replicas; instances without ``keep`` get no parameter states."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 

@@ -62,7 +62,7 @@ def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
     dicts need no splitting. The loader's state counts what the loop has received, not what workers have read.
 
     The random numbers that the dataset draws for a sample (from Python's, numpy's and torch's CPU generators)
-    follow from ``seed``, the epoch and the sample's index, or, with a ``sampler``, the sample's place in the
+    follow from ``seed``, the epoch and the sample's index. With a ``sampler`` they follow from the place in the
     order. The random numbers of ``collate_fn`` follow from the first sample. The number of instances or workers
     does not change these numbers. Reading leaves the process's own random states unchanged. (A dataset with
     ``__getitems__`` is seeded once for each micro batch.)

@@ -1,8 +1,8 @@
 """Epochs: the order of samples, the steps dealt to replicas, and the position of a sampler or loader.
 
 A step takes the next positions of the epoch's order, and `popdist.ground.layout` deals the positions to the
-replicas, so that the samples of a replica do not depend on the instances. The index at a position is computed from
-the position alone, by a Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and
+replicas. So the samples of a replica do not depend on the instances. The index at a position is computed from the
+position alone, by a Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) with a key made of seed and
 epoch.
 """
 
@@ -330,7 +330,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """Yield, for each remaining step, the step's positions in the job and the indices for ``replicas``."""
+    """Yield, for each remaining step, the positions in the epoch and the dataset indices for ``replicas``."""
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)

@@ -2,8 +2,8 @@
 
 Each replica owns a state of every generator that programs draw from: Python's and numpy's generator, and torch's
 generators for CPU and accelerator. These states are in place only during the replica's micro batches. Before a
-dataset reads a sample, the generators get a state that follows from seed, epoch and index, so that augmentation is
-the same for any number of instances and workers.
+dataset reads a sample, the generators get a state that follows from seed, epoch and index. So augmentation is the
+same for any number of instances and workers.
 """
 
 import hashlib

@@ -214,7 +214,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         """Return an iterator over shares and contents; without workers, bypass torch's iterator, which is slow."""
         iterator: Iterator[Any] = super().__iter__()  # also checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
-        return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch declares batches
+        return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch's annotation says that items are batches
 
     def _begin(self) -> None:
         """Prepare an epoch before the first sample is read; only subclasses do something here."""

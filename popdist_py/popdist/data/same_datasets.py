@@ -30,8 +30,8 @@ def checksum_of_subsets(dataset: object) -> int:
 def checksum_of_contents(dataset: object) -> int:
     """Return a 64-bit checksum of the first samples that ``dataset`` has in memory; 0 if it has no such samples.
 
-    The samples in memory are tensors and arrays: the dataset, the first item of a list, the attributes of a
-    dataset, and the items of a list or tuple that is an attribute. No sample is read by the dataset's own code.
+    The samples in memory are tensors and arrays: the dataset itself, the first item of a list, and the attributes
+    of a dataset. If an attribute is a list or tuple, its items count. No sample is read by the dataset's own code.
     """
     heads = list(islice(_heads(dataset), _MOST_TENSORS))
     digest = hashlib.blake2b(b"".join(heads), digest_size=8).digest()

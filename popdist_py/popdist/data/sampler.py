@@ -50,7 +50,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
     in a step depends on the number of the job's replicas, not on the number of instances. Without ``drop_last``
     every index comes exactly once an epoch, over all instances: the samples that remain after the full steps make
     a smaller last step. If the last step has fewer samples than there are replicas, it takes samples from the step
-    before, or joins the step before if that step has only one sample for each replica.
+    before. If that step has one sample for each replica, the last step joins that step.
 
     Every instance must make the sampler with the same arguments. The instances compare the arguments at once, or
     in the first iteration if the sampler is made before ``popdist.init()``. Each new iteration is the next epoch,
@@ -306,6 +306,6 @@ def _wrong_index(sampler: object, numbers: list[Any], num_samples: int) -> str:
 
 def _is_index(number: object, num_samples: int) -> bool:
     try:
-        return 0 <= index(number) < num_samples  # type: ignore[arg-type] # it raises for other types
+        return 0 <= index(number) < num_samples  # type: ignore[arg-type] # index() raises a TypeError for other types
     except TypeError:
         return False

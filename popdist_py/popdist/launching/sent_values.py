@@ -197,7 +197,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 def _is_found(module: ModuleType) -> bool:
     """Whether another process with the same ``sys.path`` imports this same module by its name."""
-    if module.__name__ == "__main__":  # cloudpickle sends it by value
+    if module.__name__ == "__main__":  # cloudpickle sends __main__ by value
         return True
     places: Sequence[str] | None = None
     origin = None

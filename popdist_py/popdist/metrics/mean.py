@@ -63,10 +63,9 @@ def weighted_mean(total: Numbers, count: Numbers) -> float:
     ``weighted_mean([loss.item() * len(x), ...], num_samples)`` is the loss per sample. All numbers are added
     without rounding, over all instances, and the quotient is rounded once. So the result is the same for any
     number of instances if the numbers are the same: give one total for each micro batch, in a list or tensor. If
-    the program adds the totals of several micro batches itself, the sum is rounded in an order that depends on the
-    number of instances. :class:`Mean` takes one total after the other. If several instances share a replica, each
-    replica counts once: with the numbers of its last instance that counted anything, such as the last stage of a
-    pipeline.
+    the program itself adds the totals of several micro batches, the sum is rounded and depends on the number of
+    instances. :class:`Mean` takes one total after the other. If several instances share a replica, each replica
+    counts once: with the numbers of its last instance that counted anything, such as the last stage of a pipeline.
 
     Args:
         total: Total of this instance: a number, a tensor of any shape, or a list of numbers and tensors, whose
@@ -164,7 +163,7 @@ class Mean:
         if total.infinite:  # true also for NaN
             return total.infinite
         try:
-            return total.num_units / count.num_units  # Python rounds this correctly for any size
+            return total.num_units / count.num_units  # Python rounds a quotient of any size correctly
         except OverflowError:
             return math.inf if total.num_units > 0 else -math.inf
 

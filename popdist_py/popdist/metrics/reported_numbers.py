@@ -145,8 +145,8 @@ def on_report(callback: OnReport) -> Callable[[], None]:
     calls no callback.
 
     Args:
-        callback: Function of a new dictionary with the numbers of this report by name, also ``loss``, and of the
-            step of the report, or else the last reported step; None if no step was reported.
+        callback: Function of a new dictionary with the numbers of this report by name, also ``loss``, and of a
+            step. The step is the last reported step; None if no step was reported.
 
     Returns:
         A function that removes the callback; a second call does nothing.

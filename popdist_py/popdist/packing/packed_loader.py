@@ -1,6 +1,6 @@
 """The loader of packed rows: ``popdist.data_loader(..., packing=Packing(...))``.
 
-Rows are dealt to the replicas as samples are dealt without packing: in a full step all replicas have the same
+Rows are dealt to the replicas as samples are dealt without packing. In a full step all replicas have the same
 number of rows, and the remaining rows make one smaller last step. A step counts samples nevertheless, so that
 gradients are weighted by sequences, or by tokens if the program says so, and never by rows.
 """
@@ -162,8 +162,8 @@ class Packing:
     Attributes:
         max_length: Tokens of a row. At least 1.
         lengths: Tokens of each sample: a sequence of numbers, the name of a column of a dataset of the library
-            ``datasets``, or a function of a sample, which the loader's workers call once for each sample. Not for
-            a stream that ``pack_stream`` has packed.
+            ``datasets``, or a function of a sample. The loader's workers call the function once for each sample.
+            Not for a stream that ``pack_stream`` has packed.
         strategy: A :class:`PackingStrategy` of exactly these lengths, or the name of a function that makes it.
         max_sequences_per_pack: The largest number of sequences in a row; None for as many as fit.
         too_long: What is done with samples longer than a row: ``"error"``, ``"truncate"`` (use the first tokens),
@@ -454,7 +454,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Return ``numbers``, which all instances have, in memory that the host shares; return small ones as they are."""
+    """Return ``numbers``, which all instances have, in shared memory; return small arrays as they are."""
     host = host_group_of(context.data_parallel_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers

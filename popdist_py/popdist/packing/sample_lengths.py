@@ -42,9 +42,9 @@ class Pieces:
     """The sequences that are packed: whole samples, or parts of samples that were split."""
 
     lengths: NDArray[np.int32]  # tokens of each piece, 1 to `max_length`
-    whole_lengths: NDArray[np.int64]  # tokens of each sample of the dataset, as it is read
-    samples: NDArray[np.int64] | None = None  # index of each piece's sample; None where piece i is sample i
-    starts: NDArray[np.int64] | None = None  # first token of each piece in its sample; None where all are 0
+    whole_lengths: NDArray[np.int64]  # tokens of each sample of the dataset, before samples are cut
+    samples: NDArray[np.int64] | None = None  # index of each piece's sample; None if piece i is sample i
+    starts: NDArray[np.int64] | None = None  # first token of each piece in its sample; None if all starts are 0
 
     def place_of(self, piece: int) -> tuple[int, int, int]:
         """Return the sample, the first token and the number of tokens of ``piece``."""
@@ -233,7 +233,7 @@ def _load(path: Path, num_samples: int) -> NDArray[np.int64]:
 def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
     """Count the tokens of each sample, in workers, with a progress bar on a terminal."""
     loader = DataLoader(counted, batch_size=_COUNTING_BATCH, num_workers=num_workers, collate_fn=list)
-    lengths = np.empty(len(loader.dataset), np.int64)  # type: ignore[arg-type] # it has a length
+    lengths = np.empty(len(loader.dataset), np.int64)  # type: ignore[arg-type] # the dataset has a length
     done = 0
     for numbers in _shown(loader):
         lengths[done : done + len(numbers)] = numbers

@@ -35,7 +35,7 @@ _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(slots=True, kw_only=True)
 class _PreemptionState:
-    """The settings of this process for a preemption, and the signal handlers from before."""
+    """The settings of this process for a preemption, and the earlier signal handlers."""
 
     fn: Callable[[], object] | None = None  # the function that is called
     exit_code: int = EXIT_CODE

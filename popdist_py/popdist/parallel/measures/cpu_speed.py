@@ -23,7 +23,7 @@ from typing import Final
 
 import psutil
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it all the same
+from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports FileStore, but not for type checkers
 
 from popdist.errors import BackendError, StoreError
 from popdist.ground.torch_private import connect_gloo

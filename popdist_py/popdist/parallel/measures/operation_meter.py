@@ -1,7 +1,7 @@
 """A meter of a forward pass, operation by operation: FLOPs, kernels, and the bytes moved and kept.
 
 The pass is divided into stretches: each repeated layer is a stretch, and so are the operations before, between and
-behind the layers. The meter knows for each storage whether tensor parallelism divides it: a product with a weight
+behind the layers. The meter knows for each storage whether tensor parallelism divides it. A product with a weight
 divides a whole activation (by columns), and the next product (by rows) adds the parts again.
 """
 
@@ -81,10 +81,10 @@ class Storage:
 
     maker: int = 0  # the stretch that wrote the memory
     weight: Weight | None = None  # the parameter in the memory, or the parameter from which it was computed
-    constant: bool = False  # the same for every sample
-    given: bool = False  # an input of the module
-    divided: bool = False  # by tensor parallelism
-    score: bool = False  # computed from the scores of an attention
+    constant: bool = False  # whether the memory is the same for every sample
+    given: bool = False  # whether the memory is an input of the module
+    divided: bool = False  # whether tensor parallelism divides the memory
+    score: bool = False  # whether it was computed from the scores of an attention
     kept_bytes: float = 0.0
     keepers: set[int] = field(default_factory=set)  # the stretches whose backward pass needs the memory
 
