@@ -138,7 +138,7 @@ class EpochPlan:
             position += size
 
     def positions_of(self, replicas: range, step: range) -> range:
-        """Return the positions of ``step`` for consecutive ``replicas``, first replica first; may be empty."""
+        """Return the positions of ``step`` for ``replicas``, replica by replica; the range may be empty."""
         return parts(step, replicas, self.num_replicas)
 
     def _step_size(self, remaining: int) -> int:

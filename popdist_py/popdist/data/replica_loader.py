@@ -104,7 +104,7 @@ class MapFetcher(Dataset[Any]):
         return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
 
     def _rows(self, indices: list[int]) -> list[Any]:
-        """Return the rows at ``indices``, read at once; the result is the same as from single samples."""
+        """Return the rows of all tensors at ``indices``, with the same result as collating single samples."""
         rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 

@@ -65,7 +65,7 @@ class NumberPipe:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the numbers not written yet, as lines of JSON that the pipe takes completely or not at all."""
+        """Write all numbers not written yet, as lines of JSON; the pipe takes each line whole or not at all."""
         while self._unsent and self._descriptor >= 0:
             now_seconds = time.monotonic()
             some = dict(islice(self._unsent.items(), _NUMBERS_OF_A_LINE))

@@ -165,7 +165,7 @@ Fill = Callable[[int], Pack]
 
 
 class _Programme:
-    """The linear programme, which gets its columns one by one; its first columns can pack every sequence."""
+    """The linear programme, which gets its columns (packs) one by one; its first columns suffice for a packing."""
 
     def __init__(self, counts: Histogram, max_length: int, most: int, packs: Iterable[Pack]) -> None:
         self._top = lengths_of(counts)[-1]

@@ -140,7 +140,7 @@ def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy
 def spfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack shortest pack first: put the longest sequences first, each into the pack with the most room.
+    """Pack by shortest-pack-first: sequences from long to short, each into the pack with the most room.
 
     If no pack has room for the remaining sequences of a length, each of these sequences opens a pack. Time
     O(lengths x max_length).
@@ -160,7 +160,7 @@ def spfhp(
 def lpfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack longest pack first: put the longest sequences first, each into the pack with the least room that fits.
+    """Pack by longest-pack-first: sequences from long to short, each into the pack with the least room that fits.
 
     The algorithm is best fit decreasing (D. S. Johnson, 1973), for all sequences of a length at once: a new pack
     takes as many sequences of the length as fit. It needs no scipy and is close to the best if rows have many

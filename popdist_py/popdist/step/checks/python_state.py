@@ -25,18 +25,18 @@ from popdist.job.weights import bytes_of
 R = TypeVar("R")
 
 ENOUGH: Final = 3
-"""The least number of watched passes before an attribute that has changed in each pass is reported."""
+"""The least number of watched passes, all of which have changed an attribute, before the attribute is reported."""
 
 MOST_PASSES: Final = 12
 """The most passes watched in one step; a model outside of steps would otherwise be watched for ever."""
 
 MOST_ITEMS: Final = 64
-"""The most items of a list, tuple or dict that are compared; for more items only length and identity count."""
+"""The most items of a container that are compared; with more items, only length and identity are compared."""
 
 MOST_DEPTH: Final = 3
 
 LARGE_BYTES: Final = 1 << 20
-"""The largest tensor or array whose values are compared; for larger ones only writes and identity count."""
+"""The largest tensor or array whose values are compared; otherwise only writes and identity are compared."""
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
