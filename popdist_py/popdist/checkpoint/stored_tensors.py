@@ -79,7 +79,7 @@ def stores_of(named: Mapping[str, object]) -> list[PhaseStore]:
 
 
 def check_whole(named: Mapping[str, object]) -> None:
-    """Check that no object in ``named`` is in the middle of a step. Raises CheckpointError if an object is."""
+    """Check that each object in ``named`` has finished its step. Raises CheckpointError if a step is half made."""
     for name, thing in named.items():
         store = store_of(thing)
         if store is not None and store.is_torn:

@@ -61,11 +61,10 @@ def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
     ``ReplicatedModel.micro_batches``. Each micro batch is collated by itself, so that padding, graphs, strings and
     dicts need no splitting. The loader's state counts what the loop has received, not what workers have read.
 
-    The random numbers that the dataset draws for a sample (from Python's, numpy's and torch's CPU generators)
-    follow from ``seed``, the epoch and the sample's index. With a ``sampler`` they follow from the place in the
-    order. The random numbers of ``collate_fn`` follow from the first sample. The number of instances or workers
-    does not change these numbers. Reading leaves the process's own random states unchanged. (A dataset with
-    ``__getitems__`` is seeded once for each micro batch.)
+    The dataset may draw random numbers for a sample, from Python's, numpy's and torch's CPU generators. They
+    follow from ``seed``, the epoch and the sample's index, or the sample's place in the order of a ``sampler``.
+    Numbers for ``collate_fn`` follow from the first sample. The number of instances or workers changes no number.
+    Random states of the process do not change. (A dataset with ``__getitems__`` is seeded once a micro batch.)
 
     Args:
         dataset: Map-style: a length, and a sample for each index. Pass a stream as ``shard_iterable(stream)``.

@@ -156,7 +156,7 @@ class EpochPosition:
     """The position of one reader (a sampler or a loader) in the reader's endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
-        """Begin at epoch 0. A state can be loaded only if its ``identity`` is equal.
+        """Begin at epoch 0. A state can be loaded later only if the state has an equal ``identity``.
 
         All instances must pass an equal ``agreement``.
         """

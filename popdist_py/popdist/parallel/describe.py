@@ -44,7 +44,7 @@ def describe(
     *,
     device: str = "cpu",
 ) -> Description:
-    """Measure the forward pass of ``module`` with tensors that have no memory, and return the amounts.
+    """Measure the forward pass of ``module`` with tensors that have no memory, and return a description.
 
     The layers are the equal modules of the longest run in a ``ModuleList`` or ``Sequential``. The operations
     before these modules make one more layer, and the operations behind these modules another. The module is

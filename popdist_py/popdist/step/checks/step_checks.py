@@ -42,7 +42,7 @@ NUM_FIRST: Final = 3
 """The number of first steps that are checked."""
 
 EVERY: Final = 100
-"""The interval, in steps, of the checked steps after the first steps."""
+"""The number of steps from one checked step to the next checked step, after the first steps."""
 
 
 def is_checked(number: int) -> bool:
