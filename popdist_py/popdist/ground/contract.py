@@ -1,8 +1,8 @@
 """The contract between launcher and library: every environment variable, written and read in one place.
 
-The launcher writes a :class:`Contract` into each program's environment; the library reads the same value back.
-Beside PopRun's ``POPDIST_*`` it writes torch's variables (``RANK``, ``TORCHELASTIC_RUN_ID`` ...) and Open MPI's
-``OMPI_COMM_WORLD_*``, so that programs which never heard of this project find what they know.
+The launcher writes a :class:`Contract` into the environment of each program, and the library reads the same value.
+In addition to PopRun's ``POPDIST_*`` the launcher writes torch's variables (``RANK``, ``TORCHELASTIC_RUN_ID`` ...)
+and Open MPI's ``OMPI_COMM_WORLD_*``, for programs that do not use popdist.
 """
 
 import re
@@ -32,10 +32,10 @@ REQUIRED: Final = (
     REPLICA_OFFSET,
     LOCAL_INSTANCE_INDEX,
 )
-"""A program is under poprun when any of these is set; then all of them must be, but see ``SHAPE``."""
+"""The variables of poprun: if one variable is set, all must be set, except where only ``SHAPE`` is set."""
 
 SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
-"""Those that are the same in all instances: where these alone are set, another launcher gives the ranks."""
+"""Variables that are equal in all instances; if no more variables are set, another launcher sets the ranks."""
 
 INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
 INDEX_IN_REPLICA: Final = "POPDIST_INSTANCE_INDEX_IN_REPLICA"
@@ -82,11 +82,11 @@ DETERMINISTIC: Final = "POPDIST_DETERMINISTIC"
 SHARE_TENSORS: Final = "POPDIST_SHARE_TENSORS"
 
 _NODE_COUNT: Final = r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?"
-"""One item of Slurm's lists of numbers."""
+"""The regular expression of one item of Slurm's lists of numbers."""
 
 
 def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: int | None = None) -> int:
-    """The whole number in variable ``name``, or ``default`` if absent; a ContractError if it is none."""
+    """Return the integer in variable ``name``; ``default`` if unset. Raises ContractError if not an integer."""
     text = env.get(name)
     if text is None:
         if default is None:
@@ -98,7 +98,7 @@ def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: 
 
 
 def read_share_tensors(env: Mapping[str, str]) -> bool | None:
-    """Whether tensors may be moved into memory that ranks share; None allows DistributedDataParallel's only."""
+    """Return whether any tensor may move into shared memory; None if only DistributedDataParallel's may."""
     text = env.get(SHARE_TENSORS, "").strip()
     if text not in {"", "0", "1"}:
         raise ContractError(
@@ -108,13 +108,13 @@ def read_share_tensors(env: Mapping[str, str]) -> bool | None:
 
 
 def read_threads(env: Mapping[str, str], name: str) -> int | None:
-    """The first number of OpenMP's list in variable ``name``; None without one that OpenMP understands."""
+    """Return the first number of OpenMP's list in the variable ``name``; None if there is no valid number."""
     first = env.get(name, "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
 def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """The device numbers in variable ``name``, with commas between them; none when it is absent or empty."""
+    """Return the device numbers, separated by commas, in the variable ``name``; empty if absent or empty."""
     text = env.get(name, "")
     words = text.split(",") if text else []
     if not all(word.isdecimal() for word in words):
@@ -130,7 +130,7 @@ def _read_device_type(env: Mapping[str, str]) -> str:
 
 
 def read_node_counts(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """One number for each node from Slurm's form, such as ``2(x3),1``; none when ``name`` is absent or empty."""
+    """Return one number per node from Slurm's form, such as ``2(x3),1``; empty if ``name`` is unset or empty."""
     counts: list[int] = []
     for item in filter(None, env.get(name, "").split(",")):
         match = re.fullmatch(_NODE_COUNT, item.strip())
@@ -149,7 +149,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``host:port``, with an IPv6 host in brackets; a ContractError if it is of another form."""
+        """Return the address in ``host:port``; an IPv6 host needs brackets. Raises ContractError if malformed."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
             raise ContractError(f"{text!r} is no address: expected HOST:PORT, for example 127.0.0.1:29500")
@@ -161,52 +161,50 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """What one instance is told about its job."""
+    """The job and the place of one instance in the job, as the launcher tells them to the instance."""
 
     num_instances: int = 1  # processes in the job
     instance_index: int = 0  # this process, 0 to ``num_instances - 1``; torch's rank
     num_local_instances: int = 1  # processes of the job on this host
-    local_instance_index: int = 0  # this process among those of its host; torch's local rank
+    local_instance_index: int = 0  # this process among the processes of its host; torch's local rank
     host_index: int = 0  # this host, 0 to number of hosts - 1; torch's group rank
     num_replicas: int = 1
-    """Model replicas in the whole job: a multiple of ``num_instances``, or these a multiple of it."""
-    parallelism: Parallelism = field(
-        default_factory=Parallelism
-    )  # how several instances share one replica, where they do
-    mapping_path: str | None = None  # the file of `poprun-size` that the job was started with, or None
+    """Replicas in the whole job: a multiple of ``num_instances``, or a divisor if instances share replicas."""
+    parallelism: Parallelism = field(default_factory=Parallelism)  # how several instances share one replica
+    mapping_path: str | None = None  # the file of `poprun-size` that defines the job's mapping, or None
     ipus_per_replica: int = 1  # virtual IPUs that one replica uses. At least 1
     devices: tuple[int, ...] = ()
-    """Ordinals of this instance's devices among those visible to it; empty on the CPU."""
-    device_type: str = ""  # torch's type of these devices, such as ``cuda`` or ``xpu``; empty where nobody said
+    """Numbers of this instance's devices among the devices that it can see; empty on the CPU."""
+    device_type: str = ""  # torch's type of the devices, such as ``cuda`` or ``xpu``; empty if unknown
     shares_device: bool = False
-    """Whether instances of the job compute on one device, or on slices of one, which NCCL refuses to connect."""
-    job_id: str = ""  # the same on all instances of one job and all its restarts; empty when no launcher gave one
+    """Whether instances of the job share a device or have slices of one device, which NCCL refuses to connect."""
+    job_id: str = ""  # equal on all instances and in all restarts of a job; empty if no launcher set it
     restart_count: int = 0  # how often the job has been started again after a failure
-    master: Endpoint | None = None  # where torch's ``env://`` store of the program will listen, or None
-    store: Endpoint | None = None  # where popdist's own store listens, or None
+    master: Endpoint | None = None  # address at which the program's ``env://`` store of torch will listen, or None
+    store: Endpoint | None = None  # address at which popdist's own store listens, or None
     store_descriptor: int | None = None  # on instance 0 the inherited listening socket of ``store``, else None
     executable_cache_path: str | None = None  # directory for compiled executables, or None
-    num_threads: int | None = None  # threads of each replica's arithmetic, or None when nobody said
-    is_deterministic: bool = False  # whether torch is to use deterministic algorithms only
+    num_threads: int | None = None  # threads for the arithmetic of each replica, or None if not set
+    is_deterministic: bool = False  # whether torch must use deterministic algorithms only
 
     @property
     def replica_part(self) -> ReplicaPart:
-        """Which part of which replica this instance holds."""
+        """The part of a replica that this instance holds."""
         return self.parallelism.part_of(self.instance_index)
 
     @property
     def data_parallel_index(self) -> int:
-        """This instance among those that hold the same part of their replicas; all do without shared ones."""
+        """Index of this instance among the instances that hold the same part of different replicas."""
         return self.replica_part.replica
 
     @property
     def layout(self) -> ReplicaLayout:
-        """Which replicas each of the instances owns that hold the same part of theirs, in the order of these."""
+        """The replicas of each instance, counting only the instances that hold the same part of a replica."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
     def to_env(self) -> dict[str, str]:
-        """The contract as variables of a program. Inverse of :meth:`from_env`."""
+        """Return the contract as environment variables of a program. Inverse of :meth:`from_env`."""
         local = self.layout.num_local_replicas
         env = {
             NUM_REPLICAS: str(self.num_replicas),
@@ -247,7 +245,7 @@ class Contract:
         return env | {name: str(value) for name, value in optional.items() if value is not None}
 
     def _parallelism_to_env(self) -> dict[str, str]:
-        """Nothing where each instance holds whole replicas."""
+        """Return the variables for replicas that instances share; empty if each instance holds whole replicas."""
         if not self.parallelism.is_shared:
             return {}
         return {
@@ -257,13 +255,13 @@ class Contract:
         }
 
     def shape_to_env(self) -> dict[str, str]:
-        """The variables that are the same in all instances, for another launcher, which tells the ranks."""
+        """Return the variables that are equal in all instances, for a job whose ranks another launcher sets."""
         env = self.to_env()
         names = (*SHAPE, *self._parallelism_to_env(), NUM_THREADS, DETERMINISTIC, MAPPING)
         return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """This job, joined from another launcher's ranks, with the replicas that ``env`` asks for, if it does."""
+        """Return this job, which another launcher describes, with the number of replicas that ``env`` asks for."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)
@@ -288,7 +286,7 @@ class Contract:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
-        """The contract in ``env``; None when no ``REQUIRED`` variable is set, or just the ``SHAPE``."""
+        """Return the contract in ``env``; None if no variable in ``REQUIRED``, or only ``SHAPE``, is set."""
         missing = [name for name in REQUIRED if name not in env]
         if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
             return None
@@ -341,7 +339,7 @@ class Contract:
 
 
 def read_parallelism(env: Mapping[str, str]) -> Parallelism:
-    """How the instances of a replica share it; a ContractError if the numbers do not fit together."""
+    """Return how instances share a replica; raises ContractError if numbers in ``env`` contradict each other."""
     try:
         return Parallelism(
             instances_per_replica=read_count(env, INSTANCES_PER_REPLICA, default=1),
@@ -358,14 +356,14 @@ def _read_index_in_replica(env: Mapping[str, str]) -> int:
 
 
 def read_master(env: Mapping[str, str]) -> Endpoint | None:
-    """Where torch's ``env://`` store listens, or None when the environment does not say."""
+    """Return the address of torch's ``env://`` store; None if the environment does not contain the address."""
     if MASTER_ADDR not in env or MASTER_PORT not in env:
         return None
     return Endpoint(host=env[MASTER_ADDR], port=read_count(env, MASTER_PORT))
 
 
 def _check_torch_agrees(contract: Contract, env: Mapping[str, str]) -> None:
-    """Refuse a launcher inside a launcher, which makes several jobs of one: torch's variables tell of another."""
+    """Raise ContractError if torch's variables describe another job, because a launcher runs inside a launcher."""
     found = (env.get(RANK), env.get(WORLD_SIZE))
     expected = (str(contract.instance_index), str(contract.num_instances))
     if any(text is not None and text != wanted for text, wanted in zip(found, expected, strict=True)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def is_distributed(tensor: object) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # loaded by whoever makes one, and by nobody else
+    module = sys.modules.get("torch.distributed.tensor")  # this module is loaded if any DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -22,17 +22,17 @@ def is_fully_sharded(module: object) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The part of a DTensor that is here, in the same memory and without gradient; any other tensor itself."""
+    """Return the local part of a DTensor, in the same memory and without gradient; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
     with torch.no_grad():
         part = tensor.detach().to_local()
-        # what a collective still writes is of another class
-        return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return] # as above
+        # if a collective still writes the part, the part is of a class that has wait()
+        return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return] # a tensor
 
 
 def part_itself(tensor: Any) -> Tensor:
-    """The tensor that a DTensor holds the part in which is here; any other tensor itself."""
+    """Return the tensor object in which a DTensor keeps its local part; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
     names, _ = tensor.__tensor_flatten__()
@@ -40,13 +40,13 @@ def part_itself(tensor: Any) -> Tensor:
 
 
 def local_gradient(parameter: Any) -> Tensor | None:
-    """The part of the gradient that is here; one that is placed otherwise than its parameter is first moved there.
+    """Return the local part of the gradient of ``parameter``; first redistribute a gradient placed differently.
 
-    All instances of the parameter's mesh call it, for their parameters in one order.
+    All instances of the parameter's mesh call this function, for their parameters in the same order.
     """
     gradient = parameter.grad
     if gradient is None or not is_distributed(gradient):
-        return gradient  # type: ignore[no-any-return] # as above
+        return gradient  # type: ignore[no-any-return] # a tensor
     if is_distributed(parameter) and gradient.placements != parameter.placements:
         with torch.no_grad():
             gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -54,7 +54,7 @@ def local_gradient(parameter: Any) -> Tensor | None:
 
 
 def placed_as(parameter: Any, part: Tensor) -> Tensor:
-    """``part`` as the part of a tensor that is placed as ``parameter``, in the same memory."""
+    """Return a DTensor that is placed like ``parameter`` and has the local part ``part``, in the same memory."""
     if not is_distributed(parameter):
         return part
     whole: Tensor = type(parameter).from_local(
@@ -70,7 +70,7 @@ def placed_as(parameter: Any, part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The dtype, shape and memory order of a tensor without gaps."""
+    """The dtype, shape and strides of a tensor without gaps in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -78,17 +78,17 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """The form of ``tensor`` without the gaps between its elements; a whole DTensor is contiguous."""
+        """Return the form of ``tensor`` without gaps between elements; a DTensor's form is contiguous."""
         dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if not is_distributed(tensor):
             ordered = torch.empty_like(tensor, device="meta", requires_grad=False)
-            # where it is contiguous, a dimension of one element may have any stride
+            # in a contiguous tensor a dimension of one element may have any stride
             dense = dense if ordered.is_contiguous() else ordered
         return cls(dtype=tensor.dtype, shape=tuple(tensor.shape), stride=dense.stride())
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Make the form from what :meth:`to_json` gave."""
+        """Return the form that :meth:`to_json` has written as ``value``."""
         name, shape, stride = value
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -96,20 +96,20 @@ class TensorForm:
         return cls(dtype=dtype, shape=tuple(shape), stride=tuple(stride))
 
     def to_json(self) -> list[Any]:
-        """The form as a list."""
+        """Return the form as a list for JSON: dtype, shape and strides."""
         return [str(self.dtype).removeprefix("torch."), [*self.shape], [*self.stride]]
 
     @property
     def num_bytes(self) -> int:
-        """The memory of its elements."""
+        """Number of bytes that the elements occupy."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """A tensor of this form, on the CPU, not yet filled."""
+        """Return an uninitialized CPU tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor of this form at the beginning of ``memory``, which is flat and of bytes."""
+        """Return the tensor of this form that shares memory with the beginning of ``memory``, flat bytes."""
         return memory[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""How far a program has come: a page of memory that its agent reads at any time.
+"""The progress of a program, on a page of memory that its agent can read at any time.
 
-The page is a file in memory (memfd_create(2)) that poprun's agent makes and the program inherits: writing costs no
-system call, and a program that hangs has still said where it is. The number of changes stands at both ends of the
-page, so a reader notices that the writer was in the middle of a change (a sequence lock).
+The page is a file in memory (memfd_create(2)). poprun's agent makes the file, and the program inherits the file's
+descriptor. Writing needs no system call, and the page of a program that hangs still says what the program does.
+The number of changes is at both ends of the page, so that a reader detects an unfinished change (a sequence lock).
 """
 
 import math
@@ -21,16 +21,16 @@ from popdist.ground.contract import PROGRESS_DESCRIPTOR
 from popdist.startup import phase_sampler, stack_signal
 
 PAGE_BYTES: Final = 4096
-"""Where the page ends and the text about threads begins."""
+"""Number of bytes of the page; the text about threads begins behind the page."""
 
 USED_BYTES: Final = 272
-"""So much of the page says how far the program is; behind it stand its counters, places and stamps."""
+"""Number of bytes of the page that describe progress; counters, places and stamps follow."""
 
 _COUNTERS: Final = struct.Struct(phase_sampler.COUNTERS_FORMAT)
 _SAMPLES: Final = struct.Struct("=Q")
 _SAMPLES_AT: Final = phase_sampler.COUNTERS_AT + _COUNTERS.size
 COUNTED_BYTES: Final = _SAMPLES_AT + _SAMPLES.size
-"""So much of it an agent passes on each second; the whole page when it is asked for calls."""
+"""Number of bytes of the page that an agent sends every second; the whole page is sent if calls are asked for."""
 
 _STAMP: Final = struct.Struct("=IId")
 _ENDS: Final = struct.Struct(phase_sampler.ENDS_FORMAT)
@@ -38,23 +38,23 @@ _STAMPS_AT: Final = phase_sampler.ENDS_AT + _ENDS.size
 _NUM_STAMPS: Final = (PAGE_BYTES - _STAMPS_AT) // _STAMP.size
 
 MAX_NAME_BYTES: Final = 96
-"""Longest name of a collective; a longer one is cut."""
+"""Maximum length of a collective's name; a longer name is shortened."""
 
 MAX_MEMBER_RUNS: Final = 12
-"""Runs of consecutive instances that the page has room for; a group of more runs is named as all instances."""
+"""Maximum number of ranges of consecutive instances on the page; a group of more ranges means all instances."""
 
 AFTER_LEAVING: Final = "the next step after one that an exception has ended"
-"""What an instance waits in that shares a replica, and whose program has caught an exception."""
+"""The text that replaces a collective's name where an instance that shares a replica waits after an exception."""
 
 FINALIZE: Final = "MPI_Finalize"
-"""What a program of an MPI job waits in at its end, until every other one is there."""
+"""The text that replaces a collective's name where a program waits in MPI_Finalize for all other instances."""
 
 ANNOUNCEMENT_AT: Final = 8
 ANNOUNCEMENT_FORMAT: Final = "=qi"
-"""Where and how (`struct`) the page names its process and the signal at which that writes its stacks."""
+"""Place and `struct` format of the process id and of the signal at which the process writes its stacks."""
 
 RECORDER_AT: Final = stack_signal.RECORDER_AT
-"""Where it names, as an ``=i``, the descriptor through which torch's recorder is asked."""
+"""Place, with the format ``=i``, of the descriptor that connects to torch's recorder of collectives."""
 
 _COUNT: Final = struct.Struct("=Q")
 _VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}4?QqdQd{MAX_NAME_BYTES}s")
@@ -65,38 +65,38 @@ _BY_HOOK: Final = struct.Struct("=i?")
 _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
 _NAME_AT: Final = 64
-"""Places of single values: in bytes, those of the second line in words of eight bytes."""
+"""Places of single values: names that end with ``_AT`` count bytes, the names before count words of 8 bytes."""
 
 LARGEST_STEP: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a program says about itself."""
+    """The progress that a program has written on its page."""
 
-    pid: int = 0  # the process that writes; 0 when none has yet
-    stack_signal: int = 0  # the signal at which it writes the stacks of its threads behind the page; 0 for none
-    has_joined: bool = False  # whether it asked popdist which job it is in
+    pid: int = 0  # the process that writes; 0 if no process has written yet
+    stack_signal: int = 0  # the signal at which the process writes its stacks behind the page; 0 if there is none
+    has_joined: bool = False  # whether the program asked popdist which job it is in
     num_steps: int = 0  # steps whose gradients popdist has reduced
-    step: int | None = None  # the step that the program itself reported last, or None
-    loss: float | None = None  # the loss that it reported last, or None
-    num_waits: int = 0  # how often it has waited for other instances
-    # monotonic time at which it began to wait for them, or None when it does not
+    step: int | None = None  # the last step that the program itself reported, or None
+    loss: float | None = None  # the last loss that the program reported, or None
+    num_waits: int = 0  # how often the program has waited for other instances
+    # monotonic time at which the program began to wait for other instances; None if it does not wait
     waiting_since_seconds: float | None = None
-    collective: str = ""  # what it waited for last, in words; empty before the first time
-    # the instances that take part in it, as runs from a first one up to a last one; none when all instances of
-    # the job do
+    collective: str = ""  # the last collective in which the program waited, in words; empty before the first wait
+    # the instances in this collective, as pairs of a first and a last instance; empty if all instances of the job
+    # take part
     member_runs: tuple[tuple[int, int], ...] = ()
-    # whether it had an optimizer of torch's, and nothing that it used connected it to others. The start-up hook
-    # says so when the program ends (``startup/sitecustomize.py``)
+    # whether the program had an optimizer of torch, and used nothing that connects it to other instances. The
+    # start-up hook writes this when the program ends (``startup/sitecustomize.py``)
     has_trained_alone: bool = False
-    # the program's descriptor through which torch's recorder of collectives is asked, which the hook writes; or 0
+    # the program's descriptor for asking torch's recorder of collectives, written by the start-up hook; or 0
     recorder: int = 0
-    uses_jax: bool = False  # whether JAX asked which job it is in, which the hook says
+    uses_jax: bool = False  # whether JAX asked which job it is in; written by the start-up hook
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """What ``page`` says; None when it is too short or was copied in the middle of a change."""
+        """Return the progress on ``page``; None if ``page`` is too short or was copied during a change."""
         if len(page) < USED_BYTES or page[: _COUNT.size] != page[_BEGUN_AT : _BEGUN_AT + _COUNT.size]:
             return None
         pid, signum, has_joined, has_step, has_loss, is_alone, num_steps, step, loss, num_waits, since, name = (
@@ -124,22 +124,22 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseCounters:
-    """Where a program's time has gone so far, as its sampler has seen it; totals, in seconds."""
+    """The time of a program by phase, as its sampler has measured it; totals, in seconds."""
 
-    seconds: Mapping[str, float]  # by phase: `popdist.startup.phase_sampler.PHASES`
-    idle_backward_seconds: float  # of the backward pass, in which the main thread used no processor
-    disk_seconds: float  # in which the main thread waited for a disk
-    worker_seconds: float  # for the workers of a loader
-    message_seconds: float  # in a pipeline, or sending and receiving
-    long_forward_seconds: float  # in forward passes that took seconds without a step of an optimizer
-    gc_seconds: float  # collecting Python's garbage
-    began_at_seconds: float  # monotonic time, by the program's host, at which the sampler began
+    seconds: Mapping[str, float]  # for each phase in `popdist.startup.phase_sampler.PHASES`
+    idle_backward_seconds: float  # time of the backward pass in which the main thread used no processor
+    disk_seconds: float  # time in which the main thread waited for a disk
+    worker_seconds: float  # time in which the main thread waited for DataLoader workers
+    message_seconds: float  # time of waiting in a pipeline, sending and receiving
+    long_forward_seconds: float  # time of forward passes of several seconds without a step of an optimizer
+    gc_seconds: float  # time of Python's garbage collector
+    began_at_seconds: float  # monotonic time of the program's host at which the sampler began
     num_optimizer_steps: int
-    num_samples: int  # that popdist has given the program; 0 where it knows of none
+    num_samples: int  # samples that popdist has given the program; 0 if popdist gave none
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """What ``page`` says; None where no sampler has written."""
+        """Return the counters on ``page``; None if no sampler has written."""
         if len(page) < COUNTED_BYTES:
             return None
         num_steps, *seconds, idle, disk, workers, messages, long_forward, gc, began = _COUNTERS.unpack_from(
@@ -164,7 +164,7 @@ class PhaseCounters:
 
 
 def read_places(page: bytes) -> dict[str, str]:
-    """The line of the program's own code seen most often in each phase, as ``file:line``, where one was."""
+    """Return, for each phase, the line of the program's code seen most often, as ``file:line``, if any was."""
     size = phase_sampler.PLACE_BYTES
     fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, phase_sampler.ENDS_AT, size)]
     texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)
@@ -172,12 +172,12 @@ def read_places(page: bytes) -> dict[str, str]:
 
 
 def read_step_ends(page: bytes) -> list[float]:
-    """When the last steps of the program's optimizers ended, ascending: seconds since 1970."""
+    """Return the times at which the program's last optimizer steps ended, ascending (seconds since 1970)."""
     return [at for at in _ENDS.unpack_from(page, phase_sampler.ENDS_AT) if at]
 
 
 def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
-    """When popdist's last collectives were called (seconds since 1970): by group, and number in the group."""
+    """Return when the last collectives of popdist were called (seconds since 1970), by group and number."""
     stamps: dict[str, dict[int, float]] = {}
     for group, number, at_seconds in _STAMP.iter_unpack(page[_STAMPS_AT : _STAMPS_AT + _NUM_STAMPS * _STAMP.size]):
         if number:
@@ -186,10 +186,10 @@ def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
 
 
 class ProgressPage:
-    """The page on which this process writes how far it is; before ``open()`` it writes where nobody reads."""
+    """The page on which this process writes its progress; before ``open()``, memory that nobody else reads."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
-        self.is_watched = False  # whether an agent reads it
+        self.is_watched = False  # whether an agent reads the page
         self._use(memoryview(bytearray(PAGE_BYTES)) if memory is None else memory)
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class ProgressPage:
         self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def open(self, descriptor: int) -> None:
-        """Write from now on to the page behind ``descriptor``, if it is one."""
+        """Write from now on to the page of the file ``descriptor``; do nothing if the file is no progress page."""
         if not stack_signal.is_page(descriptor):
             return
         try:
@@ -217,7 +217,7 @@ class ProgressPage:
         os.register_at_fork(after_in_child=self.close)
 
     def _use(self, memory: memoryview) -> None:
-        """Write to ``memory``, whose address is a multiple of 8."""
+        """Write from now on to ``memory``, whose address must be a multiple of 8."""
         self._whole = memory
         self._num_stamps = 0
         self._groups: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -227,7 +227,7 @@ class ProgressPage:
         self._collective = ""
 
     def read(self) -> Progress:
-        """What the page says; its own writer never reads it in the middle of a change."""
+        """Return the progress on the page; only the writer may call this, so that no change is unfinished."""
         return Progress.read(bytes(self._memory)) or Progress()
 
     def write(self, progress: Progress) -> None:
@@ -255,11 +255,11 @@ class ProgressPage:
         self._words[0] = self._words[_BEGUN]
 
     def join(self) -> None:
-        """Say that the program asked which job it is in."""
+        """Record that the program has asked which job it is in."""
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
-        """Store the step and the loss that the program reports; None leaves a value as it is."""
+        """Record the step and the loss that the program reports; None leaves a value unchanged."""
         if step is not None:
             self._words[_STEP] = step
             self._memory[_HAS_STEP_AT] = 1
@@ -268,12 +268,12 @@ class ProgressPage:
             self._memory[_HAS_LOSS_AT] = 1
 
     def count_step(self) -> None:
-        """Say that the gradients of a step have been reduced."""
+        """Record that the gradients of one more step have been reduced."""
         self._words[_NUM_STEPS] += 1
 
     def wait(self, collective: str, members: Sequence[int] = ()) -> None:
-        """Write that the program waits in ``collective``, for ``members``; none stands for all instances."""
-        if collective != self._collective:  # a text among some instances names them, so both change together
+        """Record that the program waits in ``collective`` for ``members``; no members means all instances."""
+        if collective != self._collective:  # the name and the members of a collective change together
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0
             self._memory[_NAME_AT : _NAME_AT + MAX_NAME_BYTES] = _encode(collective)
@@ -286,7 +286,7 @@ class ProgressPage:
         self._stamp(tuple(members))
 
     def _stamp(self, members: tuple[int, ...]) -> None:
-        """Write when the program came to a collective of ``members``, over the oldest such moment."""
+        """Record when the program called a collective of ``members``; overwrite the oldest such time."""
         group, number = self._groups.get(members) or (crc32(repr(members).encode()), 0)
         self._groups[members] = group, number + 1
         at = _STAMPS_AT + self._num_stamps % _NUM_STAMPS * _STAMP.size
@@ -294,26 +294,26 @@ class ProgressPage:
         self._num_stamps += 1
 
     def count_samples(self, num_samples: int) -> None:
-        """Say that the program was given so many samples more."""
+        """Record that the program was given ``num_samples`` more samples."""
         (before,) = _SAMPLES.unpack_from(self._whole, _SAMPLES_AT)
         _SAMPLES.pack_into(self._whole, _SAMPLES_AT, before + num_samples)
 
     def wait_again(self) -> None:
-        """Write that the program waits again in the collective of the last wait, or for its data."""
+        """Record that the program waits again in the last collective, or for the data of the collective."""
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def end_wait(self) -> None:
-        """Write that the program does not wait any more."""
+        """Record that the program no longer waits."""
         self._floats[_WAITING_SINCE] = 0.0
 
 
 def _one_nan(loss: float) -> float:
-    """One NaN object for every NaN, so that two pages with a NaN compare equal."""
+    """Return the same NaN object for every NaN, so that two pages with a NaN compare equal; else ``loss``."""
     return math.nan if math.isnan(loss) else loss
 
 
 def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """The numbers that the page has for ``runs``: a first one and the one after the last; zeros for no run."""
+    """Return first and last + 1 of each run in ``runs``, then zeros; only zeros if the page lacks the room."""
     bounds = [bound for first, last in runs for bound in (first, last + 1)]
     return (
         [0] * 2 * MAX_MEMBER_RUNS
@@ -324,7 +324,7 @@ def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _encode(name: str) -> bytes:
-    """``name`` in the bytes that the page has for it; of a long name both ends are kept."""
+    """Return ``name`` as bytes that fill its place on the page; a long name keeps its beginning and its end."""
     text = name.encode(errors="replace")
     if len(text) > MAX_NAME_BYTES:
         half = (MAX_NAME_BYTES - 5) // 2
@@ -333,11 +333,11 @@ def _encode(name: str) -> bytes:
 
 
 progress_page = ProgressPage()
-"""The page of this process."""
+"""The progress page of this process."""
 
 
 def begin() -> None:
-    """Open the page that the environment names, unless it is open: popdist does so when it is imported."""
+    """Open the page that the environment names, unless a page is open. Importing popdist calls this function."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if descriptor.isdecimal() and not progress_page.is_watched:
         progress_page.open(int(descriptor))

@@ -1,8 +1,8 @@
-"""The names of torch that popdist and poptorch use and that are private or differ between versions: no others.
+"""All names of torch that popdist or poptorch uses and that are private or differ between versions.
 
-Each function says what happens in a torch without its name: something slower, or that checks less, takes its
-place; only where nothing can, is it an error. Names were looked for in torch 2.6, 2.8, 2.11, 2.13
-and 2.15. All of them have the names, but for these:
+Each function says what it does if torch lacks its name: either a slower way, or a way that checks less; an error
+only if there is no other way. "Without the name" means: if this torch lacks the name. Names were looked for in
+torch 2.6, 2.8, 2.11, 2.13 and 2.15. All of these versions have all names, except:
 
 =====================================  ===============================================
 name                                   seen in torch
@@ -42,17 +42,17 @@ from popdist.errors import BackendError, DescriptionError, PopdistWarning
 
 
 def _find(owner: object, name: str) -> Any:
-    """The attribute, or None in a torch that lacks it."""
+    """Return the attribute ``name`` of ``owner``; None in a torch that lacks the attribute."""
     return getattr(owner, name, None)
 
 
 def is_older_than(major: int, minor: int) -> bool:
-    """Whether this torch is of an earlier version."""
+    """Whether this torch is older than version ``major.minor``."""
     return tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
 
 
 def needs(major: int, minor: int, what: str) -> str:
-    """The sentence that refuses ``what``, which an older torch cannot do."""
+    """Return the error message that ``what`` needs a newer torch."""
     return f"{what} needs torch {major}.{minor}; this is {torch.__version__}"
 
 
@@ -60,7 +60,7 @@ _current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool | None:
-    """Whether autograd runs in this thread. Without the name: None, nobody knows."""
+    """Whether autograd runs in this thread; None if torch lacks the name, because the answer is then unknown."""
     return None if _current_graph_task_id is None else _current_graph_task_id() >= 0
 
 
@@ -68,13 +68,13 @@ _storage_use_count: Final = _find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
-    """Whether nothing but the caller's object holds the storage. Without the name: no, so it is not used again."""
+    """Whether only the caller's object refers to the storage. Without the name: False, so no memory is reused."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
 def address_of(reference: StorageWeakRef) -> int:
-    """Where the storage of a weak reference lies; 0 if it is gone. Without the name: 0, and it is not shared."""
-    # Python's own weak references to storages outlive them before torch 2.10, and are spoilt then
+    """Return the address of the storage of a weak reference; 0 if the storage is gone or torch lacks the name."""
+    # before torch 2.10 Python's own weak references to storages become invalid when a storage ends
     make = _find(UntypedStorage, "_new_with_weak_ptr")
     storage = None if make is None else make(reference.cdata)
     return 0 if storage is None else int(storage.data_ptr())
@@ -84,7 +84,7 @@ _share_fd_cpu: Final = _find(UntypedStorage, "_share_fd_cpu_")
 
 
 def descriptor_of(storage: UntypedStorage) -> int:
-    """The descriptor of a shared storage's file. Without the name: BackendError, and nothing is shared."""
+    """Return the descriptor of a shared storage's file. Without the name: BackendError; nothing is shared."""
     if _share_fd_cpu is None:
         raise BackendError(_lacks("UntypedStorage._share_fd_cpu_"))
     return int(_share_fd_cpu(storage)[0])
@@ -96,7 +96,7 @@ can_swap_memory: Final = _swap_data_ptr is not None
 
 
 def swap_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
-    """Exchange the memory of two storages. Without the name: BackendError, and all-reduces copy."""
+    """Exchange the memory of two storages. Without the name: raises BackendError, and all-reduces copy tensors."""
     if _swap_data_ptr is None:
         raise BackendError(_lacks("UntypedStorage._swap_data_ptr_"))
     _swap_data_ptr(storage, other)
@@ -110,16 +110,16 @@ _create_work_from_future: Final = _find(_find(torch._C, "_distributed_c10d"), "_
 
 
 def done_work(results: list[Any]) -> Any:
-    """A work of torch's own that is done. Without the name: RuntimeError."""
+    """Return a finished work of torch's own class, with ``results``. Without the name: raises RuntimeError."""
     if _create_work_from_future is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
     future: Future[list[Any]] = Future()
-    future.set_result(results)  # never one that may fail: the wait of torch's work would raise nothing
+    future.set_result(results)  # never an error, which the wait() of torch's work would not raise
     return _create_work_from_future(future)
 
 
 def arguments_of(operator: str) -> list[str]:
-    """The names of the arguments of an operator of torch's collectives. Without the name: RuntimeError."""
+    """Return the names of the arguments of a collective's ``operator``. Without the name: RuntimeError."""
     schema = _find(_find(_find(torch.ops.c10d, operator), "default"), "_schema")
     if schema is None:
         raise RuntimeError(f"torch {torch.__version__} lacks c10d::{operator}: use the backend gloo")
@@ -127,7 +127,7 @@ def arguments_of(operator: str) -> list[str]:
 
 
 def tcp_store(*where: Any, **named: Any) -> TCPStore:
-    """A TCPStore; before torch 2.8, it takes a socket that listens already only without libuv."""
+    """Make a TCPStore; before torch 2.8 without libuv, because libuv cannot use an open socket there."""
     named["use_libuv"] = not is_older_than(2, 8)
     return TCPStore(*where, **named)
 
@@ -137,16 +137,16 @@ RENAMED_METHODS: Final = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Methods of process groups with the names that torch has had before 2.12."""
+"""Newer names of methods of process groups, with the names that torch used before 2.12."""
 
 
 def with_async_op(options: Any) -> Any:
-    """The class of a collective's options, with the field ``asyncOp``: some classes of torch 2.6 lack it."""
+    """Return the class of a collective's options with a field ``asyncOp``, which some of torch 2.6 lack."""
     return options if hasattr(options, "asyncOp") else type(options.__name__, (options,), {"asyncOp": True})
 
 
 def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
-    """What an operator combines with. Before torch 2.11 no kernel is told: it is among the method's arguments."""
+    """Return the reduction of an operator. Before torch 2.11 kernels do not get it: look among the arguments."""
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
@@ -157,8 +157,8 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
 
 
 def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:
-    """Call an operator with the backend of another's ``group``, before torch 2.11: see :func:`reduce_op`."""
-    device = torch.device("privateuseone")  # of its kernel, which is torch's own, and calls what is registered
+    """Call an operator with the backend of another ``group``, before torch 2.11: see :func:`reduce_op`."""
+    device = torch.device("privateuseone")  # the device of torch's own kernel, which calls the registered backend
     gloo = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
@@ -166,7 +166,7 @@ def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> o
 
 
 def reduce_scatter_of(backend: Any) -> Callable[..., Any]:
-    """What reduces and scatters one tensor: before torch 2.11, gloo's own adds whatever the operation is."""
+    """Return a function that reduces and scatters a tensor; before torch 2.11 gloo's own method always adds."""
     is_wrong = is_older_than(2, 11) and isinstance(backend, dist.ProcessGroupGloo)
 
     def call(output: Tensor, tensor: Tensor, opts: Any) -> Any:
@@ -185,7 +185,7 @@ _shutdown_backend: Final = _find(distributed_c10d, "_shutdown_backend")
 
 
 def have_shut_down(kind: type[Any]) -> None:
-    """Have ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``: torch 2.6 does not by itself."""
+    """Make ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``; torch 2.6 does not call it."""
     if _shutdown_backend is not None:
         distributed_c10d._shutdown_backend = lambda group: (  # type: ignore[attr-defined]
             group.shutdown() if isinstance(group, kind) else _shutdown_backend(group)
@@ -196,7 +196,7 @@ _set_unwrap_func: Final = _find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:
-    """Finish a future: to wait for it calls ``reveal(value)``, which raises; without the name: ``value``."""
+    """Finish a future whose ``wait()`` then calls ``reveal(value)``, which raises; without the name: ``value``."""
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)
@@ -210,7 +210,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def skip_tracing(function: F) -> F:
-    """``torch.compiler.disable`` without the seconds of importing the compiler. Without the names: with them."""
+    """Disable tracing of ``function`` like ``torch.compiler.disable``, but without importing the compiler."""
     if _set_code_exec_strategy is None or _strategy is None:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     strategy = _strategy()
@@ -220,19 +220,19 @@ def skip_tracing(function: F) -> F:
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
-    """Whether autograd's engine, in C++, has called the Python function of this frame. Without the name: no."""
+    """Whether autograd's engine, in C++, has called the Python function of this frame. Without the name: False."""
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
-    # the engine runs right beneath torch's own function that starts it, or in a thread of its own
+    # the engine is called directly by torch's function that starts the engine, or runs in its own thread
     caller = _caller(function_frame)
     return caller is None or caller.f_code is _engine_starter()
 
 
 def keeps_works(function_frame: FrameType | None) -> bool:
-    """Whether the caller of this frame's function keeps the Python object of a work that it gets.
+    """Whether the caller of this frame's function keeps the Python object of the work that the function returns.
 
-    C++ does not, before torch 2.8, and then waits for ever. Of the callers in Python, only torch.distributed is
-    told from C++ there.
+    Before torch 2.8, C++ callers do not keep the object, and then wait for ever. There, only torch.distributed
+    counts as a caller in Python.
     """
     if not is_older_than(2, 8):
         return True
@@ -251,7 +251,7 @@ def _caller(function_frame: FrameType) -> FrameType | None:
 
 @cache
 def _engine_starter() -> CodeType | None:
-    """The code of torch's function that starts the engine, or None where no such function stands above a hook."""
+    """Return the code of torch's function that starts the engine; None if no function of torch called the hook."""
     found = list[FrameType | None]()
 
     def hook(_gradient: torch.Tensor) -> None:
@@ -267,7 +267,7 @@ def _engine_starter() -> CodeType | None:
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that runs in this thread. Without the name: None."""
+    """Return the number of the backward pass that runs in this thread; None if torch lacks the name."""
     return None if _current_graph_task_id is None else _current_graph_task_id()
 
 
@@ -275,7 +275,7 @@ _execution_engine: Final = _find(Variable, "_execution_engine")
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
-    """Have ``function`` called when the backward pass that runs has ended. Without the name: False, it is not."""
+    """Call ``function`` after the running backward pass, and return True; return False if torch lacks the name."""
     if _execution_engine is None:
         return False
     _execution_engine.queue_callback(function)
@@ -283,12 +283,12 @@ def call_after_backward(function: Callable[[], None]) -> bool:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How often torch has counted a write of ``tensor``. Without the name: 0, small buffers are still compared."""
+    """Return how many writes to ``tensor`` torch has counted. Without the name: 0; small buffers are compared."""
     return getattr(tensor, "_version", 0)
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:
-    """How many hooks get the gradient of the leaf ``tensor``. Without the names: 0, and none is refused."""
+    """Return the number of hooks on the gradient of the leaf ``tensor``. Without the names: 0; none is refused."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return sum(len(getattr(tensor, name, None) or ()) for name in names)
 
@@ -297,8 +297,8 @@ _pytree: Final = _find(torch.utils, "_pytree")
 
 
 def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of an object of a class in torch's pytree, and what closes it; None for others."""
-    # without the name no such class is known: what it holds is not split, and refused when it leaves a layer
+    """Return the children of an object of torch's pytree and a function to rebuild it; None for others."""
+    # without the name no class is known: such an object is not split, and is refused when a layer returns it
     if type(nest) not in (_find(_pytree, "SUPPORTED_NODES") or ()):
         return None
     children, form = _pytree.tree_flatten(nest, is_leaf=lambda it: it is not nest)
@@ -307,13 +307,13 @@ def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 _make_wrapper_subclass: Final = _find(Tensor, "_make_wrapper_subclass")
 has_wrapper_tensors: Final = _make_wrapper_subclass is not None
-"""Whether :func:`wrapper_tensor` works. Without the name: no, and every instance gets whole gradients."""
+"""Whether :func:`wrapper_tensor` works; False without the name: every instance then gets whole gradients."""
 
 T = TypeVar("T", bound=Tensor)
 
 
 def wrapper_tensor(kind: type[T], like: Tensor) -> T:
-    """A tensor of a class that dispatches its operations itself: as ``like``, without memory."""
+    """Make a tensor like ``like``, but without memory, of the class ``kind``, which dispatches its operations."""
     form = {"strides": like.stride(), "dtype": like.dtype, "device": like.device}
     return cast("T", _make_wrapper_subclass(kind, like.shape, **form))
 
@@ -323,7 +323,7 @@ _unscale_operator: Final = _find(torch.ops.aten, "_amp_foreach_non_finite_check_
 
 
 def unscaler_of(operator: object) -> Callable[..., None] | None:
-    """What a GradScaler unscales gradients with, if ``operator`` is that. Without the name: None."""
+    """Return GradScaler's function for unscaling, if ``operator`` is that function; None without the name."""
     return _unscale if _unscale is not None and operator is _unscale_operator.default else None
 
 
@@ -333,7 +333,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether the method ``compile()`` of ``module`` was called. Without the name: no."""
+    """Whether the method ``compile()`` of ``module`` was called. Without the name: False."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -342,8 +342,8 @@ _set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor")
 
 @cache
 def compile_scripts_at_once() -> None:
-    """Have torch.jit compile in the first call, not after calls that it watches. Without the name: one warning."""
-    # the watched calls have other bits, and for which replicas an instance makes them depends on the split
+    """Make torch.jit compile in the first call, without observing calls first. Without the name: one warning."""
+    # observed calls give other bits, and the replicas that run in such calls depend on the number of instances
     if _set_profiling_executor is not None:
         _set_profiling_executor(False)  # noqa: FBT003 - its own signature
         return
@@ -356,7 +356,7 @@ def compile_scripts_at_once() -> None:
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    """A gloo group at an address of this host; gloo chooses it for None, and without the options' names."""
+    """Make a gloo group at ``address`` of this host; gloo chooses one for None, or without the options' names."""
     gloo: Any = dist.ProcessGroupGloo
     make_options = _find(gloo, "_Options")
     options: Any = None if make_options is None else make_options()
@@ -367,7 +367,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address
 
 
 def connect_direct(kind: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of ``kind``, NCCL's or its like, with this timeout; without the option's name, with its own."""
+    """Make a group of the class ``kind``, such as NCCL's, with ``timeout``; without the name, with its default."""
     options = kind.Options()
     if hasattr(options, "_timeout"):
         options._timeout = timeout
@@ -378,10 +378,10 @@ _world: Final = _find(distributed_c10d, "_world")
 
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
-    """How many collectives this process has called, but in groups of ``apart_from`` alone. Without the name: 0."""
+    """Return how many collectives this process has called, except among ``apart_from``. Without the name: 0."""
     number, groups = 0, _find(_world, "pg_map") or ()
     for group in groups:
-        with suppress(RuntimeError):  # of a backend that does not count them
+        with suppress(RuntimeError):  # a backend that does not count collectives raises this error
             if not apart_from or set(dist.get_process_group_ranks(group)) - set(apart_from):
                 number += int(group._get_sequence_number_for_group())
     return number
@@ -391,8 +391,8 @@ _worker: Final = _find(_find(data, "_utils"), "worker")
 
 
 def hide_worker_info() -> None:
-    """Have ``get_worker_info()`` return None in this worker. Without the name: RuntimeError."""
-    # a stream that divides itself among workers, and is divided once more by popdist, would lose items
+    """Make ``get_worker_info()`` return None in this worker. Without the name: raises RuntimeError."""
+    # if a stream divides itself among workers, and popdist divides the stream once more, items are lost
     if _find(_worker, "_worker_info") is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
     _worker._worker_info = None
@@ -401,7 +401,7 @@ def hide_worker_info() -> None:
 def set_numbers_of_dtensors(
     numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
 ) -> None:
-    """Have DTensors draw within ``numbers(mesh, placements, generator)``. Without the name: a warning."""
+    """Make DTensors draw in the context ``numbers(mesh, placements, generator)``. Without the name: a warning."""
     random = _module("torch.distributed.tensor._random")
     if not hasattr(random, "_rng_tracker"):
         warnings.warn(
@@ -416,7 +416,7 @@ def set_numbers_of_dtensors(
 
 
 class _Numbers:
-    """What DTensor asks for the random numbers of an operation."""
+    """The object that DTensor asks for a context in which an operation draws random numbers."""
 
     distribute_region_enabled = True
 
@@ -430,7 +430,7 @@ class _Numbers:
         spec: Any,
         generator: torch.Generator | None = None,
     ) -> AbstractContextManager[None]:
-        if generator is None and is_older_than(2, 9):  # DTensor does not tell it there: it is in the arguments
+        if generator is None and is_older_than(2, 9):  # DTensor does not pass the generator there
             info = cast("FrameType", cast("FrameType", currentframe()).f_back).f_locals.get("op_info")
             generator = None if info is None else info.local_kwargs.pop("generator", None)
         return self.numbers(spec.mesh, spec.placements, generator)
@@ -438,9 +438,9 @@ class _Numbers:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within it tensors have shapes and devices, and no memory. Without the name: DescriptionError."""
+    """A context in which tensors have shapes and devices but no memory. Without the name: DescriptionError."""
     mode = _mode("torch.fx.passes.fake_tensor_prop", "FakeTensorMode")(allow_non_fake_inputs=True)
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the traceback of what is raised
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which logs the traceback of an error that is raised
     disabled, log.disabled = log.disabled, True
     try:
         with mode:
@@ -452,7 +452,7 @@ def fake_tensors() -> Iterator[None]:
 def seen_operations(
     see: Callable[[Any, tuple[Any, ...], dict[str, Any]], object],
 ) -> AbstractContextManager[object]:
-    """Within it ``see(operator, args, kwargs)`` replaces each operation. Without the name: DescriptionError."""
+    """Return a context that calls ``see(operator, args, kwargs)`` in place of each operation."""
 
     def dispatch(
         self: object,
@@ -470,7 +470,7 @@ def seen_operations(
 
 
 def _mode(module: str, name: str) -> Any:
-    """The class ``name``, imported when a module is measured: nothing else needs it."""
+    """Return the class ``name`` of ``module``, imported only for measuring. Raises DescriptionError if absent."""
     mode = _find(_module(module), name)
     if mode is None:
         raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")
@@ -478,14 +478,14 @@ def _mode(module: str, name: str) -> Any:
 
 
 class PipelineParts(NamedTuple):
-    """What a schedule of torch.distributed.pipelining was made of."""
+    """The parts of a schedule of torch.distributed.pipelining."""
 
-    stages: list[Any]  # of this process, ascending
+    stages: list[Any]  # the stages of this process, ascending
     num_micro_batches: int
 
 
 def parts_of_schedule(schedule: object) -> PipelineParts | None:
-    """What a pipeline's schedule was made of. None for what is no schedule, and in a torch without the name."""
+    """Return the parts of a pipeline's schedule; None if ``schedule`` is no schedule, or torch lacks the name."""
     number = _find(schedule, "_n_microbatches")
     values = [] if number is None else list(vars(schedule).values())
     found = [it for value in values for it in (value if isinstance(value, list) else [value])]

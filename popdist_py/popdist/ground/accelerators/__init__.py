@@ -1,9 +1,9 @@
-"""The devices that instances compute on, other than the CPU: the only folder that knows one maker from another."""
+"""The accelerators that instances can compute on; only this folder names the accelerators of single makers."""
 
 from typing import Final
 
 TYPES: Final = ("cuda", "xpu", "mps")
-"""The types of the accelerators that torch itself knows; AMD's have the type of NVIDIA's."""
+"""torch's device types of accelerators; AMD's GPUs have the type ``cuda``, as NVIDIA's GPUs."""
 
 BACKENDS: Final = {"nccl": "cuda", "xccl": "xpu"}
-"""Choices of ``init(backend=...)`` for tensors of accelerators alone, with the types of these."""
+"""The choices of ``init(backend=...)`` that refuse CPU tensors, with the device type of each choice."""

@@ -1,7 +1,7 @@
-"""The accelerators of torch: the only module of popdist that knows the accelerator of one maker from another's.
+"""The accelerators of torch: the only module of popdist that treats the accelerators of makers differently.
 
-Everywhere else an accelerator is a ``torch.device`` whose type is not ``cpu``. Streams and events are those of
-``torch.accelerator``. Nothing here begins to use an accelerator, unless its function says so.
+Everywhere else an accelerator is a ``torch.device`` whose type is not ``cpu``. Streams and events are the classes
+of ``torch.accelerator``. A function here initializes an accelerator only if its docstring says so.
 """
 
 import hashlib
@@ -21,28 +21,28 @@ from popdist.ground.accelerators import TYPES
 from popdist.ground.contract import Contract
 
 _DIRECT: Final = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
-"""The backends of torch.distributed that send between accelerators, with the names of their classes."""
+"""The backends of torch.distributed that send directly between accelerators, with the names of their classes."""
 
 IDENTITY_BYTES: Final = 16
 
 
 def found_type() -> str | None:
-    """Return the type of the accelerator that this torch is built for; None for a torch of the CPU alone."""
+    """Return the device type of the accelerator that this torch is built for; None for a CPU-only torch."""
     try:
         found = torch.accelerator.current_accelerator()
-    except RuntimeError:  # of torch 2.6, where it finds no device
+    except RuntimeError:  # torch 2.6 raises an error if it finds no device
         return None
     return None if found is None else found.type
 
 
 def num_devices() -> int:
-    """Return how many accelerators this process sees."""
+    """Return the number of accelerators that this process can see."""
     found = found_type()
     return 0 if found is None else int(torch.get_device_module(found).device_count())
 
 
 def type_in_use() -> str | None:
-    """Return the type of the accelerator that this process has begun to use; None for none."""
+    """Return the device type of the accelerator that this process has initialized; None if there is none."""
     found = found_type()
     if found is None:
         return None
@@ -52,9 +52,9 @@ def type_in_use() -> str | None:
 
 
 def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ...]:
-    """Return the accelerators of an instance, or the CPU alone; see `popdist.devices()`.
+    """Return the accelerators of an instance, or the CPU if it has none; see `popdist.devices()`.
 
-    Where a launcher dealt none, the instances of a host take the accelerators in their order.
+    If no launcher has assigned accelerators, the instances of a host use the accelerators in ascending order.
     """
     if not are_dealt:
         num_needed = max(1, contract.ipus_per_replica // contract.parallelism.instances_per_replica)
@@ -76,10 +76,12 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
 
 
 def ask_memory(name: str, device: torch.device) -> int:
-    """Call the function ``name`` on a device's memory: its own module's or, of torch 2.9, torch.accelerator's.
+    """Call the function ``name``, which reports on memory, for ``device``, and return its result.
+
+    torch 2.9 has such functions in ``torch.accelerator``.
 
     Raises:
-        BackendError: If neither has the function.
+        BackendError: If neither module has the function.
     """
     for owner in (torch.get_device_module(device), torch.accelerator):
         if hasattr(owner, name):
@@ -89,7 +91,7 @@ def ask_memory(name: str, device: torch.device) -> int:
 
 @contextmanager
 def in_stream(stream: torch.Stream) -> Iterator[None]:
-    """Within it this thread computes in ``stream``, which is no context manager itself before torch 2.8."""
+    """A context in which this thread computes in ``stream``. Before torch 2.8 a stream is no context manager."""
     number, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -100,9 +102,10 @@ def in_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def use_device_of(module: nn.Module) -> None:
-    """Compute by default on the accelerator that holds the first parameter of ``module``, if one does.
+    """Make the accelerator with the first parameter of ``module`` the default device, if it is on an accelerator.
 
-    Each instance sees the accelerators of all: else ``.cuda()`` and kernels of the program mean the first one.
+    Each instance sees the accelerators of all instances: without this call ``.cuda()`` and the program's own
+    kernels use the first accelerator.
     """
     device = next((it.device for it in module.parameters()), torch.device("cpu"))
     if device.type == found_type() and device.index is not None:
@@ -110,44 +113,44 @@ def use_device_of(module: nn.Module) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the model of ``device``, as its maker calls it, or its type."""
+    """Return the name that the maker gives the model of ``device``; the device type if there is no such name."""
     find_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device.type if find_name is None else find_name(device))
 
 
 def identity_of(device: torch.device, host: str) -> bytes:
-    """Return 16 bytes that no other device has, of this host or another; begins to use ``device``."""
+    """Return 16 bytes that identify ``device`` among the devices of all hosts; initializes ``device``."""
     find_properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = None if find_properties is None else find_properties(device)
-    # NCCL tells devices apart by their place on the bus: two slices of one GPU have the same place
+    # NCCL identifies a device by its place on the bus, and two slices of one GPU have the same place
     places = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     named = getattr(properties, "uuid", device.index) if None in places else places
     return hashlib.blake2b(f"{host} {device.type} {named}".encode(), digest_size=IDENTITY_BYTES).digest()
 
 
 def collectives_of(device_type: str) -> str:
-    """Return the backend of torch.distributed that sends between accelerators of a type; empty for none."""
+    """Return the backend of torch.distributed that sends between accelerators of a type; empty if none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
-    except ValueError:  # of a device that registers no backend
+    except ValueError:  # torch raises this error for a device that registers no backend
         return ""
     return name if name in _DIRECT and hasattr(dist, _DIRECT[name]) else ""
 
 
 def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect the ranks of a group by what :func:`collectives_of` names, which begins to use the accelerator."""
+    """Connect the ranks of a group with the backend of :func:`collectives_of`; initializes the accelerator."""
     return torch_private.connect_direct(
         getattr(dist, _DIRECT[collectives_of(device_type)]), store, rank, size, timeout
     )
 
 
 def stop_choosing_by_time() -> None:
-    """Have libraries choose algorithms by the shapes alone: a choice by time differs between processes."""
+    """Make libraries choose algorithms by shapes alone, because choices by time differ between processes."""
     torch.backends.cudnn.benchmark = False
 
 
 def arithmetic_in_words() -> str:
-    """Return, after a comma, how accelerators compute; empty for a torch of the CPU alone."""
+    """Return how accelerators compute, in words after a comma; an empty text if torch has no CUDA."""
     if found_type() != "cuda":
         return ""
     cudnn = torch.backends.cudnn
@@ -155,30 +158,33 @@ def arithmetic_in_words() -> str:
 
 
 def dispatch_key(device_type: str) -> str:
-    """Return what torch's dispatcher calls the devices of a type."""
+    """Return the dispatch key that torch has for devices of the type ``device_type``."""
     return device_type.upper() if device_type in TYPES else "PrivateUse1"
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what this thread computes on ``device`` is recorded, to be computed later."""
+    """Whether the operations of this thread on ``device`` are now captured in a graph, to run later."""
     is_recorded = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return is_recorded is not None and bool(is_recorded())
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the state of the default generator of ``device``, a tensor of the host."""
+    """Return the state of the default generator of ``device`` as a CPU tensor."""
     state: Tensor = torch.get_device_module(device).get_rng_state(*_number(device))
     return state
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Let the default generator of ``device`` go on from ``state``."""
+    """Set the state of the default generator of ``device`` to ``state``."""
     torch.get_device_module(device).set_rng_state(state, *_number(device))
 
 
 @contextmanager
 def forked_random_states(seed: int | None = None) -> Iterator[None]:
-    """Within it the generators of the CPU and of all accelerators in use go on apart, from ``seed`` if given."""
+    """A context that restores the states of random generators at its end and begins with ``seed``, if given.
+
+    The generators are torch's default generators of the CPU and of all accelerators in use.
+    """
     found = type_in_use()
     devices = [] if found is None else [torch.device(found, ordinal) for ordinal in range(num_devices())]
     states = [(device, random_state(device)) for device in devices]
@@ -195,5 +201,5 @@ def forked_random_states(seed: int | None = None) -> Iterator[None]:
 
 
 def _number(device: torch.device) -> tuple[torch.device, ...]:
-    """Return ``device`` as an argument; nothing for the one device of a Mac, whose functions take no number."""
+    """Return ``device`` as an argument; no argument for a Mac, whose functions take no device."""
     return () if device.type == "mps" else (device,)

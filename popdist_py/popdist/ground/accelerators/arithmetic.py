@@ -1,6 +1,6 @@
-"""How an instance computes: with how many threads, and by which algorithms of torch.
+"""How an instance computes: the number of threads, and the algorithms of torch.
 
-The bits of a sum depend on both, so all instances of a job must have them alike.
+The bits of a sum depend on the threads and the algorithms, so all instances of a job must have equal settings.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from popdist.ground.contract import Contract
 
 
 def prepare(contract: Contract) -> str:
-    """Compute from now on as the launcher asked; return what all instances must have alike, in words."""
+    """Set torch's threads and algorithms as the launcher asked; return settings that must be equal everywhere."""
     if contract.num_replicas > 1:
         torch_private.compile_scripts_at_once()
     if contract.num_threads is not None:
@@ -21,7 +21,7 @@ def prepare(contract: Contract) -> str:
     if contract.is_deterministic:
         torch.use_deterministic_algorithms(mode=True)
         settings: Any = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # which is for finding faults, and takes time
+        settings.fill_uninitialized_memory = False  # the fill finds faults in programs, and takes time
         accelerator.stop_choosing_by_time()
     algorithms = "deterministic" if torch.are_deterministic_algorithms_enabled() else "any"
     products = torch.get_float32_matmul_precision()

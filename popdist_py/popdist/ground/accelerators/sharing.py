@@ -1,4 +1,4 @@
-"""Whether each member of a group has an accelerator of its own, as backends such as NCCL need it."""
+"""Whether each member of a group has an accelerator of its own, which backends such as NCCL require."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,30 +11,31 @@ from popdist.errors import PopdistWarning
 from popdist.ground.accelerators import accelerator
 
 _NAME_BYTES: Final = 64
-"""Room for the name of a kind of accelerator."""
+"""Number of bytes for the name of an accelerator's model."""
 
 
 class Gathers(Protocol):
-    """Collectives over tensors of the CPU."""
+    """An object that can gather CPU tensors of the members of a group."""
 
     def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> object:
-        """Fill ``rows`` with the flat tensors of bytes that the members bring, in their order."""
+        """Write the flat byte tensor ``mine`` of each member into ``rows``, in the order of the members."""
 
 
 def are_distinct(
     collectives: Gathers, size: int, rank: int, device: torch.device | None, host: str, *, warns: bool = True
 ) -> bool:
-    """Find out whether the accelerators of all members are different ones; all members call this.
+    """Return whether the members of a group all have different accelerators. All members must call this function.
 
-    The first member warns of members that share an accelerator, and of accelerators of several kinds.
+    The first member warns if members share an accelerator, or if accelerators are of several models.
 
     Args:
-        collectives: Those of the members.
+        collectives: The collectives of the group.
         size: The number of members.
-        rank: The place of this member among them.
-        device: The accelerator of this member; None if this member has none.
+        rank: The index of this member in the group.
+        device: The accelerator of this member; None if this member has no accelerator.
         host: A name that no other host has.
-        warns: Whether to warn of members that share an accelerator: poprun has said so where it planned it.
+        warns: Whether to warn if members share an accelerator. False if poprun planned this and has already
+            warned.
     """
     own = b"" if device is None else accelerator.identity_of(device, host)
     kind = b"" if device is None else accelerator.name_of(device).encode()[:_NAME_BYTES]

@@ -1,8 +1,8 @@
-"""The job of a program that poprun did not start, from what other launchers leave in the environment.
+"""The job of a program that poprun did not start, read from the environment variables of other launchers.
 
 torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each give a
-process its rank and the number of ranks. Such a process is one instance with one replica, or as many as
-``POPDIST_NUM_TOTAL_REPLICAS`` gives it. Pure: takes the environment, never writes it.
+process its rank and the number of ranks. Such a process is one instance with one replica, or with as many replicas
+as ``POPDIST_NUM_TOTAL_REPLICAS`` says. Pure: reads the environment, never writes to it.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +38,14 @@ class Launcher(StrEnum):
 class Environment:
     """The job that an environment describes."""
 
-    launcher: Launcher  # whose variables these were
-    contract: Contract  # the job; one instance with one replica when there is no launcher
-    first_node: str = ""  # under Slurm, the name of the node on which instance 0 is looked for; else empty
+    launcher: Launcher  # the launcher that has set the variables
+    contract: Contract  # the job; one instance with one replica if there is no launcher
+    first_node: str = ""  # under Slurm, the name of the node of instance 0; otherwise empty
     says_replicas: bool = False
-    """Whether poprun, or who emitted the job for it, has said how many replicas there are."""
+    """Whether poprun, directly or in a job that it has emitted, has set the number of replicas."""
 
     def ipus_of_replica(self, count: int | None) -> int:
-        """The virtual IPUs of each replica, for a program that counts on so many, or None for any number.
+        """Return the virtual IPUs of each replica; ``count`` is the number that the program requires, or None.
 
         Raises ContractError if poprun has given the replicas another number.
         """
@@ -58,7 +58,7 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """The replicas of a model with so many on each instance, or None for those of the job.
+        """Return the replicas of a model with ``num_local_replicas`` on each instance; None: as many as the job.
 
         Raises ContractError if poprun has given the instances another number.
         """
@@ -83,7 +83,7 @@ class Environment:
 
 
 def detect(env: Mapping[str, str]) -> Environment:
-    """The job that ``env`` describes: poprun's contract, else another launcher's ranks, else a job of one.
+    """Return the job in ``env``: poprun's contract, otherwise another launcher's ranks, otherwise one process.
 
     Raises ContractError if a job of several processes is not described completely, or two launchers describe
     different jobs.
@@ -100,7 +100,7 @@ def detect(env: Mapping[str, str]) -> Environment:
 
 
 def _detect_ranks(env: Mapping[str, str]) -> Environment:
-    """The job that another launcher's ranks describe, with one replica for each instance."""
+    """Return the job that another launcher's ranks describe, with one replica for each instance."""
     found = [
         Environment(launcher=launcher, contract=job)
         for launcher, read in _READERS.items()
@@ -117,13 +117,13 @@ def _detect_ranks(env: Mapping[str, str]) -> Environment:
         raise ContractError(f"{launchers}: start the program with one launcher, not with two inside each other")
     if found:
         return found[0]
-    if (job := read_slurm(env)) is not None:  # last: torchrun and the MPI runtimes are started as its tasks
+    if (job := read_slurm(env)) is not None:  # last, because srun may have started torchrun or the MPI runtime
         return Environment(launcher=Launcher.SLURM, contract=job, first_node=first_node(env.get(NODES, "")))
     return Environment(launcher=Launcher.NONE, contract=Contract())
 
 
 def _read_indexed_job(env: Mapping[str, str]) -> Contract | None:
-    """The index of a pod is a rank where a size is set beside it; torchrun in a pod has ranks of its own."""
+    """Return the job of Kubernetes, in which a pod's index is the rank; None if ``env`` describes no such job."""
     return _read_torch({**env, names.RANK: env[COMPLETION_INDEX]}) if _is_indexed(env) else None
 
 
@@ -138,7 +138,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Contract | None:
 
 
 def _read_torch(env: Mapping[str, str]) -> Contract | None:
-    """Rank and size together. One alone is an error if it tells of more than one process: see ``_refuse_half``."""
+    """Return the job that torch's rank and size describe; None if either is unset. Errors: ``_refuse_half``."""
     if names.RANK not in env or names.WORLD_SIZE not in env:
         _refuse_half(env)
         return None
@@ -167,8 +167,9 @@ def _read_torch(env: Mapping[str, str]) -> Contract | None:
 
 
 def _refuse_half(env: Mapping[str, str]) -> None:
-    """Refuse a rank without a size and a size without a rank: each process would take itself for the whole job."""
-    # the names are everyday words, so what is no number is somebody else's; rank 0, or a size of 1, may be the job
+    """Raise ContractError if rank or size is set alone, because each process would act as the whole job."""
+    # RANK and WORLD_SIZE are everyday words, so a text that is no number belongs to another program; rank 0
+    # alone and size 1 alone may be a whole job
     for name, missing, harmless in ((names.RANK, names.WORLD_SIZE, 0), (names.WORLD_SIZE, names.RANK, 1)):
         text = env.get(name, "")
         is_told_by_mpi = any(variable in env for variable in (names.OMPI_RANK, names.HYDRA_RANK))
@@ -188,7 +189,7 @@ def _read_hydra(env: Mapping[str, str]) -> Contract | None:
 
 
 def _read_mpi(env: Mapping[str, str], rank_name: str, size_name: str, *local_names: str) -> Contract | None:
-    """An MPI runtime sets rank and size together, so one without the other is half a job."""
+    """Return the job that MPI describes, or None. Raises ContractError if only rank or only size is set."""
     present = [name for name in (rank_name, size_name) if name in env]
     if not present:
         return None

@@ -1,7 +1,7 @@
 """The job that ``srun`` describes to each of its tasks: one task is one instance with one replica.
 
-A batch script, or the shell of ``salloc``, is no task: it has no ``SLURM_STEP_NUM_TASKS``. Variables: srun(1),
-"OUTPUT ENVIRONMENT VARIABLES". Pure: takes the environment, never writes it.
+A batch script, or the shell of ``salloc``, is no task, because it has no ``SLURM_STEP_NUM_TASKS``. Variables:
+srun(1), "OUTPUT ENVIRONMENT VARIABLES". Pure: reads the environment, never writes to it.
 """
 
 import re
@@ -22,11 +22,11 @@ STEP: Final = "SLURM_STEP_ID"
 
 _NUM_PORTS: Final = 8
 _FIRST_PORT: Final = 20_000
-_LAST_PORT: Final = 32_000  # below those that Linux gives to outgoing connections
+_LAST_PORT: Final = 32_000  # below the ports that Linux gives to outgoing connections
 
 
 def read_slurm(env: Mapping[str, str]) -> Contract | None:
-    """The instance that a task of ``srun`` is; None in every other process; else ContractError."""
+    """Return the instance that a task of ``srun`` is; None if this process is no such task.."""
     if SIZE not in env or RANK not in env:
         return None
     rank, size = read_count(env, RANK, minimum=0), read_count(env, SIZE)
@@ -49,18 +49,18 @@ def read_slurm(env: Mapping[str, str]) -> Contract | None:
 
 
 def first_node(nodes: str) -> str:
-    """The name of the first node of a list such as ``n[01-04,7],gpu2``: ``n01``."""
+    """Return the name of the first node of a list: ``n01`` for ``n[01-04,7],gpu2``."""
     match = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0] if match else "")
 
 
 def step_name(env: Mapping[str, str]) -> str:
-    """The name of a step: the number of its job and its own; empty when Slurm tells neither."""
+    """Return the name of a step, ``<job>.<step>``; empty if Slurm has not set both numbers."""
     return f"{env[JOB]}.{env[STEP]}" if JOB in env and STEP in env else ""
 
 
 def store_ports(step: str) -> tuple[int, ...]:
-    """Ports where the tasks of ``step`` can connect, in the order to try: Slurm gives a step none of its own."""
+    """Return ports for the tasks of ``step``, in the order to try, because Slurm reserves no ports for a step."""
     span = _LAST_PORT - _FIRST_PORT
     start = sum(
         int(number) * factor for number, factor in zip(re.findall(r"[0-9]+", step), (7919, 104729), strict=False)

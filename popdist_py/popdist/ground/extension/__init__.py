@@ -1,8 +1,8 @@
-"""The part of popdist that is written in C: whether it was built, and from the sources beside it.
+"""The part of popdist that is written in C: whether it is built, and built from the sources in this folder.
 
-A build leaves it out where there is no C compiler; what it does is also written in Python, with the same bits. It
-stays when its sources change, as by ``git pull``, so a build writes a digest of them at the end of the file, where
-the loader of the system does not look.
+A build omits the extension if there is no C compiler; Python code then computes the same bits. The extension does
+not change when its sources change, as by ``git pull``. So a build writes a digest of the sources at the end of the
+file, where the system's loader does not read.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _NUM_BYTES = 32
 
 @cache
 def find(name: str = "popdist.ground.extension._extension") -> Any:
-    """The extension; None where it was not built, or with a warning where it was built from other sources."""
+    """Return the C extension; None if it is not built, or, with a warning, if it is built from other sources."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -29,17 +29,17 @@ def find(name: str = "popdist.ground.extension._extension") -> Any:
         return None
     try:
         return import_module(name)
-    except ImportError:  # built for another interpreter
+    except ImportError:  # the extension was built for another interpreter
         return None
 
 
 def sources_in(folder: Path) -> list[Path]:
-    """The files in C there; none where popdist comes from a wheel."""
+    """Return the C files in ``folder``; empty if popdist was installed from a wheel."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
 
 
 def digest_of_sources(sources: Iterable[Path]) -> bytes:
-    """What a build writes at the end of the extension."""
+    """Return the digest of the sources that a build writes at the end of the extension."""
     digest = hashlib.blake2b(digest_size=_NUM_BYTES)
     for path in sources:
         digest.update(b"%s %d " % (path.name.encode(), path.stat().st_size))

@@ -1,6 +1,6 @@
-"""Raises an InstallationError when it is imported, unless popdist can train with the torch that is installed.
+"""Raises InstallationError when imported, unless popdist can train with the torch that is installed.
 
-Each way to what trains leads by here first: what Python or torch would say names no remedy.
+Modules that train import this module first, because the errors of Python or torch would not name a remedy.
 """
 
 from popdist.errors import InstallationError

@@ -1,4 +1,4 @@
-"""The torch that Python finds, judged. Importing this loads neither torch nor much else."""
+"""Check of the torch that Python finds. Importing this module does not import torch."""
 
 import re
 import sys
@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import Any, Final
 
 OLDEST_TORCH: Final = (2, 6)
-"""As the extra ``torch`` of pyproject.toml has it."""
+"""The oldest version that popdist supports, as in the extra ``torch`` of pyproject.toml."""
 
 _OLDEST_WORDS: Final = ".".join(map(str, OLDEST_TORCH))
 
 
 def trouble_of_torch(version: str, *, has_distributed: bool) -> str:
-    """Say why popdist cannot train with a torch, and what to do; nothing if it can."""
+    """Return why popdist cannot train with this version of torch, and what to do; an empty text if popdist can."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         return (
@@ -28,7 +28,7 @@ def trouble_of_torch(version: str, *, has_distributed: bool) -> str:
 
 
 def trouble_of_numpy(torch: str, numpy: str) -> str:
-    """Say why a torch cannot use numpy, and what to do; ``numpy`` is its version, or empty where there is none."""
+    """Return why torch cannot use numpy, and what to do; the version ``numpy`` is empty if not installed."""
     if not numpy:
         return "popdist needs numpy, which is not installed: pip install 'poprun[torch]'"
     other = "numpy<2" if int(numpy.partition(".")[0]) > 1 else "numpy>=2"
@@ -39,7 +39,7 @@ def trouble_of_numpy(torch: str, numpy: str) -> str:
 
 
 def find_trouble() -> str:
-    """Say why popdist cannot train with the torch that is installed, which is imported; nothing if it can."""
+    """Import torch and return why popdist cannot train with it, and what to do; an empty text if popdist can."""
     try:
         torch: Any = import_module("torch")
     except ModuleNotFoundError as error:
@@ -52,6 +52,6 @@ def find_trouble() -> str:
     try:
         torch.empty(0, dtype=torch.float32, device="cpu").numpy()
     except RuntimeError as error:
-        if "Numpy is not available" in str(error):  # else a mode of the program's hides the numbers of tensors
+        if "Numpy is not available" in str(error):  # otherwise a mode of the program hides the numbers of tensors
             return trouble_of_numpy(version, getattr(sys.modules.get("numpy"), "__version__", ""))
     return ""

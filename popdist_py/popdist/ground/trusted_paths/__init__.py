@@ -1,8 +1,9 @@
-"""The way to a file or folder that a user names: whose links and whose folders are on it.
+"""The opening of files and folders that a user names, safe from links and folders of other users.
 
-Symbolic links of root and of this user are followed. One of another user is refused: he may have put it into a
-folder for all users, such as ``/tmp``. Folders are held open on the way, so that nobody can replace one by a link.
-What lies in a folder is run, unpickled or written over by its name only if the folder is this user's own.
+Symbolic links of root and of this user are followed. A link of another user is refused, because that user may have
+put the link into a folder for all users, such as ``/tmp``. Each folder on the path is held open, so that nobody
+can replace the folder by a link. A file is run, unpickled or overwritten by its name only if its folder belongs to
+this user.
 """
 
 import errno
@@ -17,14 +18,15 @@ _FOLDER_MODE: Final = 0o775
 _MOST_LINKS: Final = 40
 
 FOLDER: Final = os.O_PATH | os.O_DIRECTORY
-"""Flags of a folder in which something is to be opened."""
+"""Flags for opening a folder in which a file or folder will be opened."""
 
 
 @contextmanager
 def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = False) -> Iterator[int]:
-    """Open a folder of this user's, or root's, in which nobody else can put anything, for the length of a block.
+    """Open a folder of this user or of root, in which no other user can write, for the length of a block.
 
-    With ``may_be_for_all`` one like ``/tmp`` will do, where nobody can replace what another user has made.
+    With ``may_be_for_all``, a folder such as ``/tmp`` is allowed too: all users can write there, but no user can
+    replace files of another user.
     """
     with opened_parent(f"{path}/.", makes=makes) as (folder, _):
         found = os.fstat(folder)
@@ -39,7 +41,7 @@ def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = 
 
 
 def own_folder_problem(path: str) -> str:
-    """Why ``path`` cannot be a folder of this user's own, which is made if it is missing; empty where it can."""
+    """Return why ``path`` cannot be a folder of this user, empty if it can; makes the folder if it is missing."""
     try:
         with opened_own_folder(path, makes=True):
             return ""
@@ -49,7 +51,7 @@ def own_folder_problem(path: str) -> str:
 
 @contextmanager
 def opened_parent(path: str, *, makes: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder of the file at ``path`` for the length of a block: its descriptor, and the file's name."""
+    """Open the folder of the file at ``path`` for the length of a block; yield descriptor and file name."""
     folder, name = _reach(path, makes=makes)
     try:
         yield folder, name
@@ -74,20 +76,20 @@ def _reach(path: str, *, makes: bool) -> tuple[int, str]:
                 return folder, name
             above, folder = folder, open_below(folder, name, FOLDER, makes_folder=makes)
             os.close(above)
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # noqa: TRY301 - as an error on the way is
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # noqa: TRY301 - handled like an error of os.open
     except OSError as error:
         os.close(folder)
         raise OSError(error.errno, error.strerror, os.path.normpath(path)) from None
 
 
 def _names(path: str) -> list[str]:
-    """The names of a path, last one first; a path that is empty or ends with a slash leads to ``.``."""
+    """Return the names in a path, last name first; a path that is empty or ends with a slash ends with ``.``."""
     names = list(filter(None, path.split("/")))
     return [*reversed(names)] if names and not path.endswith("/") else [".", *reversed(names)]
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """The target of the link ``name``, or None if it is none; ``rest`` are the names behind it, last one first."""
+    """Return the target of the link ``name``, or None if it is no link; ``rest``: names behind it, last first."""
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -109,7 +111,7 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
 
 
 def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
-    """Open ``name``, which must be no link, in a folder; ``makes_folder`` makes a folder of that name first."""
+    """Open ``name``, which must be no link, in a folder; ``makes_folder`` first makes a folder of that name."""
     try:
         if makes_folder:
             with suppress(FileExistsError):
