@@ -1,1 +1,1 @@
-"""Which job this process is in, and what a program asks of the job: counts, collectives, weights alike."""
+"""The job of this process: numbers of instances and replicas, collectives, and the broadcast of weights."""

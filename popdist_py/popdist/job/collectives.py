@@ -1,8 +1,9 @@
 """The collectives of a job: sums, copies, barriers, JSON values and rows of all instances.
 
-Every call first proves that all instances make the same one, with the same shape, dtype and arguments: so a
-difference is an error on every instance that names who brought what, never a hang and never a wrong result. Floats
-are added in the order of `popdist.ground.tree`, so every instance has the same bits for any number of instances.
+Every call first checks that all instances make the same call, with the same shape, dtype and arguments. So a
+difference raises an error on every instance, with the arguments of each instance; no instance hangs or gets a
+wrong result. Floats are added in the order of `popdist.ground.tree`, so that every instance gets bitwise equal
+results, whatever the number of instances.
 """
 
 import json
@@ -25,7 +26,7 @@ INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
 
 _REFUSED: Final = -1
-"""What an instance sends in place of the size of its value, or the form of its rows, when it has none to send."""
+"""The number that an instance sends instead of the size of its value, or of its rows, if it has an error."""
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -34,18 +35,18 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
     """Combine the tensors of all instances, element by element, in place.
 
     Args:
-        tensor: float64, float32, float16, bfloat16, an integer dtype or bool, of the same shape, dtype and type of
-            device on every instance. Any strides; a scalar or empty tensor too.
+        tensor: float64, float32, float16, bfloat16, an integer dtype or bool; shape, dtype and type of device must
+            be equal on every instance. Any strides; scalars and empty tensors are allowed.
         op: ``"sum"``; ``"mean"`` (floating dtypes only); ``"min"`` or ``"max"``. Sums and means of floats are
-            added in a fixed order in float32 (float64 for float64) and have the same bits on every instance.
-            Sums of integers wrap around; bools have only ``"min"`` (all) and ``"max"`` (any). NaN wins in
-            ``"min"`` and ``"max"``.
+            added in a fixed order in float32 (float64 for float64) and are bitwise equal on every instance. Sums
+            of integers wrap around; bools have only ``"min"`` (all) and ``"max"`` (any). The result of ``"min"``
+            and ``"max"`` with a NaN is NaN.
 
     Returns:
-        The same tensor. With one instance it is unchanged.
+        The same tensor. With one instance the tensor is unchanged.
 
     Raises:
-        CollectiveError: If the instances call it differently or make another call, or the tensor is refused.
+        CollectiveError: If instances pass different arguments or make another call, or the tensor is refused.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -57,11 +58,12 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
 
 
 def shared_empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on the CPU in memory that the other instances of the host can map.
+    """Make a CPU tensor in memory that the other instances of the host can map; all elements are zero.
 
-    An all-reduce of it, by popdist or over the backend ``popdist``, adds in place where all instances bring such a
-    tensor, and copies nothing. It is an ordinary tensor otherwise, and this instance's alone: each makes its own,
-    at any time. A process that this one forks has a copy. With ``POPDIST_SHARE_TENSORS=0`` it lies anywhere.
+    An all-reduce, by popdist or over the backend ``popdist``, adds in place and copies nothing if all instances
+    pass such a tensor. Otherwise the tensor is an ordinary tensor of this instance only. Each instance makes its
+    own tensor, at any time. A process that this process forks has a copy. With ``POPDIST_SHARE_TENSORS=0`` the
+    memory is ordinary memory.
 
     Args:
         size: Length of each dimension, as numbers or as one sequence.
@@ -83,18 +85,18 @@ def shared_empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
 
 
 def broadcast(tensor: AnyTensor, root: int = 0) -> AnyTensor:
-    """Overwrite the tensor of every instance with that of instance ``root``, in place.
+    """Overwrite ``tensor`` on every instance with the tensor of instance ``root``, in place.
 
     Args:
-        tensor: As in :func:`all_reduce`; its contents matter only on the root.
-        root: Job-wide number of the instance whose values all get.
+        tensor: As in :func:`all_reduce`; only the root's elements matter.
+        root: Job-wide number of the instance whose elements all instances get.
 
     Returns:
         The same tensor.
 
     Raises:
-        CollectiveError: If the instances call it differently or make another call, the tensor is refused, or there
-            is no instance ``root``.
+        CollectiveError: If instances pass different arguments or make another call, the tensor is refused, or
+            there is no instance ``root``.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -106,7 +108,7 @@ def broadcast(tensor: AnyTensor, root: int = 0) -> AnyTensor:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """The tensors of all instances, stacked in instance order.
+    """Return the tensors of all instances, stacked in instance order.
 
     Args:
         tensor: As in :func:`all_reduce`.
@@ -115,7 +117,7 @@ def all_gather(tensor: Tensor) -> Tensor:
         A new tensor of shape ``(num_instances, *tensor.shape)`` on the same device, without gradient.
 
     Raises:
-        CollectiveError: If the instances call it differently or make another call, or the tensor is refused.
+        CollectiveError: If instances pass different arguments or make another call, or the tensor is refused.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -127,7 +129,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait until every instance has called it.
+    """Wait until every instance has called ``barrier()``.
 
     Raises:
         CollectiveError: If an instance makes another call.
@@ -138,7 +140,7 @@ def barrier() -> None:
 
 
 def _refuse(text: str, fault: str | None) -> None:
-    """Raise the fault that this instance finds in its collective ``text``, if any; the others hear of it."""
+    """Raise CollectiveError with ``fault`` and let the other instances know; do nothing if ``fault`` is None."""
     if fault is None:
         return
     group = current_group()
@@ -157,7 +159,7 @@ def _describe(tensor: object) -> str:
 
 
 def _fault(tensor: object) -> str | None:
-    """Why ``tensor`` cannot take part in a collective, or None."""
+    """Return why ``tensor`` cannot take part in a collective; None if it can."""
     if not isinstance(tensor, Tensor):
         return "expected a torch.Tensor"
     if tensor.layout is not torch.strided:
@@ -175,7 +177,7 @@ def _fault(tensor: object) -> str | None:
 
 
 def _place_fault(tensor: Tensor) -> str | None:
-    """Why nothing can be written into ``tensor``, or None."""
+    """Return why ``tensor`` cannot be written; None if it can."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory, as those of an expanded tensor do: clone() it first"
     return None
@@ -197,7 +199,7 @@ def _root_fault(root: int) -> str | None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The values as one contiguous run, sharing memory with ``tensor`` where it is one already."""
+    """Return the elements as a contiguous flat tensor; shares memory with ``tensor`` if that is contiguous."""
     return tensor.detach().resolve_neg().contiguous().view(-1)
 
 
@@ -208,19 +210,19 @@ def _give_back(tensor: AnyTensor, flat: Tensor) -> AnyTensor:
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
-    """The value of instance ``root``, on every instance.
+    """Return the value of instance ``root`` on every instance.
 
     Args:
-        value: None, a bool, a number, a string, or lists and dicts of them; it matters only on the root.
-        root: Job-wide number of the instance whose value all get.
+        value: None, a bool, a number, a string, or lists and dicts of such values; only the root's value matters.
+        root: Job-wide number of the instance whose value all instances get.
 
     Returns:
-        What JSON makes of the value, the same on every instance, the root included: tuples become lists, the keys
-        of dicts strings.
+        The value, written to JSON and read back, equal on every instance and on the root: tuples become lists, and
+            the keys of dicts become strings.
 
     Raises:
-        CollectiveError: If the value is none of JSON (every instance raises it), there is no instance ``root``, or
-            the instances do other things.
+        CollectiveError: If JSON cannot contain the value (every instance raises this error), there is no instance
+            ``root``, or the instances make other calls.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -243,14 +245,14 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
 
 
 def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
-    """The ``data`` of instance ``root``, on every instance, all of which know their length."""
+    """Return the ``data`` of instance ``root`` on every instance; all must know its length, ``num_bytes``."""
     message = _message_of(group, data if group.backend.instance_index == root else b"", num_bytes)
     group.backend.broadcast(message, root)
     return message.cpu().numpy().tobytes()
 
 
 def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
-    """Every instance's ``data``, which may differ in length; all instances call this, with the same ``text``."""
+    """Return the ``data`` of every instance. All instances must call this with the same ``text``."""
 
     def send(data: bytes, lengths: list[list[int]]) -> list[bytes]:
         rows = group.backend.all_gather(_message_of(group, data, max(lengths)[0])).cpu()
@@ -260,20 +262,23 @@ def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
 
 
 def gather_json(group: Group, text: str, value: Any) -> list[Any]:
-    """Every instance's JSON value; as :func:`gather_bytes`."""
+    """Return the JSON value of every instance; all instances must call this function with the same ``text``."""
     return [json.loads(data) for data in gather_bytes(group, text, json.dumps(value).encode())]
 
 
 @contextmanager
 def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterator[None]:
-    """Run the block, which waits for nobody, on every instance: what one raises, the others raise as ``error``."""
+    """Run the block on every instance; if the block raises on one instance, the other instances raise ``error``.
+
+    The block must not wait for other instances.
+    """
     failure: Exception | None = None
     try:
         yield
-    except Exception as raised:  # noqa: BLE001 - whatever it is, the others are told, and it is raised below
+    except Exception as raised:  # noqa: BLE001 - every error is sent to the other instances and raised below
         failure = raised
     words = "" if failure is None else f"{failure}" or type(failure).__name__
-    message = words.encode(errors="backslashreplace")  # the name of a file may be no text
+    message = words.encode(errors="backslashreplace")  # the name of a file may be no valid text
     received = zip(group.instances, group.start(text, [len(message)]).wait(), strict=True)
     if lengths := {instance: length for instance, (length,) in received if length}:
         first = next(iter(lengths))
@@ -282,7 +287,7 @@ def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterato
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
-    """A tensor with room for ``num_bytes``, which begins with ``data``, on a device whose tensors can be sent."""
+    """Return a tensor with ``num_bytes`` that begins with ``data``, on a device whose tensors can be sent."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if data:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -290,7 +295,7 @@ def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
 
 
 def _encode(value: object) -> tuple[bytes, str | None]:
-    """The value in JSON, or why it is none."""
+    """Return ``value`` as JSON and None; or, if JSON cannot contain ``value``, no bytes and the reason."""
     try:
         return json.dumps(value, allow_nan=False).encode(), None
     except (TypeError, ValueError, RecursionError) as error:
@@ -298,29 +303,30 @@ def _encode(value: object) -> tuple[bytes, str | None]:
 
 
 def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """The rows of all instances, one instance after the other: predictions without duplicates, on every instance.
+    """Return the rows of all instances, one instance after another, on every instance: for example predictions.
 
-    Called once for each batch of ``data_loader``, it gives the rows of the step's samples in the order in which
-    they were dealt, replica by replica; without shuffling that is the order of the dataset::
+    If called once for each batch of ``data_loader``, the result has the rows of the step's samples in the order in
+    which the samples were dealt, replica by replica, without duplicates. Without shuffling this is the order of
+    the dataset::
 
         for batch in popdist.data_loader(test, 64):
             predictions.append(popdist.gather([model(x).argmax(1) for x, _ in batch]))
 
-    Where several instances share a replica, its rows are those of the last of them that brings any.
-    Rows gathered over several batches at once come instance by instance; gather ``torch.tensor(batch.indices)``
-    too and sort by it.
+    If several instances share a replica, the result has the rows of the last instance of the replica that passes
+    rows. Rows gathered over several batches at once are ordered by instance: gather
+    ``torch.tensor(batch.indices)`` too, and sort by these indices.
 
     Args:
-        rows: A tensor whose dim 0 counts samples, or several of them that are joined, one for each micro batch;
-            none at all is legal. The instances may bring any number of rows, of the same shape and dtype.
+        rows: A tensor whose dim 0 counts samples, or a list of such tensors, one for each micro batch; an empty
+            list is allowed. Instances may pass different numbers of rows, but rows of the same shape and dtype.
 
     Returns:
-        A new tensor, the same on every instance, without gradient. (A row of no instance's: an empty float32
-        tensor of shape (0,).)
+        A new tensor, equal on every instance, without gradient. (If no instance has rows: an empty float32 tensor
+        of shape (0,).)
 
     Raises:
         CollectiveError: If the rows of the instances differ in shape or dtype, a tensor cannot be sent or has no
-            rows (every instance raises it), or the instances do other things.
+            rows (every instance raises this error), or the instances make other calls.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -337,9 +343,9 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
-    """The places in ``group`` of one instance of each replica: the last of those that have ``brought`` something.
+    """Return one place in ``group`` for each replica: of the last instance that has ``brought`` something.
 
-    All instances of a replica compute on the same samples, and the last stage of a pipeline alone has results.
+    All instances of a replica compute on the same samples, and only the last stage of a pipeline has results.
     """
     size = environment().contract.parallelism.instances_per_replica
     found = {it // size: place for place, it in enumerate(group.instances) if brought[place]}
@@ -347,7 +353,7 @@ def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
 
 
 def _gather(group: Group, mine: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
-    """The rows of the instances at ``places`` of the group, as their descriptions say."""
+    """Return the rows of the instances at ``places``; ``received`` has the descriptions of all rows."""
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -366,12 +372,12 @@ def _as_list(rows: object) -> list[Any]:
 
 
 def _describe_rows(rows: Tensor | None) -> list[int]:
-    """Number of rows, dtype and shape of a row, as numbers; none of them without rows."""
+    """Return number of rows, index of the dtype and shape of a row; an empty list for None."""
     return [] if rows is None else [len(rows), DTYPES.index(rows.dtype), *rows.shape[1:]]
 
 
 def _rows_fault(parts: Sequence[object]) -> str | None:
-    """Why these rows cannot be gathered, or None."""
+    """Return why the tensors ``parts`` cannot be gathered; None if they can."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if others := [part for part in parts if not isinstance(part, Tensor)]:
         return f"expected a tensor or a list of them, and found a {type(others[0]).__name__}"
@@ -385,7 +391,7 @@ def _rows_fault(parts: Sequence[object]) -> str | None:
 
 
 def _check_kinds(kinds: dict[int, list[int]], fault: str | None) -> None:
-    """Raise the same on every instance if one refuses its rows, or the rows differ."""
+    """Raise the same error on every instance if an instance refuses its rows, or rows differ between instances."""
     if refused := [instance for instance, kind in kinds.items() if kind == [_REFUSED]]:
         raise CollectiveError(f"gather(): {fault or f'{name_instances(refused)} refused its rows (see there)'}")
     different = {tuple(kind[1:]): instance for instance, kind in kinds.items() if kind}

@@ -1,7 +1,7 @@
-"""The job that this process is in, and, after ``init()``, its connections: the one global of popdist.
+"""The job that this process is in, and, after ``init()``, its connections: the only global state of popdist.
 
-Queries need no ``init()``: they read the environment, and never write it. They raise a ContractError where it
-promises a job and does not describe one.
+Queries need no ``init()``: they read the environment, and never write to it. They raise ContractError if the
+environment describes a job incompletely.
 """
 
 import math
@@ -35,38 +35,38 @@ DEVICE_KINDS: Final[dict[str | None, frozenset[str]]] = {
     "gloo": frozenset({"cpu"}),
     **dict.fromkeys(BACKENDS, _ON_ACCELERATORS),
 }
-"""For each choice of ``init(backend=...)``: the kinds of the devices whose tensors may be sent."""
+"""The kinds of devices whose tensors may be sent; the key is the argument ``backend`` of ``init()``."""
 
 Checks: TypeAlias = Literal["full", "off"]
-"""Whether the checks are made that cost time: see ``popdist.step.checks``."""
+"""The choices of ``init(checks=...)``: whether to make the checks that cost time; see ``popdist.step.checks``."""
 
 Asked: TypeAlias = tuple[str | None, float, Checks, bool]
-"""The arguments of ``init()``, in their order."""
+"""The type of the arguments of ``init()``, in their order."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
     """An initialized job."""
 
-    environment: Environment  # what it said when ``init()`` was called
+    environment: Environment  # the environment at the time of ``init()``
     asked: Asked
-    group: Group  # of the instances in collectives now; fewer inside ``execute_on_instances``
+    group: Group  # the instances in collectives now; fewer inside ``execute_on_instances``
     data_parallel: (
         Group | None
-    )  # of those with the same part of other replicas, by replica; None: all of ``group``
+    )  # instances with the same part of other replicas, by replica; None: all of ``group``
     is_checked: bool
-    default_group: "DefaultGroup | None"  # that of torch.distributed, if it was made here
-    mesh: "DeviceMesh | None" = None  # what ``device_mesh()`` has made
+    default_group: "DefaultGroup | None"  # the default group of torch.distributed, if made here
+    mesh: "DeviceMesh | None" = None  # the result of ``device_mesh()``, or None
 
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """The job of this process. Its store lives as long as the process: others may still be joining it."""
+    """The job of this process. The store lives until the process ends, because instances may still connect."""
 
     job: Job | None = None
     store: "Store | None" = None
     num_inits: int = 0
-    mark: int | None = None  # the descriptor by which the processes that this one starts see that it has joined
+    mark: int | None = None  # the descriptor that shows processes started by this process that it has joined
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
 
 
@@ -74,7 +74,7 @@ _state = _ProcessState()
 
 
 def environment() -> Environment:
-    """The job of this process, initialized or not."""
+    """Return the job of this process, initialized or not."""
     if _state.job is not None:
         return _state.job.environment
     progress_page.join()
@@ -82,39 +82,39 @@ def environment() -> Environment:
 
 
 def shares_tensors() -> bool:
-    """Whether tensors may lie in memory that other instances map: ``POPDIST_SHARE_TENSORS=0`` forbids it."""
+    """Whether tensors may be in memory that other instances map; ``POPDIST_SHARE_TENSORS=0`` forbids it."""
     return read_share_tensors(os.environ) is not False
 
 
 def current_job() -> Job:
-    """The initialized job; NotInitializedError before ``init()`` and after ``finalize()``."""
+    """Return the initialized job; raises NotInitializedError before ``init()`` and after ``finalize()``."""
     if _state.job is None:
         raise NotInitializedError("this call needs the other instances: call popdist.init() first")
     return _state.job
 
 
 def current_group() -> Group:
-    """The instances that take part in collectives now; raises as :func:`current_job`, and within micro batches."""
+    """Return the instances that now take part in collectives. Raises in micro batches, and as :func:`current_job`."""
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 
 
 def data_parallel_group() -> Group:
-    """The instances among which gradients, weights and samples are shared now; raises as :func:`current_job`.
+    """Return the instances that share gradients, weights and samples now; raises if :func:`current_job` does.
 
-    Where replicas are shared, those with this instance's part of theirs, numbered by replica; else all.
+    If replicas are shared: the instances with the same part of other replicas, numbered by replica; else all.
     """
     return current_job().data_parallel or current_job().group
 
 
 def notice() -> PreemptionNotice:
-    """Whether this process was asked to leave, and whether all instances know that one was."""
+    """Return the notice: whether this process was asked to end, and whether all instances know of a request."""
     return _state.notice
 
 
 @contextmanager
 def limited_to(members: tuple[int, ...]) -> Iterator[None]:
-    """Within the block, collectives are those of the instances ``members``, or that share replicas ``members``."""
+    """A context whose collectives are limited to the instances ``members``, or to the replicas if shared."""
     job = current_job()
     outer, outer_part = job.group, job.data_parallel
     size = job.environment.contract.parallelism.instances_per_replica
@@ -134,35 +134,35 @@ def init(
     checks: Checks = "full",
     torch_distributed: bool = False,
 ) -> None:
-    """Connect this instance with the others of its job; needed before the first collective.
+    """Connect this instance with the other instances of its job; needed before the first collective.
 
-    The first ``ReplicatedModel`` calls it with the defaults where the program has not. All instances call it, with
-    the same arguments, and it returns when all have. It makes process groups of its own: the program may call
-    ``torch.distributed.init_process_group()`` before or after. In a one-instance job it connects nothing, and the
-    same calls work under the same checks. It sets the number of torch's threads to the launcher's
-    ``OMP_NUM_THREADS``, and under ``poprun --deterministic`` lets torch use deterministic algorithms only. Calling
-    it again with the same arguments does nothing. The end of the program is the end of the job: ``finalize()``
-    need not be called.
+    The first ``ReplicatedModel`` calls ``init()`` with the defaults if the program has not called it. All
+    instances must call ``init()`` with the same arguments, and it returns when all have called it. It makes its
+    own process groups: the program may call ``torch.distributed.init_process_group()`` before or after. In a
+    one-instance job it connects nothing, and the same calls work with the same checks. It sets the number of
+    torch's threads to the launcher's ``OMP_NUM_THREADS``, and under ``poprun --deterministic`` makes torch use
+    deterministic algorithms only. A second call with the same arguments does nothing. The job ends with the
+    program: calling ``finalize()`` is optional.
 
     Args:
-        backend: ``None`` sends each tensor by its device: CPU tensors through memory that the instances share
-            where they are all on one host, over gloo where they are not; those of accelerators over NCCL or its
-            like. ``"gloo"`` refuses the latter, ``"nccl"`` and ``"xccl"`` refuse CPU tensors.
-        timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
-        checks: ``"full"`` looks for what would go wrong without a word, in the first steps of a model and then in
-            every 100th; ``"off"`` leaves out those checks that cost time.
-        torch_distributed: Also make the default group of torch.distributed, of the backend ``popdist``, whose
-            ranks are the instances; for helpers that ask torch for their rank and call its collectives. One that
-            the program has made before is taken instead if its ranks are the instances. Only what was made here is
+        backend: ``None`` sends each tensor by its device: CPU tensors through shared memory if all instances are
+            on one host, otherwise over gloo; tensors of accelerators over NCCL or a similar backend. ``"gloo"``
+            refuses tensors of accelerators; ``"nccl"`` and ``"xccl"`` refuse CPU tensors.
+        timeout_seconds: How long ``init()`` and every collective wait for a late instance. Greater than 0.
+        checks: ``"full"`` looks for silent mistakes in the first steps of a model and then in every 100th step;
+            ``"off"`` omits the checks that cost time.
+        torch_distributed: Also make the default group of torch.distributed, with the backend ``popdist`` and the
+            instances as ranks, for libraries that ask torch for their rank and call its collectives. If the
+            program has made a group whose ranks are the instances, that group is used. Only a group made here is
             destroyed at the end. A later ``init_process_group()`` of the program raises torch's error.
 
     Raises:
-        ContractError: If the environment promises a job and does not describe one.
-        BackendError: If an argument is not possible, the instances could not be connected, the program's default
-            group has other ranks, or ``init()`` was called before with other arguments, or by the process that has
-            started this one.
-        CollectiveError: If the instances gave different arguments, compute with different numbers of threads or
-            choices of algorithms, or have different versions of popdist; names who has which.
+        ContractError: If the environment describes a job incompletely.
+        BackendError: If an argument is invalid, the instances cannot be connected, the program's default group has
+            other ranks, ``init()`` was called before with other arguments, or the process that started this
+            process has called ``init()``.
+        CollectiveError: If instances pass different arguments, have different numbers of threads or choices of
+            algorithms, or have different versions of popdist; the message names the instances.
     """
     asked = (backend, timeout_seconds, checks, torch_distributed)
     _check_arguments(*asked)
@@ -182,7 +182,7 @@ def init(
 
 
 def _refuse_second_process(contract: Contract) -> None:
-    """Refuse to join in a process that was started, perhaps by way of others, by the one which is the instance."""
+    """Raise BackendError if an ancestor of this process is already the instance of the job."""
     if contract.num_instances == 1:
         return
     pid = forks.find_marked_ancestor(_name_of_instance(contract))
@@ -196,13 +196,13 @@ def _refuse_second_process(contract: Contract) -> None:
 
 
 def _name_of_instance(contract: Contract) -> str:
-    """What tells this instance of this job from all others."""
+    """Return a text that identifies this instance of this job among all instances and jobs."""
     where = contract.store or contract.master
     return f"{contract.job_id} {where} {contract.instance_index}/{contract.num_instances}"
 
 
 def _join_job(found: Environment, asked: Asked) -> Job:
-    """Connect with the other instances, and prove that they have asked for the same."""
+    """Connect with the other instances, and check that all have called ``init()`` with equal arguments."""
     backend, timeout_seconds, checks, torch_distributed = asked
     computes = _prepare_arithmetic(found.contract)
     progress_page.wait("init()")
@@ -258,14 +258,14 @@ def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch
 
 
 def ensure_default_group(asked_by: str) -> None:
-    """Make the default group of torch.distributed unless there is one; all instances call it alike."""
+    """Make the default group of torch.distributed if it does not exist; all instances must call this function."""
     job = current_job()
     made = _join_torch(job.group, job.environment.contract, job.asked[1], asked_by)
     job.default_group = made or job.default_group
 
 
 def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_by: str) -> "DefaultGroup | None":
-    """Make the default group of torch.distributed; None where the program has one with the instances as ranks."""
+    """Make torch.distributed's default group; return None if one exists whose ranks are the instances."""
     from popdist.exchange.process_group import default_group
 
     place = default_group.place_in_default_group()
@@ -282,20 +282,20 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_
 
 
 def _numbered_store(store: "Store") -> "Store":
-    """The part of the job's store that belongs to this call of ``init()``."""
+    """Return the part of the job's store that belongs to this call of ``init()``."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"popdist/{_state.num_inits}", store)
 
 
 def ensure_init() -> None:
-    """Call ``init()`` with its defaults, unless there is a job."""
+    """Call ``init()`` with its defaults, unless it was called before."""
     if _state.job is None:
         init()
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Compute from now on as the launcher asked; gives what all instances must have alike, in words."""
+    """Set threads and algorithms as the launcher asked; return in words what must be equal on all instances."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
     import_module("popdist.ground.installation.needs_torch")
@@ -305,7 +305,7 @@ def _prepare_arithmetic(contract: Contract) -> str:
 
 
 def _connect(found: Environment, backend: str | None, timeout_seconds: float) -> "Backend":
-    """The backend of the whole job. Imports torch only for the job that needs it."""
+    """Return the backend of the whole job. torch is imported only if the job has several instances."""
     contract = found.contract
     if contract.num_instances == 1:
         return _alone(Names(members=(0,), noun="instance"), backend)
@@ -323,7 +323,7 @@ def _connect(found: Environment, backend: str | None, timeout_seconds: float) ->
 
 
 def _data_parallel_group(found: Environment, backend: str | None, timeout_seconds: float) -> Group:
-    """Those that hold the same part of other replicas, numbered by replica, with connections of their own."""
+    """Connect the instances that hold the same part of other replicas, numbered by replica; return the group."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     contract, part = found.contract, found.contract.replica_part
@@ -357,7 +357,7 @@ def _connect_members(
     backend: str | None,
     timeout_seconds: float,
 ) -> "Backend":
-    """The backend of the instances that ``names`` has, of which this one is number ``index``."""
+    """Connect the instances ``names``, in which this instance has the number ``index``; return the backend."""
     from popdist.exchange.transport import rendezvous, torch_backend
     from popdist.exchange.transport.connections import Connections
 
@@ -367,7 +367,7 @@ def _connect_members(
         names=names,
         instance_index=index,
         address=rendezvous.own_address(contract),
-        host=f"host {contract.instance_index // num_local} of {num_local} each",  # as many in a row on each
+        host=f"host {contract.instance_index // num_local} of {num_local} each",  # equal numbers on all hosts
         timeout_seconds=timeout_seconds,
         header_bytes=HEADER_BYTES,
         warns_of_sharing=not contract.shares_device,
@@ -376,10 +376,10 @@ def _connect_members(
 
 
 def finalize() -> None:
-    """Leave the job: drop the connections. Does nothing when there is no initialized job.
+    """Leave the job and close its connections. Does nothing if there is no initialized job.
 
-    It waits for nobody: an instance that still waits for this one gets a ``BackendError``. ``init()`` may be
-    called again, if all instances do.
+    ``finalize()`` does not wait: an instance that still waits for this instance gets a ``BackendError``.
+    ``init()`` may be called again, if all instances call it.
     """
     job, _state.job = _state.job, None
     if job is not None:
@@ -397,8 +397,8 @@ def _leave_at_exit() -> None:
     if _state.job is None:
         return
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
-        finalize()  # MPI's own end waits for every instance, also for those that still wait for this one
-    else:  # the kernel closes them last: who sees this instance lost finds it ended, so the right one is blamed
+        finalize()  # because MPI_Finalize waits for every instance, and some may wait for this instance
+    else:  # the kernel closes connections after the process has ended, so other instances blame no living process
         if _state.job.data_parallel is not None:
             _state.job.data_parallel.backend.stop_threads()
         _state.job.group.backend.stop_threads()
@@ -410,72 +410,72 @@ def is_initialized() -> bool:
 
 
 def instance_index() -> int:
-    """This instance (process) among those of the job: 0 to ``num_instances() - 1``; 0 outside a job."""
+    """Return the index of this instance (process) in the job: 0 to ``num_instances() - 1``; 0 outside a job."""
     return environment().contract.instance_index
 
 
 def num_instances() -> int:
-    """Instances (processes) in the job; 1 outside a job."""
+    """Return the number of instances (processes) in the job; 1 outside a job."""
     return environment().contract.num_instances
 
 
 def num_replicas() -> int:
-    """Replicas of the model in the whole job; 1 outside a job.
+    """Return the number of replicas of the model in the whole job; 1 outside a job.
 
-    A multiple of ``num_instances()``; where several instances share a replica, these are a multiple of it.
+    A multiple of ``num_instances()``; if instances share a replica, ``num_instances()`` is a multiple of it.
     """
     return environment().contract.num_replicas
 
 
 def replica_index() -> int:
-    """The first replica of which this instance holds all or a part, from 0; 0 outside a job."""
+    """Return the index of the first replica of which this instance holds all or a part; 0 outside a job."""
     return local_replicas().start
 
 
 def instances_of_replica() -> range:
-    """The instances that hold the first replica of this one, or parts of it, by their numbers in the job."""
+    """Return the job-wide numbers of the instances that hold this instance's first replica, or parts of it."""
     contract = environment().contract
     shared = contract.parallelism.instances_per_replica
     return range(contract.replica_part.replica * shared, (contract.replica_part.replica + 1) * shared)
 
 
 def num_local_replicas() -> int:
-    """Replicas of which this instance holds all or a part, as many on every instance; 1 outside a job."""
+    """Return the number of replicas on each instance (1 if instances share a replica); 1 outside a job."""
     return environment().contract.layout.num_local_replicas
 
 
 def local_replicas() -> range:
-    """Job-wide numbers of the replicas of ``num_local_replicas()``, ascending; ``range(0, 1)`` outside a job."""
+    """Return the job-wide numbers of this instance's replicas, ascending; ``range(0, 1)`` outside a job."""
     contract = environment().contract
     return contract.layout.replicas_of(contract.data_parallel_index)
 
 
 def ipus_per_replica() -> int:
-    """Virtual IPUs (a share of the CPU's cores, or one accelerator each) that a replica uses; 1 outside a job."""
+    """Return the number of virtual IPUs (CPU cores, or one accelerator each) of a replica; 1 outside a job."""
     return environment().contract.ipus_per_replica
 
 
 def local_instance_index() -> int:
-    """This instance among those of the job on its host, from 0; 0 outside a job."""
+    """Return the index of this instance among the job's instances on its host; 0 outside a job."""
     return environment().contract.local_instance_index
 
 
 def job_id() -> str:
-    """A name of the job, the same on all its instances: for folders of runs, logs and trackers.
+    """Return the name of the job, equal on all its instances: for folders of runs, logs and trackers.
 
-    Under poprun it is ``POPDIST_JOB_ID``: what the caller has set it to, so that a job that is started again can
-    have the same one, else a new random one. Empty under other launchers and outside a job.
+    Under poprun the name is ``POPDIST_JOB_ID``: the value set by the caller, so that a job that is started again
+    can keep its name, otherwise a new random name. Empty under other launchers and outside a job.
     """
     return environment().contract.job_id
 
 
 def device() -> "torch.device":
-    """The device that this instance computes on: the first of ``devices()``.
+    """Return the device that this instance computes on: the first device of ``devices()``.
 
-    Under poprun it is the first of the accelerators that the instance was given, or the CPU when it was given
-    none. Under another launcher, and outside a job, it is the accelerator with the number of the instance on its
-    host, or the first of those that it needs in that order, when torch sees that one, else the CPU. Imports
-    torch and begins to use no accelerator.
+    Under poprun: the first accelerator that poprun gave the instance, or the CPU if poprun gave none. Under
+    another launcher and outside a job: instances take the accelerators of the host in order, as many as each
+    needs, and the CPU if torch sees no accelerator for this instance. Imports torch, but initializes no
+    accelerator.
 
     Raises:
         BackendError: If poprun gave the instance an accelerator that this torch does not see.
@@ -484,11 +484,11 @@ def device() -> "torch.device":
 
 
 def devices() -> "tuple[torch.device, ...]":
-    """All devices of this instance: those of ``ipus_per_replica()``, or its part of them in a shared replica.
+    """Return all devices of this instance: ``ipus_per_replica()`` devices, or its part in a shared replica.
 
-    Under poprun they are the accelerators that it was given, under another launcher and outside a job those after
-    the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and begins to
-    use no accelerator.
+    Under poprun: the accelerators that poprun gave the instance. Under another launcher and outside a job: the
+    accelerators after those of the earlier instances on the host, as far as torch sees them; otherwise only the
+    CPU. Imports torch, but initializes no accelerator.
 
     Raises:
         BackendError: As :func:`device`.

@@ -1,4 +1,4 @@
-"""Work for some instances only: what the first one does for all, such as printing, downloading or saving."""
+"""Work for some instances only, such as printing, downloading or saving by the first instance."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ R = TypeVar("R")
 
 
 def is_main() -> bool:
-    """Whether this is instance 0, the one that prints and saves. True outside a job; needs no ``init()``.
+    """Whether this is instance 0, which prints and saves; True outside a job. Needs no ``init()``.
 
     Raises:
-        ContractError: If the environment promises a job and does not describe one.
+        ContractError: If the environment describes a job incompletely.
     """
     return instance_index() == 0
 
@@ -25,26 +25,26 @@ def is_main() -> bool:
 def execute_on_instances(
     instances: Iterable[int], fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> R | None:
-    """Call ``fn`` on some instances; the others go on at once.
+    """Call ``fn`` on some instances; the other instances return None at once.
 
-    Within ``fn`` the collectives are limited to the listed instances: ``barrier()`` waits for those alone,
-    ``all_gather()`` has a row for each of them, a ``root`` must be one of them. Queries such as
-    ``num_instances()`` still tell of the whole job. No instance waits for another one here: call ``barrier()``
-    afterwards where the others need what ``fn`` made. Where several instances share a replica, the numbers are
-    those of replicas, and all instances of each of them call ``fn``.
+    Inside ``fn`` collectives are limited to the listed instances: ``barrier()`` waits only for the listed
+    instances, ``all_gather()`` has one row for each of them, and a ``root`` must be listed. Queries such as
+    ``num_instances()`` still describe the whole job. No instance waits for another instance here: call
+    ``barrier()`` afterwards if the other instances need the result of ``fn``. If several instances share a
+    replica, the numbers are numbers of replicas, and all instances of a listed replica call ``fn``.
 
     Args:
-        instances: Job-wide numbers of the instances, in any order; the same on each of those listed. At least one.
-        fn: What to call.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        instances: Job-wide numbers of the instances, in any order; equal on each listed instance. At least one.
+        fn: The function to call.
+        *args: Positional arguments of ``fn``.
+        **kwargs: Keyword arguments of ``fn``.
 
     Returns:
-        What ``fn`` returned, on the listed instances; None on the others.
+        The result of ``fn`` on the listed instances; None on the other instances.
 
     Raises:
-        CollectiveError: If there is no number, or one that is no instance here, or ``fn`` cannot be called; within
-            another ``execute_on_instances``, if one is not listed there.
+        CollectiveError: If ``instances`` is empty or has a number of no instance, or ``fn`` cannot be called;
+            inside another ``execute_on_instances``, if an instance is not listed there.
         NotInitializedError: Before ``popdist.init()``.
     """
     job = current_job()
@@ -70,18 +70,19 @@ def execute_on_instances(
 
 
 _preparations: Final[list[WeakMethod[Callable[[], None]]]] = []
-"""What ``before_execute_on_instances`` was given, in this order."""
+"""The methods given to ``before_execute_on_instances``, in the order of the calls."""
 
 
 def before_execute_on_instances(method: Callable[[], None]) -> None:
-    """Have all instances call ``method`` first, whenever the program calls ``execute_on_instances``.
+    """Register ``method``: all instances call it first, whenever the program calls ``execute_on_instances``.
 
-    For what some instances will ask for that only all of them can give, such as the whole of a state that is cut
-    into shards. It is called on every instance, listed or not, outside the limits, and may call collectives. All
-    instances register alike, in the same order. Nothing is called where some instances have gone on already.
+    A use is a result that some instances will need but that only all instances together can compute, such as a
+    whole state that is cut into shards. Every instance, listed or not, calls ``method`` outside the limits, so
+    that ``method`` may call collectives. All instances must register the same methods in the same order. In a
+    nested ``execute_on_instances`` no method is called, because other instances have already gone on.
 
     Args:
-        method: Of an object, without arguments; forgotten together with the object.
+        method: A method without arguments; unregistered when its object is deleted.
     """
     _preparations.append(WeakMethod(method))
 
@@ -96,15 +97,17 @@ def _prepare() -> None:
 
 @contextmanager
 def first_on_host() -> Iterator[None]:
-    """Run the block on one instance of each host first, and on the others of the host when it has ended there.
+    """Run the block on the first instance of each host; when it has ended, on the host's other instances.
 
-    For what a host needs once: ``with popdist.first_on_host(): dataset = download(folder)``. The first instance
-    fills the cache, and the others find it full. All instances of the job enter the block together; no collective
-    may be called in it. The others wait for it no longer than the ``timeout_seconds`` of ``popdist.init()``.
+    Use it for work that each host needs once: ``with popdist.first_on_host(): dataset = download(folder)``. The
+    first instance fills the cache, and the other instances find a full cache. All instances of the job must enter
+    the block, and the block must call no collective. The other instances wait at most the ``timeout_seconds`` of
+    ``popdist.init()``.
 
     Raises:
-        CollectiveError: If the block failed on the first instance of any host: there its own exception goes on,
-            and every other instance raises this one and does not run the block. Or if they do other things.
+        CollectiveError: If the block failed on the first instance of any host: that instance raises its own
+            exception, and every other instance raises this error and does not run the block. Or if the instances
+            make other calls.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
@@ -123,12 +126,12 @@ def first_on_host() -> Iterator[None]:
 
 
 def end_in_failure(group: Group, text: str) -> None:
-    """Tell the others that this instance has failed in ``text``."""
+    """Tell the other instances that this instance has failed in ``text``."""
     group.start(text, [True])
 
 
 def end_together(group: Group, text: str, failure: str) -> None:
-    """Wait until all instances have ended ``text``; a CollectiveError, ``failure``, if some have failed."""
+    """Wait until all instances have ended ``text``. Raises CollectiveError with ``failure`` if some failed."""
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
         wait_for_first_error()

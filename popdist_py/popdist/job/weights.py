@@ -1,4 +1,4 @@
-"""Weights of all instances: made equal by a broadcast, and compared by checksums."""
+"""The weights of all instances: a broadcast that makes weights equal, and checksums that compare weights."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,25 +16,27 @@ from popdist.job.collectives import gather_bytes
 from popdist.job.context import data_parallel_group
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
-"""A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""
+"""A module, or a state dict: names with tensors, and perhaps other values, which are ignored here."""
 
 _DIGEST_BYTES = 16
 
 
 def broadcast_weights(weights: Weights, root: int = 0) -> None:
-    """Give all instances the weights of instance ``root``, in place: parameters and buffers, non-persistent too.
+    """Copy the weights (parameters, and all buffers) of instance ``root`` to all instances, in place.
 
-    One message for each dtype and device. Then all instances compare checksums.
+    One message is sent for each dtype and device. Then all instances compare checksums.
 
     Args:
         weights: A module, or a state dict, of the same names, shapes and dtypes on every instance.
-        root: Job-wide number of the instance whose weights all get. Where several instances share a replica, that
-            of a replica: each instance gets the part that it holds, of DTensors the shard.
+        root: Job-wide number of the instance whose weights all instances get. If several instances share a
+            replica, the number of a replica: each instance gets its own part of that replica, and of DTensors its
+            own shard.
 
     Raises:
         WeightsError: If names, shapes, dtypes or types of devices differ between instances (then no weight has
-            changed), or the checksums do afterwards; the message names the instances that differ from ``root``.
-        CollectiveError: If the instances do other things, or there is no instance ``root``.
+            changed), or the checksums differ afterwards; the message names the instances that differ from
+            ``root``.
+        CollectiveError: If the instances make other calls, or there is no instance ``root``.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.
     """
@@ -69,7 +71,7 @@ def _broadcast(group: Group, root: int, text: str, tensors: Mapping[str, Tensor]
 
 
 def broadcast_tensors(group: Group, root: int, tensors: Iterable[Tensor]) -> None:
-    """Overwrite ``tensors``, alike on all instances, with those of instance ``root``: a message for each kind."""
+    """Overwrite ``tensors`` with the tensors of instance ``root``; one message for each dtype and device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -78,14 +80,11 @@ def broadcast_tensors(group: Group, root: int, tensors: Iterable[Tensor]) -> Non
 
 
 def checksum(weights: Weights) -> str:
-    """A digest of all parameters and buffers: 32 hexadecimal digits.
+    """Return a digest of all parameters and buffers, as 32 hexadecimal digits.
 
-    Equal digests mean equal names, shapes, dtypes and bits. Devices, strides, order and training mode play no
-    part, and a tied parameter counts once, under its first name. Of a DTensor
-    the part counts that is here. The same on every machine and in every version.
-
-    Raises:
-        WeightsError: If ``weights`` is neither a module nor a state dict.
+    Equal digests mean equal names, shapes, dtypes and bits. Devices, strides, order and training mode do not
+    change the digest, and a tied parameter counts once, under its first name. Of a DTensor only the local part
+    counts. The digest is equal on every machine and in every version.
     """
     if fault := _fault(weights):
         raise WeightsError(f"checksum: {fault}")
@@ -93,14 +92,14 @@ def checksum(weights: Weights) -> str:
 
 
 def is_in_memory(weight: Tensor) -> bool:
-    """Whether the numbers of ``weight`` are here; those of a phased model may be in its store."""
+    """Whether the elements of ``weight`` are in memory; a phased model may keep them in its store."""
     part = part_itself(weight)
     absent = getattr(part, "_popdist_absent", None)  # of popdist.phases.phased_layers.make_absent
     return absent is None or absent.data_ptr() != part.data_ptr()
 
 
 def _fault(weights: object) -> str | None:
-    """Why these are no weights, or None."""
+    """Return why ``weights`` cannot be used as weights; None if they can."""
     if isinstance(weights, nn.Module):
         absent = [name for name, it in weights.named_parameters() if not is_in_memory(it)]
         return f"{absent[0]} is not in memory: give the state_dict() of the phased model" if absent else None
@@ -110,7 +109,7 @@ def _fault(weights: object) -> str | None:
 
 
 def _named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor once, under the first of its names."""
+    """Yield each tensor once, under the first of its names."""
     if isinstance(weights, nn.Module):
         named: list[tuple[str, object]] = [*weights.named_parameters(), *weights.named_buffers()]
     else:
@@ -135,7 +134,7 @@ def _describe(name: str, tensor: Tensor) -> bytes:
 
 
 def _place(name: str, tensor: Tensor) -> bytes:
-    """Describe a tensor and where it is: those of a CPU and of an accelerator are sent by different ways."""
+    """Describe a tensor and its type of device, because tensors of CPU and accelerator are sent differently."""
     return _describe(name, tensor).replace(b"\n", f" on {tensor.device.type}\n".encode())
 
 
@@ -144,9 +143,10 @@ def _bytes(_name: str, tensor: Tensor) -> bytes:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The elements of ``tensor`` in order, as bytes."""
+    """Return the elements of ``tensor`` in order, as bytes."""
     flat = _flat_bytes(tensor.detach())
-    # numpy gets a copy: torch no longer resizes a storage that numpy has seen, and observers resize their buffers
+    # numpy gets a copy, because torch cannot resize a storage that numpy has seen, and observers resize their
+    # buffers
     return (flat.clone() if flat.is_cpu else flat.cpu()).numpy().tobytes()
 
 
@@ -155,7 +155,7 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _broadcast_together(group: Group, root: int, tensors: list[Tensor]) -> None:
-    """Overwrite tensors of one dtype and device with the root's, in one message."""
+    """Overwrite ``tensors``, all of one dtype and device, with the root's tensors, in one message."""
     message = torch.cat([_flat_bytes(tensor) for tensor in tensors])
     group.backend.broadcast(message, root)
     values = message.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors])
@@ -164,7 +164,7 @@ def _broadcast_together(group: Group, root: int, tensors: list[Tensor]) -> None:
 
 
 def _overwrite(tensor: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into ``tensor``; of elements that ``expand()`` has made one, one is written."""
+    """Copy ``value`` into ``tensor``; write only once to elements that ``expand()`` repeats."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and not stride:
             tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
@@ -172,14 +172,14 @@ def _overwrite(tensor: Tensor, value: Tensor) -> None:
 
 
 def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
-    """The instances whose digest is not the root's; the same list on every instance."""
+    """Return the instances whose digest differs from the root's digest; every instance returns the same list."""
     words = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
     received = dict(zip(group.instances, group.start(text, words).wait(), strict=True))
     return [instance for instance, found in received.items() if found != received[root]]
 
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
-    """Where ``other`` departs from the root, in words; every instance asks for it."""
+    """Return the first difference between ``other`` and the root, in words. All instances must call this."""
     own = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
     everybody = zip(group.instances, gather_bytes(group, "describe the weights", own), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
@@ -190,12 +190,12 @@ def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str,
 
 _WORD_BYTES: Final = 8
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By the bytes of an element: what the last elements are read as, which fill no word."""
+"""The integer dtype for reading the last elements, which fill no word of 8 bytes; the key is bytes per element."""
 
 
 @torch.no_grad()
 def sums_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The sum of each tensor's memory; those on one device are waited for once."""
+    """Return the sum of the memory of each tensor, as integers; each device is waited for only once."""
     found = [_sum_of(tensor) for tensor in tensors]
     devices: dict[torch.device, list[int]] = {}
     for i, total in enumerate(found):
