@@ -1,4 +1,4 @@
-"""Optimizers for large batches and for low precision, which give the same bits for every split.
+"""Optimizers for large batches and low precision, with bitwise equal results for any number of instances.
 
 >>> from popdist.optim import LAMB, LARS, LowPrecision
 """
@@ -9,4 +9,4 @@ from popdist.optim.trust_ratio import LAMB, LARS
 
 __all__ = ["LAMB", "LARS", "LowPrecision"]
 
-del needs_torch  # which raises without torch, and has no other use
+del needs_torch  # needs_torch raises an error if torch is missing, and has no other use

@@ -1,8 +1,8 @@
-"""Which optimizers may be sharded: those that treat each element by itself.
+"""Check which optimizers may be sharded: optimizers that update each element independently.
 
-An optimizer shows that on tensors of several shapes: it steps on the whole of one and on two parts of another,
-with common, huge, tiny and zero gradients, and the bits must be equal. As some show another side only later, all
-but torch's own show it again in training now and then.
+The check steps on tensors of several shapes: on a whole tensor, and on two parts of a copy, with common, huge,
+tiny and zero gradients. The results must be bitwise equal. Some optimizers behave differently only later, so the
+check is repeated in training now and then, except for torch's own optimizers.
 """
 
 import copy
@@ -38,7 +38,7 @@ REASONS: Final = {
     "NovoGrad": "divides each gradient by the norm of the whole of it",
     "Adalomo": "scales each update by the norms of the whole parameter and of the whole update",
 }
-"""Why the optimizer of this name cannot be sharded."""
+"""Why an optimizer cannot be sharded; the key is the name of the optimizer's class."""
 
 _KNOWN: Final = frozenset(
     getattr(torch.optim, name)
@@ -56,13 +56,13 @@ _KNOWN: Final = frozenset(
         "SGD",
     )
 )
-"""Optimizers of torch that treat each element by itself, whatever their settings and their state."""
+"""Optimizers of torch that update each element independently, with any settings and any state."""
 
 _SHAPES: Final = {(16, 16): 18, (256,): 6, (8, 4, 4, 4): 6, (128, 128): 3}
-"""Shapes of the tensors that the proof is made on, each with its number of steps."""
+"""Shapes of the tensors in the check; the value is the number of steps."""
 
 _SIZES: Final = (1.0, 1.0, 1e4, 1.0, 1e-6, 0.0)
-"""What the gradients of successive steps are multiplied by."""
+"""Factors by which the gradients of successive steps are multiplied."""
 
 _ADVICE: Final = {
     "ShardedOptimizer": (
@@ -83,11 +83,11 @@ _ADVICE: Final = {
 _RATE: Final = 0.01
 _MOST_ELEMENTS: Final = 512
 _EVEN: Final = 128
-"""Numbers of elements are multiples of this, so that vector instructions see both parts alike."""
+"""Numbers of elements are multiples of this number, so that vector instructions treat both parts equally."""
 
 
 class _NotElementwiseError(Exception):
-    """Why an optimizer does not treat each element by itself."""
+    """Raised if an optimizer does not update each element independently; the message is the reason."""
 
 
 def check_elementwise(
@@ -98,8 +98,8 @@ def check_elementwise(
     *,
     asked_by: str = "ShardedOptimizer",
 ) -> frozenset[str]:
-    """The names of state with a number for each element; an OptimizerError if elements are not independent."""
-    # popdist's own that may be given pieces need no proof
+    """Return the names of the elementwise state. Raises OptimizerError if elements are not independent."""
+    # popdist's own optimizers that may be given pieces need no check
     may_be_given_pieces = asked_by == "ShardedOptimizer" and is_piece_optimizer(optimizer_class)
     if issubclass(optimizer_class, PieceOptimizer) and may_be_given_pieces:
         return optimizer_class.names_of_elements(defaults, settings, device)
@@ -142,7 +142,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Check on copies of some elements that ``optimizer`` is about to update that it treats each by itself now."""
+    """Check on copies of some elements that the next step of ``optimizer`` updates each element independently."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -163,11 +163,11 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
 def _step_on_copy(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
 ) -> Tensor:
-    """The values of ``part`` of a parameter after a step on a copy, with ``factor`` times its gradient."""
+    """Return ``part`` of a parameter after a step on a copy, in which the gradient is multiplied by ``factor``."""
     aside = Parameter(parameter.detach().view(-1)[part].clone())
     aside.grad = cast("Tensor", parameter.grad).view(-1)[part] * factor
     state = {name: _own_part(value, parameter, part) for name, value in optimizer.state.get(parameter, {}).items()}
-    twin = object.__new__(type(optimizer))  # torch's own copies leave out what a class adds
+    twin = object.__new__(type(optimizer))  # because torch's own copies omit attributes that a class adds
     twin.__dict__.update({name: _copy_of(value) for name, value in vars(optimizer).items()})
     twin.param_groups = [{**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"}}]
     twin.param_groups[0]["params"] = [aside]
@@ -187,7 +187,7 @@ def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:
 
 
 def _parts_of(whole: Tensor) -> tuple[slice, slice]:
-    """Cut a tensor into a smaller and a larger part, or into two halves if it is short."""
+    """Return slices that cut a tensor into a smaller and a larger part, or into halves if the tensor is short."""
     cut = max(whole.numel() // 4, min(64, whole.numel() // 2))
     return slice(0, cut), slice(cut, whole.numel())
 
@@ -204,7 +204,7 @@ def _make(
     settings: Mapping[str, Any],
     parameter: Parameter,
 ) -> Optimizer:
-    """An optimizer of one parameter, with a learning rate that is not 0."""
+    """Make an optimizer of one parameter, with a learning rate that is not 0."""
     optimizer = optimizer_class([{**settings, "params": [parameter]}], **defaults)
     if "lr" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["lr"] = _RATE
@@ -212,7 +212,7 @@ def _make(
 
 
 def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: list[Tensor]) -> dict[str, Any]:
-    """Update ``values`` in place by each of ``gradients``, and return the optimizer's state."""
+    """Step once with each of ``gradients``, updating ``values`` in place; return the optimizer's state."""
     parameter = Parameter(values)
     optimizer = make(parameter)
     for gradient in gradients:
@@ -222,14 +222,14 @@ def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: li
 
 
 def is_known(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is an optimizer of torch that treats each element by itself, whatever its settings and state."""
+    """Whether torch's ``optimizer_class`` updates each element independently with any settings and any state."""
     return optimizer_class in _KNOWN
 
 
 def signless_names(
     optimizer_class: type[Optimizer], defaults: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
-    """The names of second moments: of state with one number for each element that is never negative."""
+    """Return the names of second moments: of elementwise state that is never negative."""
     values = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(
         1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values, device="cpu"
@@ -241,7 +241,7 @@ def signless_names(
 
 @functools.cache
 def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
-    """Whether torch's fused kernel for the CPU gives an element the same bits wherever a tensor is cut."""
+    """Whether torch's fused CPU kernel gives bitwise equal elements wherever a tensor is cut."""
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     values = torch.Generator().manual_seed(0)
@@ -249,15 +249,15 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
     make = functools.partial(_make, optimizer_class, {"fused": True, "weight_decay": 0.1}, {})
     whole, parts = start.clone(), start.clone()
     _train(make, whole, gradients)
-    # a kernel may compute the last elements of a thread's part with other instructions than those before them
+    # a kernel may compute the last elements of a thread's part with other instructions than the first elements
     for first, last in itertools.pairwise((0, 1, 6, 19, 100, 1001, 1003, 3001)):
         _train(make, parts[first:last], [gradient[first:last] for gradient in gradients])
     return torch.equal(whole, parts)
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """Step without torch's hooks around steps: this is a part of another step, or none of the program's."""
+    """Step without torch's hooks around a step, because this step is part of another step or of a check."""
     step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # what torch's wrapper for hooks and profiles is known by
+    if getattr(step, "hooked", False):  # torch's wrapper for hooks and profiles sets this attribute
         step = step.__wrapped__
     functools.partial(step, optimizer)()

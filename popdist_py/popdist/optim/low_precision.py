@@ -1,8 +1,9 @@
-"""An optimizer whose weights and state are held in half precision, and computed in float32.
+"""An optimizer whose weights and state are stored in half precision, and computed in float32.
 
-A step takes some elements of a parameter at a time: it widens weights, gradients and state, has the optimizer
-itself step on them, and rounds what that leaves. So there is no copy of the weights in float32. The optimizer
-treats each element by itself, which is proved before, so the bits do not depend on how a parameter is cut.
+A step processes some elements of a parameter at a time: it converts weights, gradients and state to float32, steps
+with the inner optimizer on them, and rounds the results. So there is no copy of all weights in float32. A check
+proves that the inner optimizer updates each element independently, so the bits do not depend on how a parameter is
+cut.
 """
 
 from collections import defaultdict
@@ -43,14 +44,14 @@ _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES
 _WEIGHTS: Final = "weights"
 
 _ELEMENTS_AT_ONCE: Final = 1 << 19
-"""So many elements in float32 fit a usual last-level cache; a multiple of 128, the block of random bits."""
+"""Elements per call on the CPU, which fit a usual last-level cache; a multiple of 128, a block of random bits."""
 
 _ELEMENTS_OF_ACCELERATORS: Final = 1 << 24
-"""So many elements keep an accelerator busy for longer than the host needs to launch the kernels of a step."""
+"""Elements per call on accelerators: computing takes longer than the host needs to launch a step's kernels."""
 
 
 class LowPrecision(PieceOptimizer):
-    """Steps with ``optimizer_class`` in float32, and holds weights and state in half precision.
+    """An optimizer that steps with ``optimizer_class`` in float32, but stores weights and state in half precision.
 
     ::
 
@@ -58,30 +59,31 @@ class LowPrecision(PieceOptimizer):
         optimizer = LowPrecision(model.parameters(), torch.optim.AdamW, lr=1e-3)
         optimizer = popdist.ShardedOptimizer(model, LowPrecision, optimizer_class=torch.optim.AdamW, lr=1e-3)
 
-    An update that is smaller than half the distance to the next number is lost when it is rounded to the nearest
-    one. Rounded by chance, the weights move by the update in the mean. The random bits belong to the seed, the
-    number of steps made, the place of the parameter in the groups, the tensor, and the number of the element in
-    the whole parameter. So they depend on no split of the job, no shard and no thread. ``state_dict`` holds seed
-    and number of steps.
+    If results were rounded to the nearest number, an update smaller than half the distance to the next number
+    would be lost. With stochastic rounding the mean change of a weight equals the update. The random bits depend
+    on the seed, the number of steps, the index of the parameter, the name of the tensor, and the index of the
+    element in the whole parameter; they do not depend on instances, shards or threads. ``state_dict`` contains
+    seed and number of steps.
 
-    A ``torch.amp.GradScaler`` works on it: gradients are divided by the scale in float32, and a step that it skips
-    is not counted. Adam and AdamW run as torch's fused kernel, unless ``foreach`` or ``fused`` is given.
+    A ``torch.amp.GradScaler`` works with this optimizer: gradients are divided by the scale in float32, and a step
+    that the scaler skips is not counted. Adam and AdamW use torch's fused kernel, unless ``foreach`` or ``fused``
+    is given.
 
     Args:
-        params: Parameters or groups of them, as torch's optimizers take them: float16, bfloat16, or float32, which
-            stays as it is.
-        optimizer_class: Of torch or your own. It must treat each element by itself, as SGD and the Adam family
-            do.
-        moments: What the state is held in, where it has a number for each element: float16, bfloat16 or float32.
-            In float16 second moments would become 0, so it is for optimizers without them, such as SGD.
-        weights: The dtype that all parameters must have; None takes each as it is.
-        rounding: "stochastic", by chance, or "nearest", as torch rounds.
-        seed: Of the random bits, from -2**63 to 2**64 - 1.
+        params: Parameters or groups of parameters, as for torch's optimizers: float16, bfloat16, or float32, which
+            keeps its precision.
+        optimizer_class: A class of torch or your own. It must update each element independently, as SGD and the
+            Adam family do.
+        moments: The dtype of elementwise state: float16, bfloat16 or float32. In float16 second moments would
+            become 0, so float16 is for optimizers without second moments, such as SGD.
+        weights: The dtype that all parameters must have; None accepts every dtype.
+        rounding: "stochastic": up or down by chance; or "nearest", as torch rounds.
+        seed: Seed of the random bits, from -2**63 to 2**64 - 1.
         **kwargs: The keyword arguments of ``optimizer_class``.
 
     Raises:
-        OptimizerError: If a parameter or ``moments`` has another dtype, the optimizer does not treat each element
-            by itself, or float16 cannot hold its state.
+        OptimizerError: If a parameter or ``moments`` has another dtype, the optimizer does not update each element
+            independently, or float16 cannot represent its state.
     """
 
     _step_supports_amp_scaling = True
@@ -110,7 +112,7 @@ class LowPrecision(PieceOptimizer):
         """Add a group of parameters, as torch's optimizers do.
 
         Raises:
-            OptimizerError: As for the class.
+            OptimizerError: For the reasons that the class names.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -133,13 +135,13 @@ class LowPrecision(PieceOptimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """The same names as those of the optimizer inside."""
+        """Return the names of the elementwise state, which are the names of the inner optimizer."""
         given = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
         inside = _check_class(defaults.get("optimizer_class"))
         return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")
 
     def update(self) -> None:
-        """Update the parameters that have a gradient, unless a scaler has found infinity."""
+        """Update the parameters that have a gradient, unless a GradScaler has found infinity or NaN."""
         found_infinity = getattr(self, "found_inf", None)
         if found_infinity is not None and bool(found_infinity):
             return
@@ -151,11 +153,11 @@ class LowPrecision(PieceOptimizer):
             group["num_steps"] += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of a LowPrecision of the same precision and of the same optimizer.
+        """Continue from the state of a LowPrecision with the same precision and the same inner optimizer.
 
         Raises:
             OptimizerError: If the state is of another precision, or of another optimizer.
-            ValueError: If it has other groups.
+            ValueError: If the state has other parameter groups.
         """
         self.check_state(state_dict)
         states = load_uncast(self, state_dict)
@@ -170,7 +172,7 @@ class LowPrecision(PieceOptimizer):
             }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise an OptimizerError unless a state is of this precision and of the optimizer inside."""
+        """Check that a state has this precision and belongs to the inner optimizer; else raise OptimizerError."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             then, now = ([it.get(name) for name in ("moments", "weights")] for it in (saved, group))
             if then[0] is None:
@@ -186,7 +188,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Add the names in a saved state that have a number for each element, as ``amsgrad`` adds one."""
+        """Add the names of elementwise state in a saved state, such as the state that ``amsgrad`` adds."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
@@ -204,7 +206,7 @@ class LowPrecision(PieceOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes that a copy or pickle has beside those of torch's optimizers."""
+        """Return the attributes of torch's optimizers and of LowPrecision for a copy or a pickle."""
         names = ("_optimizer_class", "_given", "_names")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}, "_inside": {}}
 
@@ -277,18 +279,18 @@ class LowPrecision(PieceOptimizer):
 
 
 class _InnerStep:
-    """A step of the optimizer inside on a group's parameters, made in several calls on some elements each."""
+    """A step of the inner optimizer on a group's parameters, made in several calls on some elements each."""
 
     def __init__(self, optimizer: Optimizer, settings: Mapping[str, Any], scale: Tensor | None) -> None:
-        self.is_checked = False  # whether the next call shows that it treats each element by itself
+        self.is_checked = False  # whether the next call checks that elements are independent
         self._optimizer = optimizer
         self._settings = settings
         self._factor = None if scale is None else 1 / float(scale)
-        # One of the program's own may count its steps: each call begins with the attributes of before.
+        # the program's own optimizer may count its steps, so each call begins with the attributes before the step
         self._attributes = {} if is_known(type(optimizer)) else _attributes(optimizer)
 
     def step(self, weights: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Step on these elements, perhaps in place, and return the weights and the state."""
+        """Step on some elements, perhaps in place; return the new weights and the new state."""
         inside = self._optimizer
         vars(inside).update({name: copy(value) for name, value in self._attributes.items()})
         parameter = Parameter(weights)
@@ -304,7 +306,7 @@ class _InnerStep:
 
 
 def _store(wide: Tensor, held: Tensor, name: str, place: Place, group: Mapping[str, Any]) -> None:
-    """Round ``wide`` into ``held``, which may be the same memory if it is in float32."""
+    """Round ``wide`` into the tensor ``held``; both may have the same memory if ``held`` is float32."""
     wide = wide.detach().reshape(-1).to(torch.float32)
     if held.dtype in HALVES and group["rounding"] == "stochastic":
         round_by_chance(wide, held, name, place, seed=group["seed"], step=group["num_steps"])
@@ -321,7 +323,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _may_be_fused(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings leave the choice between torch's kernels open."""
+    """Whether the settings let torch choose its kernel."""
     is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 
@@ -338,12 +340,12 @@ def _check_class(optimizer_class: object) -> type[Optimizer]:
 
 
 def _inner_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group that belong to the optimizer inside."""
+    """Return the settings of a group that belong to the inner optimizer."""
     return {name: value for name, value in group.items() if name not in _NOT_INSIDE}
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """LowPrecision's own settings, checked, with names in place of dtypes, as a checkpoint needs them."""
+    """Return LowPrecision's own settings, checked, with dtypes replaced by their names for checkpoints."""
     moments, weights, rounding = settings["moments"], settings["weights"], settings["rounding"]
     if rounding not in ("stochastic", "nearest"):
         raise OptimizerError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")

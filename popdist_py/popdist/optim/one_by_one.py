@@ -1,7 +1,7 @@
-"""Optimizers that step on one parameter at a time, with the bits of a step on all of them together.
+"""Optimizers that step on one parameter at a time; results are bitwise equal to a step on all parameters.
 
-So a parameter, its gradient and its state need be in memory only while it is updated. It is shown before, on small
-tensors, that an optimizer's update of a parameter needs the tensors of that parameter only.
+So a parameter, its gradient and its state need be in memory only during the parameter's update. A check on small
+tensors first proves that an optimizer's update of a parameter needs only the tensors of that parameter.
 """
 
 import math
@@ -20,36 +20,36 @@ from popdist.optim.elementwise import REASONS, is_known, quiet_step
 from popdist.optim.pieces import Piece, PieceOptimizer
 
 State = dict[str, Any]
-"""What an optimizer keeps for one parameter."""
+"""The state of an optimizer for one parameter."""
 
 Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, torch.device]
 """Shape, dtype and device of a parameter."""
 
 OF_SCALERS: Final = ("grad_scale", "found_inf")
-"""Attributes that a GradScaler gives an optimizer for one step."""
+"""Attributes that a GradScaler sets on an optimizer for one step."""
 
 _MIXING: Final = [name for name, reason in REASONS.items() if reason.endswith("over all parameters")]
 
 _FACTORS: Final = (1.0, 1e4, 1.0, 1e-6, 0.0, 1.0)
-"""What the gradients of successive steps of the proof are multiplied by."""
+"""Factors by which the gradients of successive steps of the check are multiplied."""
 
 _INSTEAD: Final = "take one that updates each parameter by that parameter's own tensors, such as AdamW"
 
 _RATE: Final = 0.01
 _MOST_SIDE: Final = 8
-"""The largest side of a tensor of the proof."""
+"""Maximum length of a side of a tensor in the check."""
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group: all that it holds beside the parameters."""
+    """Return the settings of a parameter group: all entries except the parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 class OneByOne:
-    """An optimizer of one group's settings that steps on one parameter at a time, as if on all of them at once.
+    """An optimizer for one parameter group that updates one parameter at a time, like a step on all parameters.
 
-    ``make`` makes the optimizer with one group of the parameters that it is given. These are of the kinds that
-    ``kinds`` names.
+    ``make`` makes the optimizer with one group of the given parameters; ``kinds`` has the shapes, dtypes and
+    devices of the parameters.
     """
 
     def __init__(self, make: Callable[[list[Parameter]], Optimizer], kinds: Iterable[Kind]) -> None:
@@ -80,14 +80,14 @@ class OneByOne:
         return self._inner
 
     def first_state(self, parameter: Parameter) -> State:
-        """What a first step on ``parameter`` leaves as its state; the step is forgotten."""
+        """Return the state after a first step on ``parameter``; the step is then forgotten."""
         self.begin(self.settings)
         state = self.step(parameter, {}, 0)
         self._begin_anew()
         return state
 
     def begin(self, settings: Mapping[str, Any], **attributes: object) -> None:
-        """Begin a step with these settings of the group, and these attributes of the optimizer."""
+        """Begin a step with these settings of the group, and with these attributes of the optimizer."""
         for name in OF_SCALERS:
             vars(self._inner).pop(name, None)
         self._settings = dict(settings)
@@ -95,7 +95,7 @@ class OneByOne:
         self._after = None
 
     def step(self, parameter: Parameter, state: State, position: int) -> State:
-        """Update ``parameter``, whose place among all parameters is ``position``; gives its new state."""
+        """Update ``parameter``, whose index among all parameters is ``position``; return its new state."""
         inner = self._inner
         vars(inner).update({name: _copy_of(value) for name, value in self._attributes.items()})
         inner.param_groups[0] = {"params": [parameter], **self._settings}
@@ -110,16 +110,16 @@ class OneByOne:
         return self._taken_state(parameter)
 
     def end(self) -> dict[str, Any]:
-        """End the step; gives the settings after it, none if no step was begun."""
+        """End the step; return the settings after the step, empty if no step was begun."""
         if self._settings and self._after is None and not is_known(type(self._inner)):
             self._inner.param_groups[0] = {"params": [], **self._settings}
-            quiet_step(self._inner)  # one that counts its steps counts this one, too
+            quiet_step(self._inner)  # because an optimizer that counts its steps must count this step
             self._after = self.settings
         settings, self._settings, self._after = self._after or self._settings, {}, None
         return settings
 
     def load(self, parameter: Parameter, settings: Mapping[str, Any], state: State) -> State:
-        """The state of ``parameter`` as the optimizer loads it."""
+        """Return the state of ``parameter`` after the optimizer has loaded ``state``."""
         self._inner.param_groups[0]["params"] = [parameter]
         self._inner.load_state_dict({"state": {0: state}, "param_groups": [{**settings, "params": [0]}]})
         return self._taken_state(parameter)
@@ -140,7 +140,7 @@ class OneByOne:
         vars(self._inner).update(attributes)
 
     def _prove(self, joint: Optimizer) -> None:
-        """An OptimizerError unless steps on one parameter after the other have the bits of those of ``joint``."""
+        """Raise OptimizerError unless steps parameter by parameter give the same bits as ``joint``'s steps."""
         reason = next((REASONS[it.__name__] for it in type(joint).__mro__ if it.__name__ in _MIXING), None)
         together: list[Parameter] = joint.param_groups[0]["params"]
         apart = [Parameter(parameter.detach().clone()) for parameter in together]
@@ -153,7 +153,7 @@ class OneByOne:
             raise OptimizerError(f"it {reason}; {_INSTEAD}")
 
     def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
-        """Make the same steps on both, of all parameters together and of one after the other."""
+        """Make the same steps on ``together``, all parameters in one step, and on ``apart``, one after another."""
         numbers = torch.Generator().manual_seed(0)
         if "lr" in joint.param_groups[0]:
             joint.param_groups[0]["lr"] = _RATE
@@ -169,7 +169,7 @@ class OneByOne:
 
 
 def _samples(kinds: Iterable[Kind]) -> list[Tensor]:
-    """Small tensors like some parameters, at least two, with numbers that are not 0."""
+    """Return small tensors like some of the parameters, at least two, with elements that are not 0."""
     small = dict.fromkeys(
         (tuple(min(side, _MOST_SIDE) for side in shape), dtype, device) for shape, dtype, device in kinds
     )
@@ -187,7 +187,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer of the program's own may count in; torch's and ours have states and settings for that."""
+    """Return attributes in which a program's own optimizer may count; empty for torch's and popdist's own."""
     if is_known(type(optimizer)) or isinstance(optimizer, PieceOptimizer):
         return {}
     return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}

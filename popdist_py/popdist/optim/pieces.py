@@ -1,8 +1,8 @@
-"""Optimizers of popdist on pieces of parameters, and the norms of whole parameters in one fixed order.
+"""popdist's optimizers on pieces of parameters, and norms of whole parameters added in one fixed order.
 
-The squares of a parameter, in float64 and in the order of memory, are added in blocks of 128, the upper half to
-the lower one until one number is left, and the blocks in the tree of `popdist.ground.tree`. So the bits depend on
-no thread, and a piece that begins at a multiple of 128 elements is a few nodes of the tree.
+The squares of a parameter's elements, in float64 and in the order of memory, are added in blocks of 128: the upper
+half to the lower half, until one number is left. The blocks are added in the tree of `popdist.ground.tree`. So the
+bits do not depend on threads, and a piece that begins at a multiple of 128 elements is a few nodes of the tree.
 """
 
 import math
@@ -20,19 +20,19 @@ from popdist.ground.local_tensors import is_distributed
 from popdist.ground.tree import aligned_nodes, span
 
 BLOCK: Final = 128
-"""Elements of a block: shards of parameters are cut at multiples of it."""
+"""Number of elements of a block; shards of parameters are cut at multiples of this number."""
 
 find_extension: Final = compiled.find
-"""Finds the part of popdist that is written in C; None without it."""
+"""The function that returns the part of popdist written in C; None if it is not built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some elements of a whole parameter, in the order of memory."""
+    """Consecutive elements of a whole parameter, in the order of memory."""
 
-    position: int  # of the whole parameter, counted over the parameter groups
+    position: int  # index of the whole parameter, counted over the parameter groups
     elements: range  # the first one is a multiple of 128
-    num_elements: int  # of the whole parameter
+    num_elements: int  # number of elements of the whole parameter
 
     @property
     def is_whole(self) -> bool:
@@ -41,14 +41,14 @@ class Piece:
 
 
 NodeSums: TypeAlias = Mapping[Tensor, Sequence[Sequence[float]]]
-"""For each piece several sums over it, each in nodes of the tree over the blocks of the whole parameter."""
+"""Several sums over each piece; each sum has one number for each tree node over the whole parameter's blocks."""
 
 WholeSums: TypeAlias = Callable[[NodeSums], Mapping[Tensor, Sequence[float]]]
-"""A function from sums over pieces to those over whole parameters; it exchanges them between instances."""
+"""A function from sums over pieces to sums over whole parameters; it exchanges sums between instances."""
 
 
 class PieceOptimizer(Optimizer):
-    """An optimizer that may be given pieces of parameters, with what it needs to know about them."""
+    """An optimizer that accepts pieces of parameters, and what it must know about these pieces."""
 
     exchanges_norms: bool = False
     """Whether a step needs norms of whole parameters."""
@@ -57,7 +57,7 @@ class PieceOptimizer(Optimizer):
     _whole_sums: WholeSums | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do; an OptimizerError if one is a DTensor."""
+        """Add a group of parameters, as torch does. Raises OptimizerError if a parameter is a DTensor."""
         super().add_param_group(param_group)
         try:
             refuse_distributed(type(self).__name__, self.param_groups[-1]["params"])
@@ -66,7 +66,7 @@ class PieceOptimizer(Optimizer):
             raise
 
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
-        """Declare which parameters are pieces; ``whole_sums`` is then called once in each step."""
+        """Declare which parameters are pieces; ``whole_sums`` will be called once in each step."""
         self._pieces = pieces
         self._whole_sums = whole_sums
 
@@ -75,13 +75,13 @@ class PieceOptimizer(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: Computes the loss and the gradients anew.
+            closure: A function that computes the loss and the gradients anew.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
-            OptimizerError: If a gradient is sparse, or as the class says.
+            OptimizerError: If a gradient is sparse, or for the reasons that the class names.
         """
         loss = None
         if closure is not None:
@@ -98,12 +98,12 @@ class PieceOptimizer(Optimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """The names of state with a number for each element, for a group with these settings."""
+        """Return the names of elementwise state for a group with these settings."""
         raise NotImplementedError
 
 
 def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
-    """Refuse DTensors, of which an instance has no consecutive part."""
+    """Raise OptimizerError if a parameter is a DTensor, of which an instance has no consecutive elements."""
     for parameter in parameters:
         if is_distributed(parameter):
             raise OptimizerError(
@@ -113,7 +113,7 @@ def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings; gives each parameter's state as saved, which torch would turn into its dtype."""
+    """Load the settings; return each parameter's state in the saved dtypes, which torch would convert."""
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -122,7 +122,7 @@ def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Ten
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """The gradient of ``parameter``, which has one; an OptimizerError if it is sparse."""
+    """Return the gradient of ``parameter``; raises OptimizerError if the gradient is sparse."""
     gradient = parameter.grad
     if gradient is None or gradient.layout != torch.strided:
         raise OptimizerError(
@@ -132,7 +132,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def is_piece_optimizer(optimizer_class: type[Optimizer]) -> bool:
-    """Whether ``optimizer_class`` is one of popdist's own that may be given pieces; a subclass of it may not."""
+    """Whether ``optimizer_class`` is popdist's own and accepts pieces; False for a subclass of the program."""
     return issubclass(optimizer_class, PieceOptimizer) and optimizer_class.__module__ in _OWN
 
 
@@ -140,7 +140,7 @@ _OWN: Final = frozenset({"popdist.optim.trust_ratio", "popdist.optim.low_precisi
 
 
 def check_number(what: str, value: object, *, minimum: float = 0.0, below: float = float("inf")) -> None:
-    """Check that ``value``, which the caller named ``what``, is a number from ``minimum`` to under ``below``."""
+    """Check that ``value``, the argument ``what`` of the caller, is a number with ``minimum <= value < below``."""
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     if not is_number or not minimum <= as_float(value) < below:
         limit = f" and below {below:g}" if below < float("inf") else ""
@@ -148,7 +148,7 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` without gaps and in the order in which ``parameter``, of the same shape, lies in memory."""
+    """Return ``tensor`` without gaps, with the dimensions in the memory order of ``parameter``; may copy."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -158,17 +158,17 @@ def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flat_in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The elements of :func:`in_order_of` as a tensor of one dimension."""
+    """Return the elements of ``tensor`` as a flat tensor, in the memory order of ``parameter``."""
     return flat(in_order_of(tensor, parameter))
 
 
 def flat(dense: Tensor) -> Tensor:
-    """A view of one dimension of a tensor without gaps, in the order of its memory."""
+    """Return a flat view of a tensor without gaps, in the order of memory."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
 def square_sums(flats: Sequence[Tensor]) -> list[float]:
-    """The sum of squares of each tensor; for complex numbers, of their absolute values."""
+    """Return the sum of squares of each tensor; for complex numbers, of absolute values."""
     arithmetic = find_extension()
     sums = [_square_sum(row, arithmetic) for row in flats]
     on_devices = [number for number in sums if isinstance(number, Tensor)]
@@ -177,13 +177,13 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:
-    """The sums of squares in each node of the tree that ``piece``, which has these elements, covers."""
+    """Return the sum of squares in each tree node of ``piece``, which has the elements ``elements``."""
     start = piece.elements.start
     return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 
 
 def runs_of_nodes(piece: Piece) -> list[range]:
-    """The elements of each node of the tree that ``piece`` covers, left to right."""
+    """Return the elements of each tree node that ``piece`` covers, left to right."""
     num_blocks = math.ceil(piece.num_elements / BLOCK)
     first, last = piece.elements.start // BLOCK, math.ceil(piece.elements.stop / BLOCK)
     spans = [span(node, num_blocks) for node in aligned_nodes(first, last, num_blocks)]

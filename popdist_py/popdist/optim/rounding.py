@@ -1,8 +1,9 @@
-"""Rounding float32 to half precision by random bits, so that the mean of many roundings is the number itself.
+"""Rounding of float32 to half precision by random bits, so that the mean of many roundings is exact.
 
-A number between two neighbours becomes the upper one with the probability of its place between them; beyond the
-largest finite value the result is that of torch's cast. The bits come from Philox4x32-10 (Salmon et al., SC 2011),
-keyed by the seed, and are equal in C and by torch. An element's bits depend on no split, shard or thread.
+A number between two neighbours becomes the upper neighbour with the probability of its position between the two;
+beyond the largest finite value the result is equal to torch's cast. The bits come from Philox4x32-10 (Salmon et
+al., SC 2011) with the seed as key, and are equal in C and in torch. An element's bits do not depend on instances,
+shards or threads.
 """
 
 import zlib
@@ -18,7 +19,7 @@ HALVES: Final = (torch.float16, torch.bfloat16)
 """The dtypes of half precision."""
 
 _NUMBERS: Final = {dtype: number for number, dtype in enumerate(HALVES, 1)}
-"""The numbers of these dtypes in the extension."""
+"""The number of each dtype of half precision in the extension."""
 
 _MASK: Final = 0xFFFFFFFF
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -27,34 +28,34 @@ _NUM_ROUNDS: Final = 10
 _WORDS_OF_A_CALL: Final = 4
 
 _INFINITY: Final = 0x7F800000
-"""Bits of float32; above it is NaN. So are the next ones."""
+"""Bits of infinity in float32; larger bits are NaN. The next three constants are bits of float32 too."""
 _LARGEST_BFLOAT16: Final = 0x7F7F0000
 _LARGEST_FLOAT16: Final = 0x477FE000
 _LEAST_NORMAL_FLOAT16: Final = 0x38800000
 _OTHER_EXPONENTS: Final = 112 << 10
-"""The difference of the exponents' biases of float32 and float16, at float16's place of the exponent."""
+"""The difference of the exponents' biases of float32 and float16, at the position of float16's exponent."""
 
 _NAN: Final = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Four tensors of 32-bit words, held in int64."""
+"""Four tensors of 32-bit words, stored as int64."""
 
 
 class Place(NamedTuple):
-    """Where elements of a parameter lie, which chooses their random bits."""
+    """The place of elements in the parameters, which determines their random bits."""
 
-    position: int  # of the parameter, over all parameter groups
+    position: int  # index of the parameter, counted over all parameter groups
     first: int  # number of the first element in the whole parameter, a multiple of 128
 
 
 @cache
 def number_of(name: str) -> int:
-    """The number that stands for the tensor ``name`` in the random generator's counter."""
+    """Return the number of the tensor ``name`` in the counter of the random generator."""
     return zlib.crc32(name.encode())
 
 
 def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed: int, step: int) -> None:
-    """Round ``wide`` into ``held``; seed, step, place and the tensor's ``name`` choose the random bits."""
+    """Round ``wide`` stochastically into ``held``; seed, step, place and tensor name determine the random bits."""
     number, extension = number_of(name), find_extension()
     if wide.device.type != "cpu" or extension is None:
         _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
@@ -67,11 +68,11 @@ def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed
 
 
 def philox(counter: Words, seed: int) -> Words:
-    """Four random words for each counter: Philox4x32-10 with the seed's lower and upper half as its key."""
+    """Return four random words for each counter: Philox4x32-10; the two halves of ``seed`` are the key."""
     a, b, c, d = counter
     key, other_key = seed & _MASK, seed >> 32 & _MASK
     for _ in range(_NUM_ROUNDS):
-        left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # the lower 64 bits, which is all of them
+        left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # & keeps the lower 64 bits, which are all bits
         a, c = (right >> 32 & _MASK) ^ b ^ key, (left >> 32 & _MASK) ^ d ^ other_key
         b, d = right & _MASK, left & _MASK
         key, other_key = key + _WEYL[0] & _MASK, other_key + _WEYL[1] & _MASK
@@ -90,25 +91,25 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
     nearest = wide.to(held.dtype).view(torch.int16).to(torch.int64)
     rounded = torch.where(size > largest, nearest, rounded)
     rounded = torch.where(size > _INFINITY, _NAN[held.dtype], rounded) & 0xFFFF
-    held.view(torch.int16).copy_((rounded ^ 0x8000) - 0x8000)  # as int16 has them
+    held.view(torch.int16).copy_((rounded ^ 0x8000) - 0x8000)  # the 16 bits as a signed int16
 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
-    """The random words for ``held``, one row for each block; ``first`` is the number of its first element."""
-    # for float16 word w of call c is that of element 32 w + c of a block; for bfloat16 its lower half is that of
-    # element 16 w + c, its upper half that of 64 more
+    """Return the random words for ``held``, a row for each block; ``first`` is the index of its first element."""
+    # for float16, word w of call c belongs to element 32 w + c of a block; for bfloat16, its lower half belongs to
+    # element 16 w + c, and its upper half to element 64 + 16 w + c
     num_blocks = -(-len(held) // BLOCK)
     elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word
     start = first // BLOCK * num_calls
     calls = torch.arange(start, start + num_blocks * num_calls, dtype=torch.int64, device=held.device) & _MASK
     rest = (torch.full_like(calls, number) for number in known_by)
-    found = philox((calls, *rest), seed)  # type: ignore[arg-type] # there are four
+    found = philox((calls, *rest), seed)  # type: ignore[arg-type] # the tuple has four tensors
     return torch.stack([word.view(num_blocks, num_calls) for word in found], 1).view(num_blocks, -1)
 
 
 def _float16_bits(bits: Tensor, size: Tensor, words: Tensor) -> Tensor:
-    """The bits of float16 for numbers up to the largest finite one."""
+    """Return the bits of float16 for numbers up to float16's largest finite number."""
     normal = (size + (words >> 19) >> 13) - _OTHER_EXPONENTS
     is_small = size < _LEAST_NORMAL_FLOAT16
     units = torch.where(is_small, size, 0).to(torch.int32).view(torch.float32) * 2.0**24

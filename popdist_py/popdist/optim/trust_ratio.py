@@ -1,8 +1,8 @@
-"""LAMB and LARS: the update of each parameter is scaled by norms over all of it.
+"""LAMB and LARS: optimizers that scale the update of each parameter by norms over the whole parameter.
 
-A step has two parts. The first one prepares the tensor whose norm is needed beside that of the weights; the second
-one updates the weights, with both norms. Between them the sums over pieces of parameters are added up over the
-instances, once for all of them.
+A step has two parts. The first part prepares the tensor whose norm is needed in addition to the norm of the
+weights; the second part updates the weights with both norms. Between the parts, the sums over pieces of parameters
+are added over the instances, once for all parameters.
 """
 
 import math
@@ -27,12 +27,12 @@ Settings: TypeAlias = Mapping[str, Any]
 """A parameter group."""
 
 _CACHED_ELEMENTS: Final = 1 << 16
-"""On the CPU so many elements of small tensors are updated at once, which fit its caches."""
+"""Number of elements of small tensors that are updated at once on the CPU, so that they fit its caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
-    """Parameters with, for each, the tensor whose norm is compared with its own: ``measured``."""
+    """Parameters, with a tensor for each whose norm is compared with the parameter's norm: ``measured``."""
 
     group: Settings
     parameters: list[Tensor]
@@ -40,14 +40,14 @@ class PreparedUpdate:
 
 
 class TrustRatioOptimizer(PieceOptimizer):
-    """An optimizer whose updates are scaled by norms of whole parameters."""
+    """An optimizer that scales updates by norms of whole parameters."""
 
     exchanges_norms = True
 
     element_names: frozenset[str]
-    """The names of state with a number for each element."""
+    """The names of elementwise state."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:  # of a class's constructor, by name
+    def __init__(self, arguments: Mapping[str, Any]) -> None:  # the arguments of a subclass's constructor, by name
         settings = {
             name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")
         }
@@ -56,36 +56,36 @@ class TrustRatioOptimizer(PieceOptimizer):
     @classmethod
     def names_of_elements(
         cls,
-        defaults: Mapping[str, Any],  # noqa: ARG003 - equal for all settings
-        settings: Mapping[str, Any],  # noqa: ARG003
-        device: torch.device,  # noqa: ARG003
+        defaults: Mapping[str, Any],  # noqa: ARG003 - the names are equal for all settings
+        settings: Mapping[str, Any],  # noqa: ARG003 - the names are equal for all settings
+        device: torch.device,  # noqa: ARG003 - the names are equal on all devices
     ) -> frozenset[str]:
-        """The same names for any settings."""
+        """Return the names of elementwise state, which are equal for all settings."""
         return cls.element_names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do; an OptimizerError if a setting is not possible."""
+        """Add a group of parameters, as torch's optimizers do; raises OptimizerError if a setting is invalid."""
         self.check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise an OptimizerError if a setting of a group is out of its range."""
+        """Raise OptimizerError if a setting of a group is out of its range."""
         raise NotImplementedError
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Make the tensors whose norms are needed; gradients are negated already if the group maximizes."""
+        """Return tensors whose norms are needed; ``gradients`` are already negated if the group maximizes."""
         raise NotImplementedError
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the weights; ``norms`` are those of weights and measured tensors, None without a trust ratio."""
+        """Update the weights by ``norms`` of weights and measured tensors; None means no trust ratio."""
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update the parameters that have a gradient, first those whose norms need an exchange."""
+        """Update the parameters that have a gradient; first the parameters whose norms need an exchange."""
         work = [(group, [it for it in group["params"] if it.grad is not None]) for group in self.param_groups]
         for _, parameters in work:
             for parameter in parameters:
-                gradient_of(parameter)  # an error before anything is updated
+                gradient_of(parameter)  # raises an error before anything is updated
         if self._whole_sums is not None:
             self._step_on_pieces(work, self._whole_sums)
         for group, parameters in work:
@@ -113,21 +113,22 @@ class TrustRatioOptimizer(PieceOptimizer):
             self.finish_update(prepared, [_roots(*whole[parameter]) for parameter in prepared.parameters])
 
     def _is_cut(self, group: Settings, parameter: Tensor) -> bool:
-        """Whether the norms of this parameter need an exchange with other instances."""
+        """Whether the norms of ``parameter`` need an exchange with other instances."""
         piece = self._pieces.get(parameter)
         return piece is not None and not piece.is_whole and bool(group["trust_ratio"])
 
     def _begin(self, group: Settings, parameters: list[Tensor]) -> PreparedUpdate:
         gradients = [gradient_of(parameter) for parameter in parameters]
         if group["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))  # noqa: SLF001 - as torch's own optimizers call it
+            gradients = list(torch._foreach_neg(gradients))  # noqa: SLF001 - torch's own optimizers call this function too
         measured = self.prepare(group, parameters, gradients)
         return PreparedUpdate(group=group, parameters=parameters, measured=measured)
 
 
 def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
-    """Group the parameters that are updated at once, which changes no bit."""
-    # on the CPU torch's foreach functions are loops over the tensors, so few that stay in the cache are best
+    """Yield groups of parameters to update at once; the grouping changes no bits."""
+    # on the CPU torch's foreach functions loop over tensors, so it is best if the tensors of a call stay in the
+    # cache
     is_on_cpu = any(parameter.device.type == "cpu" for parameter in parameters)
     most = 0 if foreach is False else _CACHED_ELEMENTS if is_on_cpu else math.inf
     batch: list[Tensor] = []
@@ -156,29 +157,28 @@ def _roots(of_weights: float, of_measured: float) -> tuple[float, float]:
 class LAMB(TrustRatioOptimizer):
     """LAMB, algorithm 2 of arXiv 1904.00962, for batches of thousands of samples.
 
-    With m and v the running means of the gradient and of its square, as in Adam, and
-    u = m / (sqrt(v) + eps) + weight_decay · w, each parameter moves by -lr · r · u. Its trust ratio r is
-    min(‖w‖, max_weight_norm) / ‖u‖, and 1 where one of the norms is 0. The norms are over the whole parameter,
-    added in one fixed order in float64, so that
-    ``popdist.ShardedOptimizer(model, popdist.optim.LAMB, ...)`` gives the same bits.
+    m and v are the running means of the gradient and of its square, as in Adam, and u = m / (sqrt(v) + eps) +
+    weight_decay · w. Each parameter changes by -lr · r · u. The trust ratio r is min(‖w‖, max_weight_norm) / ‖u‖;
+    r is 1 if either norm is 0. Each norm is over the whole parameter, added in one fixed order in float64, so that
+    ``popdist.ShardedOptimizer(model, popdist.optim.LAMB, ...)`` gives bitwise equal weights.
 
-    Biases and the parameters of normalization layers are commonly left out::
+    Biases and the parameters of normalization layers are commonly not scaled::
 
         decayed = [it for it in model.parameters() if it.dim() > 1]
         others = [it for it in model.parameters() if it.dim() <= 1]
         LAMB([{"params": decayed}, {"params": others, "weight_decay": 0.0, "trust_ratio": False}], lr=2e-3)
 
     Args:
-        params: Parameters or groups of them, as torch's optimizers take them.
+        params: Parameters or groups of parameters, as for torch's optimizers.
         lr: Learning rate, at least 0.
-        betas: How much of m and of v is kept in a step, each from 0 to below 1.
-        eps: Added to sqrt(v), at least 0.
-        weight_decay: At least 0.
+        betas: The factors by which a step multiplies m and v, each from 0 to below 1.
+        eps: Number that is added to sqrt(v), at least 0.
+        weight_decay: Factor of the weights in the update, at least 0.
         bias_correction: Whether m and v are divided by 1 - beta**step, as in Adam.
-        max_weight_norm: The largest norm that a parameter counts with, above 0; None for no limit.
-        trust_ratio: False for a group whose updates are not scaled: they are AdamW's.
-        foreach: Whether all parameters of a group are updated by each call of torch's foreach functions; None
-            decides by the device. The bits are the same.
+        max_weight_norm: Upper limit of ‖w‖ in the trust ratio, above 0; None for no limit.
+        trust_ratio: False for a group whose updates are not scaled: these updates are AdamW's updates.
+        foreach: Whether each call of torch's foreach functions updates all parameters of a group; None decides by
+            the device. The bits are the same.
         maximize: Whether to go up the gradient.
 
     Raises:
@@ -187,7 +187,7 @@ class LAMB(TrustRatioOptimizer):
 
     element_names = frozenset({"exp_avg", "exp_avg_sq"})
 
-    def __init__(  # noqa: PLR0913 - torch's habit
+    def __init__(  # noqa: PLR0913 - torch's optimizers have as many settings
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
@@ -204,7 +204,7 @@ class LAMB(TrustRatioOptimizer):
         super().__init__(locals())
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise an OptimizerError if a setting of a group is out of its range."""
+        """Raise OptimizerError if a setting of a group is out of its range."""
         for name in ("lr", "eps", "weight_decay"):
             check_number(name, settings[name])
         betas = settings["betas"]
@@ -267,25 +267,24 @@ def _trust_ratio(weight_norm: float, update_norm: float, limit: float | None) ->
 class LARS(TrustRatioOptimizer):
     """LARS, algorithm 1 of arXiv 1708.03888, for batches of thousands of samples.
 
-    With the gradient g, each parameter has the local rate
-    λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖), and 1 where one of the norms is 0. Then
-    v = momentum · v + lr · λ · (g + weight_decay · w), and w moves by -v. So v holds the learning rates of the
-    steps that made it, as the paper has it; torch's SGD multiplies by that of the present step. With ``nesterov``
-    w moves by -(momentum · v + lr · λ · (g + weight_decay · w)).
+    With the gradient g, each parameter has the local rate λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay ·
+    ‖w‖); λ is 1 if either norm is 0. Then v = momentum · v + lr · λ · (g + weight_decay · w), and w changes by -v.
+    So v contains the learning rates of earlier steps, as in the paper; torch's SGD instead multiplies v by the
+    present learning rate. With ``nesterov``, w changes by -(momentum · v + lr · λ · (g + weight_decay · w)).
 
-    The norms are over the whole parameter, added in one fixed order in float64, so that
-    ``popdist.ShardedOptimizer(model, popdist.optim.LARS, ...)`` gives the same bits.
+    Each norm is over the whole parameter, added in one fixed order in float64, so that
+    ``popdist.ShardedOptimizer(model, popdist.optim.LARS, ...)`` gives bitwise equal weights.
 
     Args:
-        params: Parameters or groups of them, as torch's optimizers take them.
+        params: Parameters or groups of parameters, as for torch's optimizers.
         lr: Learning rate, at least 0.
-        momentum: How much of v is kept in a step, from 0 to below 1.
-        weight_decay: At least 0.
+        momentum: The factor by which a step multiplies v, from 0 to below 1.
+        weight_decay: Factor of the weights in the update, at least 0.
         trust_coefficient: The paper's η, at least 0.
-        nesterov: Whether a step looks ahead by the momentum, which must be above 0.
+        nesterov: Whether to use Nesterov momentum, which requires a momentum above 0.
         trust_ratio: False for a group whose λ is 1, such as biases and normalization layers.
-        foreach: Whether all parameters of a group are updated by each call of torch's foreach functions; None
-            decides by the device. The bits are the same.
+        foreach: Whether each call of torch's foreach functions updates all parameters of a group; None decides by
+            the device. The bits are the same.
         maximize: Whether to go up the gradient.
 
     Raises:
@@ -294,7 +293,7 @@ class LARS(TrustRatioOptimizer):
 
     element_names = frozenset({"momentum_buffer"})
 
-    def __init__(  # noqa: PLR0913 - torch's habit
+    def __init__(  # noqa: PLR0913 - torch's optimizers have as many settings
         self,
         params: Iterable[Any],
         lr: float | Tensor = 0.1,
@@ -310,15 +309,15 @@ class LARS(TrustRatioOptimizer):
         super().__init__(locals())
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise an OptimizerError if a setting of a group is out of its range."""
+        """Raise OptimizerError if a setting of a group is out of its range."""
         for name in ("lr", "weight_decay", "trust_coefficient"):
             check_number(name, settings[name])
         check_number("momentum", settings["momentum"], below=1.0)
         if settings["nesterov"] and not settings["momentum"]:
             raise OptimizerError("nesterov=True needs a momentum above 0: there is nothing to look ahead by")
 
-    def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
-        """Return the gradients: LARS needs their norms."""
+    def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - LARS needs only the gradients
+        """Return ``gradients``, because LARS needs the norms of the gradients."""
         return gradients
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
@@ -329,7 +328,7 @@ class LARS(TrustRatioOptimizer):
         if norms is not None:
             rates = [rate * _local_rate(*both, decay, float(group["trust_coefficient"])) for both in norms]
         if decay:
-            moves = list(torch._foreach_add(prepared.measured, parameters, alpha=decay))  # noqa: SLF001 - as torch's own optimizers do
+            moves = list(torch._foreach_add(prepared.measured, parameters, alpha=decay))  # noqa: SLF001 - torch's own optimizers call it
             torch._foreach_mul_(moves, rates)
         else:
             moves = list(torch._foreach_mul(prepared.measured, rates))  # noqa: SLF001

@@ -1,6 +1,6 @@
-"""What PopART programs for PopDist call to learn their place in the job, under PopDist's names.
+"""The functions by which PopART programs for PopDist read their place in the job, with PopDist's names.
 
-PopART itself is not here: what is set in session options is for the program, and a device is a description.
+PopART itself is not included: the program uses the session options, and a device is only a description.
 """
 # ruff: noqa: N802, N803 - the names are PopDist's
 
@@ -19,9 +19,9 @@ class Device:
     """The device of one instance.
 
     Attributes:
-        id: Its number on its host.
-        numIpus: Virtual IPUs of all replicas of the instance, at least 1.
-        connectionType: What the program has asked for, as it is.
+        id: Number of the device on its host.
+        numIpus: Number of virtual IPUs of all replicas of the instance, at least 1.
+        connectionType: The argument of the program, unchanged.
     """
 
     id: int
@@ -30,7 +30,7 @@ class Device:
 
 
 def configureSessionOptions(opts: Any) -> None:
-    """Write into ``opts`` how many replicas the job has, and which of them are this instance's.
+    """Write into ``opts`` how many replicas the job has, and which replicas belong to this instance.
 
     Args:
         opts: Any object; PopART's ``SessionOptions`` have these attributes.
@@ -43,14 +43,14 @@ def configureSessionOptions(opts: Any) -> None:
 
 
 def getDevice(ipus_per_replica: int | None = None, connectionType: object = None) -> Device:
-    """The device of this instance.
+    """Return the device of this instance.
 
     Args:
-        ipus_per_replica: As poprun was told; None takes that.
-        connectionType: Kept as it is.
+        ipus_per_replica: The number given to poprun; None means this number.
+        connectionType: Stored unchanged.
 
     Raises:
-        ContractError: If poprun was told another number of IPUs.
+        ContractError: If poprun was given another number of IPUs.
     """
     count = context.environment().ipus_of_replica(ipus_per_replica)
     return Device(id=getDeviceId(), numIpus=num_local_replicas() * count, connectionType=connectionType)

@@ -1,4 +1,4 @@
-"""The name of PopDist's compiled part, with the same functions as ``popdist``."""
+"""PopDist's functions under the name of PopDist's compiled module; ``popdist`` has the same functions."""
 
 from popdist.compat import (
     checkNumIpusPerReplica,

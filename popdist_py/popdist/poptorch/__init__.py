@@ -1,4 +1,4 @@
-"""The name under which programs find poptorch's options for an instance of a job; poptorch itself has them."""
+"""The import path ``popdist.poptorch`` of PopTorch's options for an instance; poptorch implements the options."""
 
 from importlib import import_module
 from typing import Any
@@ -9,12 +9,12 @@ from popdist.startup import stub_finder
 
 __all__ = ["Options"]
 
-del needs_torch  # which raises without torch, and has no other use
+del needs_torch  # needs_torch raises an error if torch is missing, and has no other use
 
 stub_finder.begin()
 
 try:
-    Options: Any = import_module("poptorch.options.job_options").JobOptions  # of a package above
+    Options: Any = import_module("poptorch.options.job_options").JobOptions  # poptorch depends on popdist
 except ModuleNotFoundError as error:
     if error.name != "poptorch":
         raise

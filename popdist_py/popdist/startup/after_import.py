@@ -1,14 +1,14 @@
-"""Calls functions once modules have been imported, without importing or patching them.
+"""Calls of functions after modules have been imported, without importing or patching the modules.
 
-The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
-for Python 3.8 and imports next to nothing.
+The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, whatever its
+version. So the module is written for Python 3.8 and imports almost nothing.
 """
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class AfterImport:
-    """The first finder in ``sys.meta_path``: it lets the others find, and is called back when a module has run."""
+    """The first finder in ``sys.meta_path``; it leaves finding to the others, and calls back after an import."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[Call]] = {}
 
     def call(self, name: str, function: Call) -> None:
-        """Call ``function`` with the module ``name`` once it is imported; at once if it is imported already."""
+        """Call ``function`` with the module ``name`` after its import; immediately if it is already imported."""
         if name in sys.modules:
             function(sys.modules[name])
             return
@@ -36,7 +36,7 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have for a module that is waited for, with a loader that calls back."""
+        """Return another finder's spec of a registered module, with a loader that calls back; None otherwise."""
         if name not in self._calls:
             return None
         for finder in sys.meta_path:
@@ -46,23 +46,23 @@ class AfterImport:
             spec: ModuleSpec | None = find(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _CallingLoader(spec.loader, self)  # type: ignore[assignment] # by its methods
+                    spec.loader = _CallingLoader(spec.loader, self)  # type: ignore[assignment] # the object has a loader's methods
                 return spec
         return None
 
     def run_calls(self, module: ModuleType) -> None:
-        """Call what waits for ``module``; a function that fails does not disturb the program."""
+        """Call the functions registered for ``module``; a function that fails does not disturb the program."""
         for function in self._calls.pop(module.__name__, ()):
             try:
                 function(module)
-            except Exception:  # noqa: BLE001, S112 - the program goes on as without it
+            except Exception:  # noqa: BLE001, S112 - the program must continue as if the function did not exist
                 continue
         if not self._calls and self in sys.meta_path:
             sys.meta_path.remove(self)
 
 
 class _CallingLoader:
-    """Another loader's methods; when a module has run it is that loader's alone."""
+    """A loader with another loader's methods; after the module has run, the module has the other loader only."""
 
     def __init__(self, loader: Any, finder: AfterImport) -> None:
         self._loader = loader
@@ -72,12 +72,12 @@ class _CallingLoader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The other loader's module."""
+        """Return the other loader's module."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module as the other loader does, then call back."""
+        """Run the module with the other loader, then call back."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,7 +1,7 @@
-"""Tells JAX of poprun's job, so that ``jax.distributed.initialize()`` needs no argument in it.
+"""The description of poprun's job for JAX, so that ``jax.distributed.initialize()`` needs no argument.
 
-The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
-for Python 3.8. What the program or its user say themselves wins: JAX asks here only for what they have not said.
+The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
+for Python 3.8. Settings of the program or its user have priority, because JAX asks here only for missing settings.
 """
 
 from __future__ import annotations
@@ -9,37 +9,38 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
 COORDINATOR = "POPDIST_JAX_COORDINATOR"
-"""Where instance 0's JAX is to listen: a port there is held for it."""
+"""The variable with the address at which JAX of instance 0 must listen; poprun reserves a port for it."""
 
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
-"""How many CPU devices an instance is to have: poprun sets it unless the user has."""
+"""The variable with the number of CPU devices of an instance; poprun sets it unless the user has set it."""
 
 FIRST_WITH_CPU_DEVICES = (0, 5)
-"""The first JAX that reads that variable."""
+"""The first version of JAX that reads this variable."""
 
 
 def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
-    """Add poprun to the kinds of clusters that JAX knows; ``clusters`` is the module with their base class.
+    """Add poprun to the kinds of clusters that JAX knows; the module ``clusters`` has the base class of clusters.
 
-    JAX asks each kind whether the process is in one when it connects the process: ``announce`` is called then.
+    When JAX connects a process, it asks each kind whether the process is in such a cluster: ``announce`` is called
+    then.
     """
 
     class PoprunCluster(clusters.ClusterEnv):  # type: ignore[name-defined,misc] # JAX keeps a list of its subclasses
-        """A job of poprun, under whichever launcher."""
+        """A job of poprun, started by any launcher."""
 
         name = "poprun"
 
         @classmethod
         def is_env_present(cls) -> bool:
-            """Whether this process is an instance of one."""
+            """Return whether this process is an instance of a job of poprun."""
             announce()
             if COORDINATOR not in os.environ:
                 return False
@@ -51,29 +52,29 @@ def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
         def get_coordinator_address(
             cls, *_: object, override_coordinator_port: str | None = None, **__: object
         ) -> str:
-            """Where the processes connect; there, and nowhere else, the coordinator listens."""
+            """Return the address at which the processes connect; the coordinator listens only at this address."""
             host, port = os.environ[COORDINATOR].rsplit(":", 1)
             address = host + ":" + (override_coordinator_port or port)
-            os.environ.setdefault(BIND_ADDRESS, address)  # else it would listen at all addresses of the machine
+            os.environ.setdefault(BIND_ADDRESS, address)  # else JAX would listen at all addresses of the host
             return address
 
         @classmethod
         def get_process_count(cls) -> int:
-            """The number of instances."""
+            """Return the number of instances."""
             return int(os.environ["WORLD_SIZE"])
 
         @classmethod
         def get_process_id(cls) -> int:
-            """The index of this instance."""
+            """Return the index of this instance."""
             return int(os.environ["RANK"])
 
         @classmethod
         def get_local_process_id(cls) -> None:
-            """No number of a device: an instance may have several, and poprun says which."""
+            """Return None, because an instance may have several devices, and poprun says which."""
 
 
 def describe_age(version: tuple[int, ...]) -> str:
-    """What a user should know whose JAX is too old to have as many CPU devices as it is told; else nothing."""
+    """Return a warning if JAX is too old for several CPU devices, and the environment asks for them."""
     num_devices = os.environ.get(CPU_DEVICES, "1")
     if num_devices == "1" or version >= FIRST_WITH_CPU_DEVICES:
         return ""

@@ -1,27 +1,27 @@
-"""Whether a program of a job of several processes has trained alone: its imports show it at its end.
+"""The test whether a program of a job with several processes has trained alone; its imports show it at its end.
 
-The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
+The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
 for Python 3.8 and imports nothing. Pure.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
 FRAMEWORKS = ("torch", "keras", "tensorflow", "jax", "paddle")
-"""Libraries that train. Of torch it shows whether a program did; of the others, that they were imported counts."""
+"""Libraries that train. torch shows whether a program trained; for the other libraries, an import counts."""
 
 _CONNECTORS = ("horovod", "ray")
-"""Modules of libraries that connect processes in ways of their own."""
+"""Modules of libraries that connect processes by their own means."""
 
 _CLUSTER = "PADDLE_TRAINER_ENDPOINTS"
 """The variable by which Paddle connects processes."""
 
 _SERVERS = ("_collective_ops_server_def", "_server_def")
-"""What TensorFlow's context has of the servers that connect it to others, in a strategy of several workers."""
+"""Attributes of TensorFlow's context for servers that connect it to other workers in a strategy."""
 
 _NODES = ("--nnodes", "--node_rank", "--node-rank")
 
@@ -32,21 +32,21 @@ def has_trained_alone(
     excepthook: Callable[..., object],
     variables: Mapping[str, str],
 ) -> bool:
-    """Whether a process trained, as far as one can see, and none of its ``modules`` connected it to others."""
+    """Return whether a process seems to have trained, and no module connected it to other processes."""
     if _was_connected(modules, excepthook) or _CLUSTER in variables or '"ps"' in variables.get("TF_CONFIG", ""):
         return False
     checks = modules.get("popdist.step.checks.optimizer_checks")
     if checks is not None:
         return bool(checks.lone_steps.number)
-    if "torch" in modules:  # which tools for logs import beside TensorFlow
+    if "torch" in modules:  # even if TensorFlow trains, because tools for logs import torch
         return "keras" in modules or _has_trained(modules, words)
     return "popdist.job.context" not in modules and any(name in modules for name in FRAMEWORKS)
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
-    """Whether the process made an optimizer (torch marks the class then), or is a torchrun whose processes did."""
+    """Return whether this process made a torch optimizer (torch then marks the class), or is a torchrun."""
     if "torch.distributed.run" in modules:
-        return not any(word.startswith(_NODES) for word in words)  # else it connects torchruns
+        return not any(word.startswith(_NODES) for word in words)  # one with such words connects to torchruns
     optim = modules.get("torch.optim")
     kinds = [optim.Optimizer] if optim is not None else []
     for kind in kinds:
@@ -55,19 +55,17 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Whether a library was imported, and not the stand-in of `popdist.startup.stub_finder`."""
+    """Return whether a library was imported, and not the stand-in of `popdist.startup.stub_finder`."""
     spec = getattr(modules.get(name), "__spec__", None)
     return name in modules and getattr(spec, "origin", None) != "poptorch"
 
 
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
-    """Whether MPI, torch.distributed or another library connected the process to others; popdist is not asked."""
+    """Return whether MPI, torch.distributed or another library, except popdist, connected this process."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True
-    jax = getattr(
-        modules.get("jax._src.distributed"), "global_state", None
-    )  # keeps the number when all is shut down
+    jax = getattr(modules.get("jax._src.distributed"), "global_state", None)  # stays set after shutdown
     tensorflow = getattr(modules.get("tensorflow.python.eager.context"), "_context", None)
     if getattr(jax, "num_processes", 1) > 1 or any(getattr(tensorflow, name, None) for name in _SERVERS):
         return True
@@ -75,6 +73,6 @@ def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]
         return False
     if groups.is_initialized():
         return bool(groups.get_world_size() > 1)
-    # a group that was destroyed leaves the address of its store, and torch's way to print exceptions
-    init_method = groups._default_pg_init_method  # noqa: SLF001 - nothing public has it
+    # a destroyed group leaves the address of its store, and torch's function for printing exceptions
+    init_method = groups._default_pg_init_method  # noqa: SLF001 - no public name has it
     return init_method is not None or excepthook.__module__ == groups.__name__

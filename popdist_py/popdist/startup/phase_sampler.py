@@ -1,7 +1,7 @@
-"""Looks about twenty times a second at what the main thread does, and adds up on the page of progress how long.
+"""The sampler of phases: about twenty times a second, it adds the time of the main thread's phase on the page.
 
-The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
-for Python 3.8 and imports next to nothing. `popdist.ground.progress` reads what it writes.
+The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
+for Python 3.8 and imports almost nothing. `popdist.ground.progress` reads the counters.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ import os
 import sys
 import time
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
-    Place = tuple[str, int, str]  # a file, a line in it, and the function
-    Phases = dict[str, str]  # of the functions of one file; "" is for all others
+    Place = tuple[str, int, str]  # a file, a line in the file, and the function
+    Phases = dict[str, str]  # phase of each function of one file; "" means all other functions
 
 START, DATA, FORWARD, BACKWARD, OPTIMIZER = "start", "data", "forward", "backward", "optimizer"
 CHECKPOINT, COMMUNICATION, OUTSIDE = "checkpoint", "communication", "outside"
 PHASES = (START, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, COMMUNICATION, OUTSIDE)
-"""Where time goes: "start" is what comes before the first of the next four, "outside" the program's own code."""
+"""The phases. "start" is before the first of data, forward, backward and optimizer; "outside" is other code."""
 
 COUNTERS_AT, COUNTERS_FORMAT = 272, f"=Q{len(PHASES)}d6dd"
-"""Where and how the page has the number of optimizer steps, the seconds of each phase, those of backward in which
-the main thread used no processor, those in which it waited for a disk, those in which it waited for a loader's
-workers, those in which it exchanged messages, which torch does not record, those of long forward passes, those of
-garbage collection, and when the sampler began (monotonic)."""
+"""Place and format of the counters on the page: the number of optimizer steps, then the seconds of each phase.
+
+Then follow seconds of the main thread: of backward passes without use of the processor, of waits for a disk, of
+waits for DataLoader workers, of messages, which torch does not record, of long forward passes, and of garbage
+collection. The last number is the monotonic time at which the sampler began."""
 
 PLACES_AT, PLACE_BYTES = 512, 96
-"""Where it has, for each phase, the line of the program's own code that was seen most often."""
+"""Place on the page of the line of the program's code seen most often in each phase, and its number of bytes."""
 
 ENDS_AT, ENDS_FORMAT, NUM_ENDS = 1280, "=100d", 100
-"""Where it has the moments at which the last steps of optimizers ended, oldest first: seconds since 1970."""
+"""Place, format and number of the times of the last optimizer steps, oldest first (seconds since 1970)."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 0.07
-FIRST_STEPS = 10  # of optimizers, after which a process that is connected to no other trains alone
-LONG_SECONDS = 1.0  # of forward without a step of an optimizer: a program that validates
-_IDLE_SHARE = 0.3  # of the time between two looks: a thread that used less of a processor waited
+FIRST_STEPS = 10  # steps of optimizers, after which the sampler checks whether the process trains alone
+LONG_SECONDS = 1.0  # of forward without an optimizer step, which means that the program validates
+_IDLE_SHARE = 0.3  # of the time between two samples: a thread that used less processor time has waited
 
 _PARTS = {
     "/torch/utils/data/": {"": DATA},
@@ -63,29 +64,29 @@ _OWN_PARTS = {
     "/exchange/": {"": COMMUNICATION},
     "/job/collectives.py": {"": COMMUNICATION},
 }
-"""Which phase the functions of a file belong to, by a part of its path: torch's, and popdist's."""
+"""The phases of functions in torch's and in popdist's files, by a part of the file's path."""
 
 _AROUND = {FORWARD: (DATA, BACKWARD, CHECKPOINT, START), COMMUNICATION: (START,)}
-"""Phases that count in place of one that they are around, such as backward around what is computed again."""
+"""Phases that replace an inner phase, such as backward around a forward pass that is computed again."""
 
 _TORCH_CALLS, _PIPELINING = "/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/"
 _MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _WORKERS = ("/selectors.py", "/multiprocessing/connection.py", "/threading.py", "/queue.py")
-"""Where a loader waits for the next batch of its workers."""
+"""Files in which a loader waits for the next batch of its workers."""
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", os.path.dirname(os.__file__) + os.sep, "<frozen")
 
 
 class StackReader:
-    """Tells a stack's phase, and which line of the program's own code it stands in."""
+    """A reader of a stack's phase and of the last line of the program's own code in the stack."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[Phases, bool]] = {}
-        self.has_messages = False  # whether the last stack was inside of a pipeline or of a message
+        self.has_messages = False  # whether the last stack was in a pipeline or in a message
 
     def read(self, frame: FrameType | None) -> tuple[str, Place | None]:
-        """The phase that a stack is in, and the latest place in the program's own code."""
+        """Return the phase of the stack ``frame``, and the innermost line of the program's own code, or None."""
         found, place = "", None
         self.has_messages = False
         while frame is not None:
@@ -107,7 +108,7 @@ class StackReader:
 
 
 def phases_of(file: str) -> Phases:
-    """The phases of the functions in a file of torch's or popdist's; none for another one."""
+    """Return the phases of the functions in a file of torch or popdist; an empty dict for any other file."""
     path = file.replace("\\", "/")
     if path.startswith(_OWN_FOLDER):
         path = path[len(_OWN_FOLDER) :]
@@ -116,28 +117,29 @@ def phases_of(file: str) -> Phases:
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is the program's own, and not a library's."""
+    """Return whether a file belongs to the program, and not to a library."""
     return not file.startswith(_OWN_FOLDER) and not any(part in file for part in _LIBRARIES)
 
 
 def used_device() -> Any:
-    """Return torch's module for the kind of device that this program has used, such as torch.cuda, or None."""
+    """Return torch's module of the type of accelerator that this program uses, such as torch.cuda, or None."""
     torch = sys.modules.get("torch")
     kinds = (getattr(torch, name, None) for name in ("cuda", "xpu"))
     return next((kind for kind in kinds if kind is not None and kind.is_initialized()), None)
 
 
 class CollectorPause:
-    """A time in which Python 3.11 collects no garbage, so that a thread may read the frames of another.
+    """A context in which Python 3.11 collects no garbage, so that a thread can read frames of another thread.
 
-    There to read a frame makes an object, that may begin a collection, and the program's code which a collection
-    calls may let the other thread go on and end that very frame: then Python crashes. Later ones collect between
-    two instructions, and earlier ones make no object. `gc.disable()` would show in `gc.isenabled()`.
+    In Python 3.11, reading a frame makes an object, which may start a garbage collection. Program code that the
+    collection calls may let the other thread run and end the frame: then Python crashes. Later versions collect
+    between two instructions, and earlier versions make no object. `gc.disable()` is not used because it would show
+    in `gc.isenabled()`.
     """
 
     def __init__(self) -> None:
         self._thresholds: tuple[int, ...] = ()
-        os.register_at_fork(after_in_child=self.__exit__)  # another thread may fork in such a time
+        os.register_at_fork(after_in_child=self.__exit__)  # because another thread may fork during the pause
 
     def __enter__(self) -> None:
         if sys.version_info[:2] == (3, 11):
@@ -146,12 +148,12 @@ class CollectorPause:
 
     def __exit__(self, *_: object) -> None:
         thresholds, self._thresholds = self._thresholds, ()
-        if thresholds and gc.get_threshold()[0] == 0:  # else the program has set others
+        if thresholds and gc.get_threshold()[0] == 0:  # otherwise the program has changed the thresholds
             gc.set_threshold(*thresholds)
 
 
 class PhaseSampler:
-    """The counters of one program; a thread of its own keeps them."""
+    """The counters of one program; its own thread updates the counters."""
 
     def __init__(self, page: int, main: int) -> None:
         import struct
@@ -167,9 +169,9 @@ class PhaseSampler:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._idle_seconds = self._disk_seconds = self._worker_seconds = self._long_seconds = 0.0
         self._message_seconds = 0.0
-        self._forward_seconds = 0.0  # since the last step of an optimizer
+        self._forward_seconds = 0.0  # since the last optimizer step
         self._step = 0
-        self.process = os.open("/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC)  # the main thread's
+        self.process = os.open("/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC)  # the state of the main thread
         self._began_at_seconds = self._at_seconds = time.monotonic()
         self._used_seconds = 0.0
         self._favourites: dict[str, tuple[Place, int]] = {}
@@ -179,12 +181,12 @@ class PhaseSampler:
         self._gc_began_at_seconds = 0.0
 
     def count_step(self, *_: object) -> None:
-        """Count a step of an optimizer: torch calls this after each."""
+        """Count a step of an optimizer; torch calls this method after each step."""
         self.num_steps += 1
         self._ends.append(time.time())
 
     def note_collection(self, moment: str, _: object) -> None:
-        """Add up how long Python collects garbage: `gc.callbacks` has this called."""
+        """Add the duration of Python's garbage collections; `gc.callbacks` calls this method."""
         now_seconds = time.monotonic()
         if moment == "start":
             self._gc_began_at_seconds = now_seconds
@@ -192,7 +194,7 @@ class PhaseSampler:
             self.gc_seconds += now_seconds - self._gc_began_at_seconds
 
     def run(self, on_first_steps: Callable[[], None]) -> None:
-        """Look until the program ends; call ``on_first_steps`` after the first steps of optimizers."""
+        """Sample until the program ends; call ``on_first_steps`` once, after the first optimizer steps."""
         import random
         import signal
 
@@ -203,7 +205,7 @@ class PhaseSampler:
             signal.SIGILL,
         }  # where one is blocked, nobody says
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - crashes)
-        moments = random.Random()  # noqa: S311 - and the program's own random numbers stay what they are
+        moments = random.Random()  # noqa: S311 - moments are no secrets
         has_told = False
         while True:
             time.sleep(moments.uniform(LEAST_SECONDS, MOST_SECONDS))
@@ -213,9 +215,9 @@ class PhaseSampler:
                 on_first_steps()
 
     def inspect(self) -> None:
-        """Add the time since the last call to the phase that the main thread is in."""
+        """Add the time since the last call to the phase of the main thread."""
         with self._pause:
-            frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for such diagnoses
+            frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented for such diagnoses
             phase, place = self._stacks.read(frame)
             waits_for_workers = frame is not None and frame.f_code.co_filename.endswith(_WORKERS)
             is_inside = frame is not None and not is_own(frame.f_code.co_filename)
@@ -225,10 +227,10 @@ class PhaseSampler:
         is_idle = used_seconds - self._used_seconds < _IDLE_SHARE * seconds
         self._used_seconds = used_seconds
         state = os.pread(self.process, 64, 0) if is_idle else b""
-        is_idle &= b") R " not in state  # a thread that wants a core does not wait for others
+        is_idle &= b") R " not in state  # a thread that is ready to run does not wait
         self._has_begun |= phase in (DATA, FORWARD, BACKWARD, OPTIMIZER)
         self._seconds[phase if self._has_begun else START] += seconds
-        # on a device the main thread sleeps while the device, and a thread of autograd's, work
+        # with an accelerator the main thread sleeps while the accelerator and autograd's thread work
         if phase == BACKWARD and is_idle and is_inside and used_device() is None:
             self._idle_seconds += seconds
         if b") D " in state:
@@ -249,7 +251,7 @@ class PhaseSampler:
             self._vote(phase, place)
 
     def _watch_forward(self, phase: str, seconds: float) -> None:
-        """Add up forward passes between two steps of an optimizer that take longer than a second together."""
+        """Add forward passes that take more than a second together between two steps of an optimizer."""
         if self._step != self.num_steps:
             self._step, self._forward_seconds = self.num_steps, 0.0
         elif phase in (DATA, FORWARD):
@@ -259,7 +261,7 @@ class PhaseSampler:
                 self._long_seconds += self._forward_seconds if is_first else seconds
 
     def _vote(self, phase: str, place: Place) -> None:
-        """Keep the place that is seen most often in a phase: another place that is seen takes one vote from it."""
+        """Count ``place`` in a majority vote over the lines of a phase; write a new winner on the page."""
         favourite, votes = self._favourites.get(phase, (place, 0))
         if favourite == place:
             self._favourites[phase] = (place, votes + 1)
@@ -274,9 +276,9 @@ class PhaseSampler:
 
 
 def start(page: int, on_first_steps: Callable[[], None]) -> None:
-    """Begin to look at the main thread, in a thread that ends with the program; torch has been imported.
+    """Start a thread that samples the main thread until the program ends; torch must have been imported.
 
-    The thread calls ``on_first_steps`` once, after the first steps of optimizers.
+    The thread calls ``on_first_steps`` once, after the first optimizer steps.
     """
     import threading
 

@@ -1,44 +1,44 @@
-"""Starts torch's worker server, which tells the recorder's last collectives while Python itself is stuck.
+"""The start of torch's worker server, which sends the recorder's last collectives even if Python is blocked.
 
-The start-up hook (``startup/sitecustomize.py``) calls it in whatever Python the program runs, so this is written
-for Python 3.8. The server listens on a unix socket whose file is removed at once: only who may look into this
-process reaches it, at ``/proc/PID/fd/N``, and nothing is left behind whatever dies.
+The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
+for Python 3.8. The server listens on a unix socket whose file is removed immediately. So only a process that may
+inspect this process can connect, at ``/proc/PID/fd/N``, and no file remains.
 """
 
 from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
 SOCKET_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
-"""Where torch reads the path of the socket; a program that sets it has a server of its own."""
+"""The variable in which torch reads the path of the socket; a program that sets it has its own server."""
 
 LENGTH_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""How many calls torch's recorder keeps; where one is 0 there is no recorder to ask."""
+"""The variables with the number of calls that torch's recorder keeps; if one is 0, there is no recorder."""
 
 OWN_LINE = b"WorkerServer.cpp"
-"""What stands in the line that the server writes to standard error when it starts."""
+"""A text in the line that the server writes to standard error when it starts."""
 
 
 def start() -> int:
-    """Start the server; the descriptor through which others reach its socket, or 0 where there is none."""
+    """Start the server; return the descriptor by which its socket can be reached, or 0 if there is no server."""
     if SOCKET_VARIABLE in os.environ or any(os.environ.get(name) == "0" for name in LENGTH_VARIABLES):
         return 0
     from torch.distributed.elastic.control_plane import worker_main
 
     main: Any = worker_main
-    server = main.__wrapped__()  # without what records errors, which would enable faulthandler
+    server = main.__wrapped__()  # without the wrapper that records errors, because it would enable faulthandler
     import shutil
     import tempfile
 
     folder = tempfile.mkdtemp(prefix="poprun-")
     socket = os.path.join(folder, "s")
     try:
-        os.environ[SOCKET_VARIABLE] = socket  # torch has no other way to be told
+        os.environ[SOCKET_VARIABLE] = socket  # torch reads the path only here
         _enter_quietly(server)
         return os.open(socket, os.O_PATH | os.O_CLOEXEC)
     finally:
@@ -47,11 +47,11 @@ def start() -> int:
 
 
 def _enter_quietly(server: AbstractContextManager[None]) -> None:
-    """Start the server's threads, for ever, with no signal of the program's and without its line."""
+    """Start the server's threads for ever, with the program's signals blocked, and hide the server's line."""
     import ctypes
     import signal
 
-    # A server that is taken down in a forked child takes the parent's with it, and so the parent: it never is.
+    # the server is never deleted: in a forked child this would end the server of the parent, and so the parent
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     kept, caught = os.dup(2), os.memfd_create("stderr")
     crashes = {
@@ -59,7 +59,7 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
         signal.SIGBUS,
         signal.SIGFPE,
         signal.SIGILL,
-    }  # which would then end it without a word
+    }  # if such a signal were blocked, the crash would print nothing
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - crashes)
     try:
         os.dup2(caught, 2)
@@ -74,11 +74,11 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
 
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""The server's names of torch's recorders: that of gloo, and that of NCCL, which only some builds have."""
+"""The server's names of torch's recorders: of gloo, and of NCCL, which only some builds have."""
 
 
 def read_recorder(descriptor: int) -> bytes:
-    """What this process's own recorders hold, each as JSON in a line of its own."""
+    """Return the records of this process's recorders: one line of JSON for each recorder."""
     return b"\n".join(_ask(descriptor, handler).replace(b"\n", b" ") for handler in HANDLERS)
 
 

@@ -1,7 +1,7 @@
-"""Records some steps of this program: torch's profiler, its collectives, its loaders' workers, and its clock.
+"""The recording of some steps of this program: torch's profiler, collectives, DataLoader workers, and the clock.
 
-The start-up hook (``startup/sitecustomize.py``) calls it when poprun wants a trace, in whatever Python the program
-runs, so this is written for Python 3.8. `poprun.observe.trace` reads what it writes. Nothing here stops the
+The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program if poprun wants a
+trace, so it is written for Python 3.8. `poprun.observe.trace` reads the files. No error in this module stops the
 program.
 """
 
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 SETTINGS = "POPDIST_TRACE"
-"""What to record, as JSON: ``file`` (how names of files begin), ``steps`` (two numbers) and ``seconds``."""
+"""What to record, as JSON: ``file`` (prefix of file names), ``steps`` (two numbers) and ``seconds``."""
 
 CLOCK_DESCRIPTOR = "POPDIST_CLOCK_DESCRIPTOR"
-"""A socket at whose other end the agent tells its time."""
+"""The variable with the descriptor of a socket whose other end, the agent, sends its time."""
 
 NUM_QUESTIONS = 12
 ANSWER_SECONDS = 0.05
-SAMPLE_SECONDS, IDLE_SECONDS = 0.004, 0.05  # between two looks at a worker, in the window and out of it
+SAMPLE_SECONDS, IDLE_SECONDS = 0.004, 0.05  # between two samples of a worker, inside and outside of the window
 FETCHES, LOADS = "torch/utils/data/_utils/fetch.py", "torch/utils/data/dataloader.py"
 PROFILES_ITSELF = "the program profiles itself, and a second profiler would take its events away"
 
@@ -39,11 +39,11 @@ def begin(
     make_pause: Callable[[], AbstractContextManager[None]],
     used_device: Callable[[], Any],
 ) -> None:
-    """Record what the environment asks for, once torch has been imported; frames are read in such pauses."""
+    """Begin recording, as the environment asks, after torch's import; read frames in ``make_pause()``."""
     settings = json.loads(os.environ[SETTINGS])
     try:
         if os.lstat(os.path.dirname(settings["file"])).st_uid != os.geteuid():
-            return  # on a host that does not share poprun's, another user has made it, maybe with links in it
+            return  # a folder of another user may contain links; this host does not share poprun's
     except OSError:
         return
     recording = Recording(settings, read_recorder, make_pause, used_device)
@@ -53,12 +53,15 @@ def begin(
 
 
 def ask_clock() -> list[int]:
-    """Our time before and after the agent's answer, and its time between; the closest of several answers."""
+    """Return the times before and after the agent's answer, and the agent's time between; empty if no answer came.
+
+    The result belongs to the fastest of several answers.
+    """
     import socket
 
     try:
         link = socket.socket(fileno=int(os.environ[CLOCK_DESCRIPTOR]))
-    except (KeyError, ValueError, OSError):  # the program has removed the variable, or closed the descriptor
+    except (KeyError, ValueError, OSError):  # the program has removed the variable or closed the descriptor
         return []
     link.settimeout(ANSWER_SECONDS)
     answers = []
@@ -72,12 +75,12 @@ def ask_clock() -> list[int]:
         heard_ns = time.time_ns()
         if asked_ns == sent_ns:
             answers.append([sent_ns, answered_ns, heard_ns])
-    link.detach()  # the descriptor stays open, to be asked again
+    link.detach()  # the descriptor stays open, for later questions
     return min(answers, key=lambda it: it[2] - it[0], default=[])
 
 
 class Recording:
-    """What is recorded of this program, from the first step of the window to the last."""
+    """The recording of this program, from the first step of the window to the last step."""
 
     def __init__(
         self,
@@ -104,15 +107,15 @@ class Recording:
         self._is_over = False
         import mmap
 
-        self._shared = mmap.mmap(-1, 1)  # what forked workers see: whether the window is open
+        self._shared = mmap.mmap(-1, 1)  # tells forked workers whether the window is open
 
     def prepare(self, _torch: object) -> None:
-        """Count the optimizer's steps; a window that begins with the program begins when it calls a module."""
+        """Count the optimizer's steps; a window from step 0 opens when the program first calls a module."""
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._others.watch()
-        register_optimizer_step_post_hook(self._after_step)  # for good: it cannot be removed while it is called
+        register_optimizer_step_post_hook(self._after_step)  # never removed: it cannot be while it is called
         if self._first == 0:
             self._forward_hook = register_module_forward_pre_hook(self._before_forward)
 
@@ -142,7 +145,7 @@ class Recording:
         return self._seconds > 0.0 and time.monotonic() >= self._deadline_seconds
 
     def _is_own_thread(self) -> bool:
-        """Whether this is the thread that has begun the window: torch crashes if another one ends it."""
+        """Return whether this thread has begun the window, because torch crashes if another thread ends it."""
         import threading
 
         return self._profile is not None and self._about["thread"] == threading.get_native_id()
@@ -163,12 +166,12 @@ class Recording:
             activities = [profilers.ProfilerActivity.CPU]
             if (device := self._used_device()) is not None:
                 activities.append(getattr(profilers.ProfilerActivity, device.__name__.rpartition(".")[2].upper()))
-            # torch 2.11 warns of events that another cycle would remove, unless all are kept
+            # torch 2.11 warns about events that another cycle would remove, unless all events are kept
             self._profile = self._others.own = profilers.profile(activities=activities, acc_events=True)
             self._profile.start()
             self._wait_for_device()
             self._waits.begin()
-        except Exception as error:  # noqa: BLE001 - the program goes on as without it
+        except Exception as error:  # noqa: BLE001 - the program must continue as without the recording
             self._finish(f"torch's profiler cannot start: {error}")
             return
         self._about["begun_ns"] = time.time_ns()
@@ -177,7 +180,7 @@ class Recording:
         self._shared[0] = 1
 
     def _close(self, problem: str = "") -> None:
-        """End the window, and write what was recorded."""
+        """End the window, and write the recorded data."""
         profile, self._profile, self._shared[0] = self._profile, None, 0
         self._wait_for_device()
         self._about["ended_ns"] = time.time_ns()
@@ -188,24 +191,24 @@ class Recording:
             self._about["calls"] = self._calls()
             profile.export_chrome_trace(f"{self._file}.tmp")
             os.replace(f"{self._file}.tmp", f"{self._file}.json")
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - the program must continue as without the recording
             problem = f"its trace cannot be written: {error}"
         self._finish(problem)
 
     def _wait_for_device(self) -> None:
-        """Wait for what the program has queued on its device, which is steps behind the program."""
+        """Wait until the device has finished the operations that the program has queued."""
         device = self._used_device()
         try:
             if device is not None:
                 device.synchronize()
-        except Exception:  # noqa: BLE001 - an error of the device is the program's own, which hears of it itself
+        except Exception:  # noqa: BLE001 - the program itself will get the device's error
             return
 
     def _calls(self) -> list[list[Any]]:
-        """Group, number, name and time of the collectives that torch's recorder has seen in the window."""
+        """Return group, number, name and time of each collective that torch's recorder has seen in the window."""
         entries: list[dict[str, Any]] = []
         try:
-            for line in self._read_recorder().splitlines():  # of each recorder one, empty where there is none
+            for line in self._read_recorder().splitlines():  # a line per recorder, empty if it is missing
                 entries += json.loads(line or b"{}").get("entries") or ()
         except (OSError, ValueError, AttributeError):
             return []
@@ -217,7 +220,7 @@ class Recording:
         ]
 
     def _give_way(self) -> None:
-        """End the window because the program starts a profiler of its own."""
+        """End the window because the program starts its own profiler."""
         if self._is_own_thread():
             self._close(PROFILES_ITSELF)
         elif self._profile is not None:
@@ -225,9 +228,9 @@ class Recording:
             self._finish(PROFILES_ITSELF)
 
     def _finish(self, problem: str) -> None:
-        """Record no more, and write the rest of what poprun reads."""
+        """Stop recording, and write the other values that poprun reads."""
         self._is_over = True
-        if self._forward_hook is not None:  # it would slow down every call of a module
+        if self._forward_hook is not None:  # because the hook would slow down every call of a module
             self._forward_hook.remove()
         about = {**self._about, "pid": os.getpid(), "num_steps": self._num_steps, "problem": problem}
         try:
@@ -237,7 +240,7 @@ class Recording:
             return
 
     def end_program(self) -> None:
-        """Write what there is when the program ends before the window does."""
+        """Write the recorded data if the program ends before the window ends."""
         if self._is_own_thread():
             self._close()
         elif not self._is_over:
@@ -245,7 +248,7 @@ class Recording:
             self._finish(f"it ended after {self._num_steps} optimizer steps, and the window begins {begin}")
 
     def go_on_in_child(self) -> None:
-        """Record nothing in a forked child; in a worker of a DataLoader, what it loads."""
+        """Record nothing in a forked child, except what it loads if the child is a DataLoader worker."""
         import threading
         from traceback import walk_stack
 
@@ -254,7 +257,7 @@ class Recording:
             threading.Thread(target=self._follow_worker, args=(threading.get_ident(),), daemon=True).start()
 
     def _follow_worker(self, thread: int) -> None:
-        """Look every few milliseconds, while the window is open, what this worker loads, and write it down."""
+        """Record every few milliseconds, while the window is open, what this worker loads."""
         begun_ns, text, pause = 0, "", self._make_pause()
         while True:
             with pause:
@@ -274,7 +277,7 @@ class Recording:
 
 
 def _loaded(frame: FrameType | None) -> str:
-    """Which function of the program's a worker's fetcher has called; empty when it waits for work."""
+    """Return the function of the program that a worker's fetcher has called; empty if the worker waits."""
     from traceback import walk_stack
 
     above = ""
@@ -287,15 +290,15 @@ def _loaded(frame: FrameType | None) -> str:
 
 
 class ProgramsProfilers:
-    """Knows which profilers of torch's the program itself runs, and tells before it starts one."""
+    """The profilers of torch that the program itself runs; calls ``tell`` before the program starts a profiler."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
-        self.own: object = None  # the profiler that is not the program's
+        self.own: object = None  # the recording's profiler
         self.active: set[int] = set()
         self._tell = tell
 
     def watch(self) -> None:
-        """Be called when a profiler begins or ends, from now on."""
+        """Call this object whenever a profiler begins or ends, from now on."""
         from torch.autograd.profiler import profile as inner
         from torch.profiler import profile
 
@@ -317,7 +320,7 @@ class ProgramsProfilers:
 
 
 def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Callable[..., Any]:
-    """A method that calls ``note`` with its object first."""
+    """Return a method that first calls ``note`` with the method's object."""
     from functools import wraps
 
     @wraps(method)
@@ -329,14 +332,14 @@ def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Ca
 
 
 class Waits:
-    """Records when popdist waits for other instances: its page of progress is told before and after."""
+    """The record of popdist's waits for other instances, made by wrapping methods of the page of progress."""
 
     def __init__(self) -> None:
         self._page: Any = None
-        self._waits: list[list[Any]] = []  # members (none for all), number, text, begin and end
+        self._waits: list[list[Any]] = []  # members (empty for all), number, text, begin and end
 
     def begin(self) -> None:
-        """Record from now on, if the program uses popdist."""
+        """Begin recording, if the program uses popdist."""
         progress = sys.modules.get("popdist.ground.progress")
         if progress is None:
             return
@@ -355,7 +358,7 @@ class Waits:
         page.wait, page.end_wait = begin_recorded, end_recorded
 
     def end(self) -> list[list[Any]]:
-        """Record no more; the waits that have ended."""
+        """Stop recording; return the waits that have ended."""
         if self._page is not None:
             del self._page.wait, self._page.end_wait
             self._page = None

@@ -1,9 +1,10 @@
-"""What poprun has every Python program do when it starts, whether or not it imports popdist.
+"""The code that poprun makes every Python program run at its start, with or without popdist.
 
 poprun puts this folder first on the PYTHONPATH, where Python looks for a module of this name
-(https://docs.python.org/3/library/site.html). Then the ``sitecustomize`` is imported that would have been without
-it, and ``sys.path`` and ``sys.modules`` keep nothing of this one, which never keeps a program from starting. For
-Python 3.8 and later; it imports little, because every Python below the program pays for it.
+(https://docs.python.org/3/library/site.html). Then this module imports the ``sitecustomize`` that would have been
+imported without it, and removes itself from ``sys.path`` and ``sys.modules``. Errors here never prevent a
+program's start. For Python 3.8 and later; imports little, because every Python that the program starts pays for
+it.
 """
 
 from __future__ import annotations
@@ -11,35 +12,35 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
 PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
-"""As the contract calls it, which a Python without popdist cannot import."""
+"""The contract's name, repeated here because a Python without popdist cannot import the contract."""
 
 WORLD_SIZE = "WORLD_SIZE"
-"""Where the contract has the number of instances: a single one has nobody to wait for."""
+"""The contract's variable with the number of instances; a single instance has no other instance to wait for."""
 
 TRACE = "POPDIST_TRACE"
-"""Where the contract has what is to be recorded of the program, if anything is."""
+"""The contract's variable that says what to record of the program, if set."""
 
 MPI_PREFIXES = ("PMI_", "PMIX_")
-"""How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
+"""Prefixes of variables that only the launcher of an MPI runtime sets for a program."""
 
 JAX_COORDINATOR = "POPDIST_JAX_COORDINATOR"
-"""Where the contract has the address at which JAX's processes connect."""
+"""The contract's variable with the address at which JAX's processes connect."""
 
 FINALIZE = b"MPI_Finalize"
 WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s96x", 256
-"""Where the page says what the program waits in: number, time, name, no members; and its end."""
+"""Place of the program's wait on the page (number, time, name, no members), and of the last change counter."""
 
 FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 
 
 def begin() -> None:
-    """Register what poprun wants of this process, unless another living process has the page of progress."""
+    """Register poprun's functions in this process, unless another living process owns the page of progress."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
@@ -59,21 +60,21 @@ def begin() -> None:
 
     lone_training = (os.getpid(), page, signals)
     atexit.register(announce_lone_training, *lone_training)
-    announce = lambda: announce_lone_training(*lone_training)  # noqa: E731 - functools takes time to load
+    announce = lambda: announce_lone_training(*lone_training)  # noqa: E731 - importing functools takes time
     finder.call("torch", lambda _torch: load_module("startup", "phase_sampler").start(page, announce))
     if os.environ.get(WORLD_SIZE, "1") != "1":
         finder.call("torch", lambda _torch: serve_recorder(page, signals))
-        finder.call("jax", lambda _jax: watch_ending(page))  # once JAX has registered what it does at exit
+        finder.call("jax", lambda _jax: watch_ending(page))  # after JAX has registered its own functions at exit
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
-    if TRACE in os.environ:  # after that: at exit, what is registered last is called first
+    if TRACE in os.environ:  # last, because the function that is registered last at exit is called first
         sampler = load_module("startup", "phase_sampler")
         recording, pause = load_module("startup", "recording"), sampler.CollectorPause
         recording.begin(finder.call, lambda: read_recorder(page, signals), pause, sampler.used_device)
 
 
 def load_module(*place: str) -> ModuleType:
-    """Load a module of popdist's by its path, without importing the package."""
+    """Load a module of popdist by its path, without importing the package."""
     from _frozen_importlib_external import SourceFileLoader
 
     name = "_".join(("popdist", *place))
@@ -86,7 +87,7 @@ def load_module(*place: str) -> ModuleType:
 
 
 def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
-    """Have JAX ask poprun's variables which job it is in, and say so on the page if it is this process's."""
+    """Make JAX read poprun's variables to find its job; write this on the page if the page is this process's."""
 
     def announce() -> None:
         if signals.is_page(page) and signals.announced_pid(page) == os.getpid():
@@ -96,10 +97,10 @@ def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
 
 
 def serve_recorder(page: int, signals: ModuleType) -> None:
-    """Have torch's recorder of collectives answer poprun, and tell of itself when the program fails."""
+    """Make torch's recorder of collectives answer poprun, and write its record if the program fails."""
     import atexit
 
-    atexit.register(leave_gloo_time, os.getpid())  # what is registered first is called last
+    atexit.register(leave_gloo_time, os.getpid())  # registered first, so called last
     server = load_module("startup", "recorder_server")
     descriptor = server.start()
     if descriptor:
@@ -108,7 +109,7 @@ def serve_recorder(page: int, signals: ModuleType) -> None:
 
 
 def leave_gloo_time(pid: int) -> None:
-    """Wait 10 ms for the threads of gloo, which end a process by SIGABRT if they meet the end of Python."""
+    """Wait 10 ms for gloo's threads, because they abort a process if they still run when Python ends."""
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     if is_initialized is not None and os.getpid() == pid and is_initialized():
         import time
@@ -117,60 +118,62 @@ def leave_gloo_time(pid: int) -> None:
 
 
 def read_recorder(page: int, signals: ModuleType) -> bytes:
-    """What torch's recorder holds; an OSError where there is none."""
+    """Return the record of torch's recorder; raises OSError if there is none."""
     descriptor = int.from_bytes(os.pread(page, signals.RECORDER_BYTES, signals.RECORDER_AT), sys.byteorder)
     record: bytes = load_module("startup", "recorder_server").read_recorder(descriptor)
     return record
 
 
 def write_record(pid: int, page: int, signals: ModuleType, read: Callable[[], bytes]) -> None:
-    """Write behind the page of progress which collectives a program has called that an exception has ended."""
+    """Write, behind the page of progress, the collectives of a program that an exception has ended."""
     if os.getpid() != pid or not signals.is_page(page) or not has_ended_program(last_error()):
         return
     try:
         os.pwrite(page, read(), os.sysconf("SC_PAGE_SIZE"))
-    except Exception:  # noqa: BLE001 - the program ends as without it
+    except Exception:  # noqa: BLE001 - the program must end as without the record
         return
 
 
 def last_error() -> BaseException | None:
-    """The exception that Python printed last, which has ended the program if it came out of it."""
+    """Return the exception that Python printed last, which may have ended the program; None if there is none."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def announce_lone_training(pid: int, page: int, signals: ModuleType) -> None:
-    """Write on the page of progress that this program has trained alone, if it has."""
+    """Write on the page of progress that this program has trained alone, if this is so."""
     if os.getpid() != pid or not signals.is_page(page):
         return
     try:
         lone_training = load_module("startup", "lone_training")
         if lone_training.has_trained_alone(sys.modules, sys.argv, sys.excepthook, os.environ):
             signals.announce_lone_training(page)
-    except Exception:  # noqa: BLE001 - a torch that is built in another way says nothing
+    except Exception:  # noqa: BLE001 - with a torch that is built differently, nothing is announced
         return
 
 
 class ExitCode:
-    """The attribute ``code`` of SystemExit, which also keeps what Python read there when it ended the program.
+    """The attribute ``code`` of SystemExit, which also keeps the code with which Python ended the program.
 
-    A SystemExit leaves no other trace: Python reads its code, forgets it and calls what is registered at exit.
+    A SystemExit leaves no other trace, because Python reads its code, deletes it and calls the functions
+    registered at exit.
     """
 
     def __init__(self) -> None:
         import gc
 
-        # the code in a tuple, which is empty as long as no SystemExit has ended the program
+        # the code in a tuple, which is empty unless a SystemExit has ended the program
         self.last_words: tuple[object, ...] = ()
         self._original = SystemExit.__dict__["code"]
-        # the dict that the type shows read-only; without it only exceptions other than SystemExit are seen
+        # the dict behind the read-only view of the type; without it, only other exceptions than SystemExit are
+        # seen
         referents = gc.get_referents(SystemExit.__dict__)
         self._attributes = referents[0] if referents and isinstance(referents[0], dict) else None
-        names = ("_clear_internal_caches", "_clear_type_cache")  # of types' attributes; the first from 3.13 on
+        names = ("_clear_internal_caches", "_clear_type_cache")  # of types' attributes; the first since 3.13
         self._clear = next((getattr(sys, name) for name in names if hasattr(sys, name)), None)
 
     def __get__(self, error: BaseException | None, kind: type[BaseException] | None = None) -> object:
         code = self._original.__get__(error, kind)
-        if error is not None and sys._getframe().f_back is None:  # noqa: SLF001 - called by no Python code
+        if error is not None and sys._getframe().f_back is None:  # noqa: SLF001 - no Python code has called this method
             self.last_words = (code,)
         return code
 
@@ -185,7 +188,7 @@ class ExitCode:
         self._place(self)
 
     def end(self) -> None:
-        """Restore the attribute, before the interpreter tears its types down."""
+        """Restore the attribute, before the interpreter deletes its types."""
         self._place(self._original)
 
     def _place(self, attribute: object) -> None:
@@ -195,7 +198,7 @@ class ExitCode:
 
 
 def exit_with_exception(*status: object) -> None:
-    """Raise SystemExit as an object, as sys.exit does from Python 3.12 on: `ExitCode` sees no other."""
+    """Raise SystemExit as an object, as sys.exit does since Python 3.12, because `ExitCode` sees only objects."""
     first = status[0] if status else None
     if isinstance(first, SystemExit):
         raise first
@@ -203,14 +206,14 @@ def exit_with_exception(*status: object) -> None:
 
 
 def watch_ending(page: int) -> None:
-    """Have the program end at once after a failure, when it is one of an MPI job or one that uses JAX."""
+    """Make the program end at once after a failure, if it is in an MPI job or uses JAX."""
     import atexit
 
     ending = SystemExit.__dict__["code"]
     if not isinstance(ending, ExitCode):
         ending = ExitCode()
         ending.begin()
-    atexit.register(end_before_finalize, os.getpid(), page, ending)  # what is registered first is called last
+    atexit.register(end_before_finalize, os.getpid(), page, ending)  # registered first, so called last
     if sys.version_info < (3, 12):
         exit_with_exception.__name__ = exit_with_exception.__qualname__ = "exit"
         exit_with_exception.__doc__ = sys.exit.__doc__
@@ -218,9 +221,9 @@ def watch_ending(page: int) -> None:
 
 
 def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
-    """End a failed program before MPI_Finalize or JAX's end, which would wait for those that wait for this one.
+    """End a failed program before MPI_Finalize or JAX's shutdown, which would wait for instances that wait for it.
 
-    It is called after what the program itself has registered, so what that prints of its end has been printed.
+    This function runs after the functions that the program itself has registered, so that their output is printed.
     """
     ending.end()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -244,13 +247,13 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
 
 
 def is_in_jax_job() -> bool:
-    """Whether JAX has connected this process to others."""
+    """Return whether JAX has connected this process to other processes."""
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     return getattr(state, "client", None) is not None
 
 
 def exit_status(code: object) -> int:
-    """The exit status that Python gives the system for the ``code`` of a SystemExit."""
+    """Return the exit status that Python gives the system for the ``code`` of a SystemExit."""
     if code is None:
         return 0
     if not isinstance(code, int):
@@ -259,7 +262,7 @@ def exit_status(code: object) -> int:
 
 
 def has_ended_program(error: BaseException | None) -> bool:
-    """Whether ``error``, which was printed last, came out of the main program; extensions print others, too."""
+    """Return whether the last printed exception ``error`` ended the program; extensions print others, too."""
     if error is None or error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame
@@ -282,7 +285,7 @@ def flush() -> None:
 
 
 def announce_finalize(page: int) -> None:
-    """Write on the page of progress that the program waits in MPI_Finalize, as `popdist.ground.progress` would."""
+    """Write on the page that the program waits in MPI_Finalize, in the format of `popdist.ground.progress`."""
     import struct
     import time
 
@@ -298,10 +301,10 @@ def _number_at(page: int, place: int) -> int:
 
 
 if __name__ == "sitecustomize":
-    try:  # noqa: SIM105 - contextlib is not loaded yet, and need not be
+    try:  # noqa: SIM105 - contextlib is not loaded yet, and its import takes time
         begin()
-    except Exception:  # noqa: BLE001, S110 - a program starts as it would without this
+    except Exception:  # noqa: BLE001, S110 - a program must start as without this module
         pass
     sys.path[:] = [place for place in sys.path if place != os.path.dirname(__file__)]
     del sys.modules["sitecustomize"]
-    __import__("sitecustomize")  # that there is none is what site expects to hear
+    __import__("sitecustomize")  # if there is none, site expects the ImportError

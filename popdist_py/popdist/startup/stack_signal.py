@@ -1,8 +1,8 @@
 """The signal at which a Python program writes the stacks of its threads behind its page of progress.
 
-`popdist` registers it, or the start-up hook (``startup/sitecustomize.py``), which loads this file by its path into
-whatever Python the program runs: so it is written for Python 3.8 and imports next to nothing. The handler is
-faulthandler's, in C, and answers although the program is stuck in C itself.
+`popdist` or the start-up hook (``startup/sitecustomize.py``) registers the signal. The hook loads this file by its
+path into the Python of the program: so it is written for Python 3.8 and imports almost nothing. The handler is
+faulthandler's, in C, and answers even if the program is blocked in C.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import os
 import sys
 
 PAGE_NAME = "poprun-progress"
-"""Name of the page's file: a descriptor that was used again for something else leads elsewhere."""
+"""Name of the page's file, by which a descriptor that was reused for another file is detected."""
 
 _PID_AT, _PID_BYTES = 8, 8
 _SIGNAL_AT, _SIGNAL_BYTES = 16, 4
-"""Where the page names its process and the signal, as `popdist.ground.progress` has it."""
+"""Places on the page of the process and of the signal, as in `popdist.ground.progress`."""
 
 _TRAINED_ALONE_AT = 23
-"""Where it says that the process has trained without others."""
+"""Place on the page of the flag that the process has trained without other processes."""
 
 RECORDER_AT, RECORDER_BYTES = 264, 4
-"""Where it names the descriptor through which the recorder of torch's collectives can be asked."""
+"""Place on the page of the descriptor by which the recorder of torch's collectives can be asked."""
 
 _USES_JAX_AT = 268
-"""Where it says that JAX was told of the job."""
+"""Place on the page of the flag that JAX has read which job it is in."""
 
 _FIRST, _LAST = 40, 63
-"""Real-time signals (signal(7)) that no C library keeps for itself."""
+"""Real-time signals (signal(7)) that no C library uses itself."""
 
 
 def is_page(descriptor: int) -> bool:
-    """Whether ``descriptor`` leads to a page of progress."""
+    """Return whether ``descriptor`` belongs to a page of progress."""
     try:
         return PAGE_NAME in os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -40,39 +40,39 @@ def is_page(descriptor: int) -> bool:
 
 
 def announced_pid(descriptor: int) -> int:
-    """The process that the page names; 0 when nobody has written yet."""
+    """Return the process id on the page; 0 if no process has written yet."""
     return int.from_bytes(os.pread(descriptor, _PID_BYTES, _PID_AT), sys.byteorder)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process ``pid``."""
+    """Return whether a process ``pid`` exists."""
     return os.path.exists(f"/proc/{pid}")
 
 
 def announce(descriptor: int, signum: int) -> None:
-    """Clear the page, and write this process and its stack signal on it."""
+    """Clear the page, and write this process's id and its stack signal on the page."""
     os.pwrite(descriptor, bytes(os.sysconf("SC_PAGE_SIZE")), 0)
     os.pwrite(descriptor, signum.to_bytes(_SIGNAL_BYTES, sys.byteorder), _SIGNAL_AT)
     os.pwrite(descriptor, os.getpid().to_bytes(_PID_BYTES, sys.byteorder), _PID_AT)
 
 
 def announce_lone_training(descriptor: int) -> None:
-    """Say on the page that this process has trained without others."""
+    """Write on the page that this process has trained without other processes."""
     os.pwrite(descriptor, b"\1", _TRAINED_ALONE_AT)
 
 
 def announce_recorder(descriptor: int, recorder: int) -> None:
-    """Say on the page through which descriptor of this process torch's recorder can be asked."""
+    """Write on the page the descriptor of this process by which torch's recorder can be asked."""
     os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
 
 
 def announce_jax(descriptor: int) -> None:
-    """Say on the page that JAX was told of the job, to connect this process to others."""
+    """Write on the page that JAX has read its job, so that it connects this process to other processes."""
     os.pwrite(descriptor, b"\1", _USES_JAX_AT)
 
 
 def register(descriptor: int) -> int:
-    """Register an unused real-time signal at which this process writes its stacks to ``descriptor``; or 0."""
+    """Register a free real-time signal at which this process writes stacks to ``descriptor``; return it, or 0."""
     signum = _free_signal()
     if signum:
         faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)
@@ -80,14 +80,14 @@ def register(descriptor: int) -> int:
 
 
 def watch_crashes(descriptor: int) -> None:
-    """Have Python write its stacks behind the page when a signal such as SIGSEGV ends it, if nobody else does."""
+    """Make Python write its stacks behind the page if a signal such as SIGSEGV ends it, unless this is enabled."""
     if not faulthandler.is_enabled():
         os.lseek(descriptor, os.sysconf("SC_PAGE_SIZE"), os.SEEK_SET)
         faulthandler.enable(file=descriptor)
 
 
 def catches(signum: int) -> bool:
-    """Whether this process has a handler for ``signum``; there is none for 0."""
+    """Return whether this process has a handler for ``signum``; False for 0."""
     return bool(signum) and bool(_masks(b"SigCgt:") >> (signum - 1) & 1)
 
 
@@ -97,7 +97,7 @@ def _free_signal() -> int:
 
 
 def _masks(*names: bytes) -> int:
-    """The union of some of this process's sets of signals (proc_pid_status(5))."""
+    """Return the union of sets of signals of this process (proc_pid_status(5)) as a bit mask."""
     found = 0
     with open("/proc/self/status", "rb") as file:
         for line in file:

@@ -1,24 +1,23 @@
-"""Finds libraries of PopTorch's programs where they are not installed: it is asked when all other finders fail.
+"""The finder of stand-ins for libraries of PopTorch's programs; Python asks it if all other finders fail.
 
-The stand-ins are those of poptorch, a distribution of its own: where it is not installed, nothing is found.
-poptorch, `popdist.poptorch` and poprun's start-up hook register the finder; `import popdist` does not.
-It answers import statements only: who asks ``importlib.util.find_spec`` or metadata gets the truth, that the
-library is not installed. The hook loads this file alone, in any Python from 3.8 on, so it imports
-next to nothing.
+The stand-ins belong to poptorch, a separate distribution: if poptorch is not installed, nothing is found.
+poptorch, `popdist.poptorch` and poprun's start-up hook register the finder; `import popdist` does not. The finder
+answers import statements only: ``importlib.util.find_spec`` and metadata still say that the library is not
+installed. The hook loads only this file, in any Python from 3.8 on, so the file imports almost nothing.
 """
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # importing typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than importing this module
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import FrameType, ModuleType
 
 ORIGIN = "poptorch"
-"""The origin in the specs of the modules that are served here."""
+"""The origin in the specs of the stand-ins."""
 
 _FOLDER = "poptorch.stubs"
 
@@ -32,24 +31,24 @@ _SERVED = {
     "examples_utils.load_lib_utils": "operation_loading",
     "examples_utils.load_lib_utils.load_lib_utils": "operation_loading",
 }
-"""Each module that is served, and the module of the folder whose public names it has."""
+"""For each module with a stand-in, the module in the folder that has its public names."""
 
 _MACHINERY = "<frozen importlib._bootstrap>"
 
 
 class LastFinder:
-    """A finder that answers only when no other one in ``sys.meta_path`` has the module."""
+    """A finder that answers only if no other finder in ``sys.meta_path`` has the module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module that is served, for an import statement; None for anything else."""
+        """Return the spec of a stand-in, for an import statement; None for any other module or caller."""
         if name not in _SERVED:
             return None
         from importlib.machinery import ModuleSpec
         from inspect import currentframe
 
-        if not _is_from_import(currentframe()):  # the machinery does not say who asks
+        if not _is_from_import(currentframe()):  # because Python does not say which code asks
             return None
         for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = other.find_spec(name, path, target)
@@ -61,14 +60,14 @@ class LastFinder:
         if not _is_poptorch_here():
             return None
         is_package = any(other.startswith(name + ".") for other in _SERVED)
-        return ModuleSpec(name, _Loader(), origin=ORIGIN, is_package=is_package)  # type: ignore[arg-type] # a loader by its methods
+        return ModuleSpec(name, _Loader(), origin=ORIGIN, is_package=is_package)  # type: ignore[arg-type] # the object has a loader's methods
 
 
 class _Loader:
-    """Fills a served module with the public names of its stand-in."""
+    """A loader that fills a module with the public names of its stand-in."""
 
     def create_module(self, _spec: ModuleSpec) -> None:
-        """Leave it to Python to make the module."""
+        """Return None, so that Python makes the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Copy the names of the stand-in."""
@@ -79,7 +78,7 @@ class _Loader:
 
 
 def _is_from_import(finder_frame: FrameType | None) -> bool:
-    """Whether the frame that called the finder belongs to an import, not to ``importlib.util.find_spec``."""
+    """Return whether the caller of the finder is an import, not ``importlib.util.find_spec``."""
     frame = None if finder_frame is None else finder_frame.f_back
     if frame is None or frame.f_code.co_filename != _MACHINERY:
         return False
@@ -89,7 +88,7 @@ def _is_from_import(finder_frame: FrameType | None) -> bool:
 
 
 def _is_poptorch_here() -> bool:
-    """Whether poptorch can be imported; nobody has it unasked, and a program may run in another Python."""
+    """Return whether poptorch can be imported, because it may not be installed in the program's Python."""
     if "poptorch" in sys.modules:
         return True
     from importlib.util import find_spec
@@ -98,6 +97,6 @@ def _is_poptorch_here() -> bool:
 
 
 def begin() -> None:
-    """Add the finder to ``sys.meta_path``, once."""
+    """Add the finder to ``sys.meta_path``, unless it is there."""
     if not any(type(finder).__name__ == LastFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.append(LastFinder())

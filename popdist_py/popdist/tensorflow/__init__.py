@@ -1,6 +1,6 @@
-"""What TensorFlow programs for PopDist call: their devices, a strategy, and sums and copies over the instances.
+"""The functions that TensorFlow programs for PopDist call: devices, a strategy, sums and copies of instances.
 
-TensorFlow itself computes and connects; poprun tells it of the job (``TF_CONFIG``). Needs no torch.
+TensorFlow itself computes and connects; poprun describes the job to TensorFlow (``TF_CONFIG``). Needs no torch.
 """
 
 from typing import Any, Literal, TypeVar
@@ -15,19 +15,19 @@ Config = TypeVar("Config")
 def set_ipu_config(
     config: Config, ipus_per_replica: int | None = None, *, configure_device: bool = True
 ) -> Config:
-    """Give this instance its own GPUs, and write its place in the job into a configuration.
+    """Make this instance's GPUs visible to TensorFlow, and write its place in the job into ``config``.
 
     Args:
-        config: Any object. Of what an ``IPUConfig`` has, ``select_ipus`` and
-            ``experimental.multi_replica_distribution`` are set where they are there.
-        ipus_per_replica: As poprun was told; None takes that.
-        configure_device: Whether TensorFlow is to see this instance's GPUs only. Before it computes anything.
+        config: Any object. ``select_ipus`` and ``experimental.multi_replica_distribution``, which an ``IPUConfig``
+            has, are set if they exist.
+        ipus_per_replica: The number given to poprun; None means this number.
+        configure_device: Whether TensorFlow sees only this instance's GPUs. Works only before TensorFlow computes.
 
     Returns:
         ``config``.
 
     Raises:
-        ContractError: If poprun was told another number of IPUs.
+        ContractError: If poprun was given another number of IPUs.
     """
     environment().ipus_of_replica(ipus_per_replica)
     job = environment().contract
@@ -43,33 +43,34 @@ def set_ipu_config(
 
 
 class PopDistStrategy(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignore[misc] # TensorFlow has no annotations
-    """TensorFlow's strategy for several workers: each instance is one, and the variables of all are the same.
+    """TensorFlow's strategy for several workers: each instance is a worker, and all have equal variables.
 
-    Make it before anything else of TensorFlow's computes, after :func:`set_ipu_config`. A job of one instance has
-    that instance only.
+    Make the strategy before TensorFlow computes anything, after :func:`set_ipu_config`. In a job of one instance
+    the strategy has one worker.
     """
 
 
 def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:
-    """The sum or the mean of the instances' values, on each of them.
+    """Return the sum or the mean of the instances' values, on each instance.
 
     Args:
-        value: A tensor, or what TensorFlow makes one of; of the same shape and dtype on every instance.
+        value: A tensor, or a value that TensorFlow converts to a tensor; of the same shape and dtype on every
+            instance.
         reduce_op: ``"SUM"`` or ``"MEAN"``.
 
     Returns:
-        A tensor of that shape. Floats are added in TensorFlow's own order.
+        A tensor of the same shape. Floats are added in TensorFlow's own order.
     """
     strategy = tf.distribute.get_strategy()
     return strategy.reduce(reduce_op, strategy.run(tf.convert_to_tensor, args=(value,)), axis=None)
 
 
 def allgather(value: Any) -> Any:
-    """The values of the instances, on each of them: one row for each, in their order."""
+    """Return the values of all instances, on each instance: one row for each instance, in instance order."""
     strategy = tf.distribute.get_strategy()
     return strategy.gather(strategy.run(lambda one: tf.convert_to_tensor(one)[None], args=(value,)), axis=0)
 
 
 def broadcast(value: Any, root_rank: int = 0) -> Any:
-    """The value of instance ``root_rank``, on each of them; those of the others only say its shape and dtype."""
+    """Return the value of instance ``root_rank`` on each instance; all values need equal shapes and dtypes."""
     return allgather(value)[root_rank]

@@ -1,1 +1,1 @@
-"""A sharded optimizer: each instance updates its part of the parameters."""
+"""The sharded optimizer: each instance updates its own part of the parameters."""

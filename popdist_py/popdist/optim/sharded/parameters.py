@@ -1,6 +1,6 @@
 """The parameters of a sharded optimizer, each cut into one shard for each instance, and their state.
 
-The state is gathered into the form that it has without sharding, or cut into shards.
+The state is gathered into the form of an optimizer without sharding, or cut into shards.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from popdist.optim.one_by_one import State
 from popdist.optim.pieces import flat_in_order_of
 
 Named: TypeAlias = tuple[str, Parameter]
-"""A name and its parameter of the model."""
+"""A name and the parameter of the model with this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class ShardedParameter:
 
     @property
     def content(self) -> Tensor:
-        """``whole`` without gradient, in the same memory."""
+        """The tensor ``whole`` without gradient, in the same memory."""
         return self.whole.detach()
 
     def check(self) -> None:
-        """Check that the parameter still has the memory of its shards, and that its gradient is dense."""
+        """Check that the parameter's memory still contains the shards, and that its gradient is dense."""
         if self.whole.data_ptr() != self.address:
             raise OptimizerError(
                 f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "
@@ -51,7 +51,7 @@ class ShardedParameter:
             raise OptimizerError(f"the gradient of {self.name} is sparse: make it with sparse=False")
 
     def set_gradient(self) -> None:
-        """Set the shard's gradient to its part of the parameter's, or to None."""
+        """Set the gradient of the shard to its part of the parameter's gradient, or to None."""
         gradient = self.whole.grad
         if isinstance(gradient, PartialGradient):
             gradient = gradient.content if gradient.ranges == self.ranges else gradient.whole
@@ -61,15 +61,15 @@ class ShardedParameter:
             self.shard.grad = self.shard_of(gradient.detach())
 
     def shard_of(self, values: Tensor) -> Tensor:
-        """The part of ``values``, which has a number for each element of ``whole``, that belongs to the shard."""
+        """Return this shard's part of ``values``, which has a number for each element of ``whole``."""
         flat = flat_in_order_of(values.view(self.whole.shape), self.whole)
         return flat[self.mine.start : self.mine.stop].view(self.shard.shape)
 
 
 def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
-    """Cut parameters into one shard for each instance of ``group``; all instances get about as much."""
+    """Cut parameters into one shard for each instance of ``group``; all instances get about as many elements."""
     ranges: dict[str, list[range]] = {}
-    for is_trained in (True, False):  # apart: frozen parameters make no work, and may be most of a model
+    for is_trained in (True, False):  # apart: frozen parameters make no work, but may be most of a model
         some = [pair for pair in named if pair[1].requires_grad is is_trained]
         sizes = [whole.numel() for _, whole in some]
         may_cut = [may_be_cut(whole) for _, whole in some]
@@ -82,8 +82,8 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
     mine = ranges[instance]
     shard = flat_view(whole.detach(), name)[mine.start : mine.stop]
     if not whole.dim() and mine:
-        shard = whole.detach()  # torch picks the dtypes of operations by the number of dimensions
-    can_train = shard.is_floating_point() or shard.is_complex()  # torch refuses it of whole numbers
+        shard = whole.detach()  # because torch chooses the dtypes of results by the number of dimensions
+    can_train = shard.is_floating_point() or shard.is_complex()  # because integers have no gradient in torch
     return ShardedParameter(
         name=name,
         whole=whole,
@@ -95,7 +95,7 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
 
 
 def describe(named: Sequence[Named]) -> str:
-    """A text that must be the same on all instances: the number of parameters and a digest of names and shapes."""
+    """Return a text that must be equal on all instances: number of parameters, digest of names and shapes."""
     text = "\n".join(
         f"{name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {parameter.device.type} "
         f"{parameter.requires_grad}"
@@ -112,7 +112,7 @@ def gather_state(
     keys: frozenset[str],
     text: str,
 ) -> Iterator[tuple[ShardedParameter, State]]:
-    """Yield the whole state of each parameter that has one; all instances must iterate to the end."""
+    """Yield the whole state of each parameter that has a state; all instances must iterate to the end."""
     with fail_together(group, f"{text}, its form", OptimizerError):
         described_here = _describe_all(sharded, states, keys)
     everybody = gather_json(group, text, described_here)
@@ -143,7 +143,7 @@ def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -
 
 
 def copy_state(state: State) -> State:
-    """A copy of ``state`` in memory of its own."""
+    """Return a copy of ``state`` in new memory."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
@@ -154,7 +154,7 @@ def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.
 def _describe_all(
     sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Describe the state of each parameter as JSON."""
+    """Return a description of the state of each parameter, as JSON."""
     if others := set(states) - {parameter.shard for parameter in sharded}:
         raise OptimizerError(
             f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
@@ -163,7 +163,7 @@ def _describe_all(
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
-    """Describe the state as JSON; of tensors with a number for each element only the dtype."""
+    """Return a description of the state as JSON; of elementwise tensors only the dtype."""
     return {
         key: ["elements", _name(value.dtype)]
         if _is_of_elements(key, value, keys, parameter.shard.shape)

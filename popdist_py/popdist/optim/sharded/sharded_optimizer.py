@@ -1,7 +1,7 @@
-"""The optimizer whose work and state the instances share: each updates its own part of the weights.
+"""The optimizer whose work and state the instances share: each instance updates its own part of the weights.
 
-What goes wrong on one instance is wrong for all: none goes on with weights of which a part is missing, or was
-updated with another learning rate.
+An error on one instance is an error on all instances: no instance continues with weights of which a part was not
+updated, or was updated with another learning rate.
 """
 
 import hashlib
@@ -43,18 +43,18 @@ from popdist.step.checks.step_checks import is_checked
 from popdist.step.training.replicated_model import ReplicatedModel
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-"""Types of settings that are shown and compared by their value."""
+"""Types of settings that are shown and compared by value."""
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Settings as text of further arguments; those of other types than ``PLAIN`` by name only."""
+    """Return settings as the text of further arguments; only the name if the type is not in ``PLAIN``."""
     return "".join(
         f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Wait for all instances, and raise an error on each of them if one has failed."""
+    """Wait for all instances; raise an error on all instances if one failed or has other settings."""
     told = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
@@ -73,37 +73,38 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
 
 
 def digest_of_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
-    """A digest of the settings ``names`` of an optimizer's groups, as far as they are of types in ``PLAIN``."""
+    """Return a digest of the settings ``names`` of an optimizer's groups; only types in ``PLAIN`` count."""
     known = sorted(names)
     texts = [repr([group.get(name) for name in known if isinstance(group.get(name), PLAIN)]) for group in groups]
     return int.from_bytes(hashlib.blake2b("\n".join(texts).encode(), digest_size=7).digest(), "little")
 
 
 class ShardedOptimizer(Optimizer):
-    """Shards ``optimizer_class`` over the instances: each holds 1/n of the state and does 1/n of the work.
+    """An optimizer that shards ``optimizer_class``: each of n instances has 1/n of the state and of the work.
 
-    The bits of the weights are those of the optimizer alone. It is used as any optimizer: parameter groups,
-    ``zero_grad``, schedulers, closures, GradScaler::
+    The weights are bitwise equal to the weights of ``optimizer_class`` alone. It is used like any optimizer:
+    parameter groups, ``zero_grad``, schedulers, closures, GradScaler::
 
         optimizer = popdist.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
-    Every instance makes it, steps, and asks for ``state_dict()``. The elements of a parameter group's parameters,
-    laid end to end, are cut into one run for each instance; when each has updated its own, all get those of the
-    others. The manner is that of torch's ZeroRedundancyOptimizer, and of ZeRO's first stage (Rajbhandari et al.,
-    2020), by elements in place of parameters. Where gradients go over a network, as between hosts, an instance
-    gets those only that it updates: what else reads a ``.grad`` has them sent, on all instances together.
+    Every instance must make the optimizer, step, and call ``state_dict()``. The elements of a group's parameters,
+    in a row, are cut into one range for each instance. When each instance has updated its range, all instances get
+    the ranges of the other instances. The method is the method of torch's ZeroRedundancyOptimizer and of ZeRO's
+    first stage (Rajbhandari et al., 2020), but by elements instead of parameters. If gradients are sent over a
+    network, as between hosts, an instance gets only the gradients that it needs for its update; other code that
+    reads a ``.grad`` makes all instances exchange the gradients.
 
     Args:
-        model: Whose parameters these are.
-        optimizer_class: Of torch or your own. It must treat each element by itself, as SGD and the Adam family do;
-            of those that do not, LAMB and LARS of ``popdist.optim`` know how to work on shards.
-        params: Parameters of the model, or groups of them, as torch's optimizers take them; None means all.
+        model: The model whose parameters the optimizer updates.
+        optimizer_class: A class of torch or your own. It must update each element independently, as SGD and the
+            Adam family do. LAMB and LARS of ``popdist.optim`` are exceptions, because they can work on shards.
+        params: Parameters of the model, or groups of parameters, as for torch's optimizers; None means all.
         **defaults: The keyword arguments of ``optimizer_class``.
 
     Raises:
-        OptimizerError: If the optimizer does not treat each element by itself, as LBFGS, Adafactor, Muon and
-            others' LAMB do not, or a parameter is not the model's or has gaps in its memory.
-        CollectiveError: If the instances make different ones.
+        OptimizerError: If the optimizer does not update each element independently, as LBFGS, Adafactor, Muon and
+            LAMB of other libraries, or a parameter is not the model's or has gaps in its memory.
+        CollectiveError: If the instances make different optimizers.
         BackendError: If an instance was lost or did not come in time.
     """
 
@@ -133,11 +134,11 @@ class ShardedOptimizer(Optimizer):
         super().__init__(model.parameters() if params is None else params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters, as torch's optimizers do; every instance adds the same.
+        """Add a group of the model's parameters, as torch's optimizers do; all instances must add the same group.
 
         Raises:
-            OptimizerError: If one is not the model's or comes twice, or the group's settings make the optimizer
-                another kind.
+            OptimizerError: If a parameter is not the model's or comes twice, or with the group's settings the
+                optimizer does not update each element independently.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -172,20 +173,20 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this instance's part of the parameters, and get those of the others; every instance calls it.
+        """Update this instance's part of the parameters, and receive all other parts; all instances must call it.
 
         Args:
-            closure: Computes the loss and the gradients anew, as for torch's optimizers.
+            closure: A function that computes the loss and the gradients anew, as for torch's optimizers.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
             OptimizerError: If a parameter was moved, a gradient is sparse, or an instance failed or has other
                 settings.
-            Exception: What the optimizer says; the others then raise an OptimizerError.
-            MicroBatchError: If the gradients of all replicas are not there.
-            CollectiveError: If the instances do other things.
+            Exception: The error of the optimizer; the other instances then raise an OptimizerError.
+            MicroBatchError: If the gradients of some replicas are missing.
+            CollectiveError: If the instances make other calls.
             BackendError: If an instance was lost or did not come in time.
         """
         loss = None
@@ -202,7 +203,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _begin(self, group: Group, text: str) -> None:
-        """Wait for all instances, after which no instance reads the old weights any more."""
+        """Wait for all instances; afterwards no instance reads the old weights."""
         trouble: OptimizerError | None = None
         try:
             for parameter in self._sharded:
@@ -212,7 +213,7 @@ class ShardedOptimizer(Optimizer):
         report(group, text, trouble, digest_of_groups(self.param_groups, self.defaults))
 
     def _update(self) -> Exception | None:
-        """Update this instance's shards, and return the error, if there was one."""
+        """Update this instance's shards; return the error, or None."""
         inside = self._completed_settings()
         if self._norms is not None:
             self._norms.begin_step()
@@ -224,7 +225,7 @@ class ShardedOptimizer(Optimizer):
                 check_in_training(inside)
             with self._scaled(inside):
                 quiet_step(inside)
-        except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
+        except Exception as error:  # noqa: BLE001 - the other instances must know of the error before it is raised
             return error
         finally:
             for parameter in self._sharded:
@@ -236,22 +237,22 @@ class ShardedOptimizer(Optimizer):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer as it would be without sharding, on every instance; all instances call it.
+        """Return the optimizer's state in the form without sharding, on all instances; all must call this.
 
-        It loads into ``optimizer_class`` itself. ``popdist.checkpoint.save`` gathers it, one tensor after the
-        other, on the instance that writes.
+        The state can be loaded into ``optimizer_class`` itself. ``popdist.checkpoint.save`` gathers the state
+        tensor by tensor, only on the instance that writes.
 
         Raises:
-            OptimizerError: If a state holds something else than tensors and single values, or an instance has
-                another one than the others.
-            CollectiveError: If the instances do not all call it.
+            OptimizerError: If a state contains anything except tensors and single values, or differs between
+                instances.
+            CollectiveError: If some instances do not call it.
             BackendError: If an instance was lost or did not come in time.
         """
         return self.gather_state_dict(keep=True)
 
     @torch.no_grad()
     def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """What ``state_dict`` gives, on the instances that ``keep`` it; the others take part and keep nothing."""
+        """Return the result of ``state_dict`` on the instances that ``keep`` it; all instances must take part."""
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._completed_settings().state
@@ -267,11 +268,12 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this instance's part of a state, which may be that of ``optimizer_class`` itself; waits for nobody.
+        """Load this instance's part of a state, which may be a state of ``optimizer_class``. No communication.
 
         Raises:
-            OptimizerError: If it is no state, or of another precision or another optimizer inside LowPrecision.
-            ValueError: If it has other groups.
+            OptimizerError: If ``state_dict`` is no state, or of another precision or another optimizer inside
+                LowPrecision.
+            ValueError: If ``state_dict`` has other parameter groups.
         """
         given: object = state_dict
         if not isinstance(given, Mapping) or "param_groups" not in given:
@@ -298,11 +300,11 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def own_state(self) -> Mapping[Tensor, State]:
-        """The state that this instance holds, by its shards of the parameters."""
+        """The state that this instance has; the keys are this instance's shards of the parameters."""
         return self._completed_settings().state
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores this instance's state and the settings as they are now."""
+        """Return a function that restores this instance's state and settings of this moment."""
         inside = self._completed_settings()
         states = {piece: copy_state(state) for piece, state in inside.state.items()}
         settings = [settings_of(group) for group in self.param_groups]
@@ -317,12 +319,12 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch's GradScaler leaves it to the optimizer inside to divide gradients and skip steps."""
+        """Whether the inner optimizer, not torch's GradScaler, divides gradients and skips steps."""
         return isinstance(self._inside, LowPrecision)
 
     @contextmanager
     def _scaled(self, inside: Optimizer) -> Iterator[None]:
-        """Hand a GradScaler's scale and its found infinity to the optimizer inside, for this step."""
+        """Set a GradScaler's scale and found infinity on the inner optimizer, for the length of a block."""
         handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
         vars(inside).update(handed)
         try:
@@ -332,8 +334,8 @@ class ShardedOptimizer(Optimizer):
                 del vars(inside)[name]
 
     def _completed_settings(self) -> Optimizer:
-        """The optimizer of this instance's shards, with the settings that the groups have now."""
-        assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
+        """Return the optimizer of this instance's shards, with the present settings of the groups."""
+        assert self._inside is not None  # noqa: S101 - every optimizer has a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
             within.update(settings_of(own))
         return self._inside
@@ -359,11 +361,11 @@ class ShardedOptimizer(Optimizer):
 
 
 _NUM_SUMS: Final = 2
-"""Sums of squares for each parameter: one of the weights, one of the tensor that is compared with them."""
+"""Number of sums of squares for each parameter: of the weights, and of the tensor compared with the weights."""
 
 
 class NormExchange:
-    """Exchanges norms of parameters that are cut, once in each step, in one message for all of them."""
+    """The exchange of norms of parameters that are cut; one message in each step has all norms."""
 
     def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         self._group = group
@@ -371,14 +373,14 @@ class NormExchange:
         self._nodes = [
             [_nodes_of(parameter, elements) for elements in parameter.ranges] for parameter in self._cut
         ]
-        self._is_over = True  # whether the exchange of this step was made
+        self._is_over = True  # whether the exchange of this step is finished
 
     def begin_step(self) -> None:
-        """Begin a step, whose exchange is still to be made."""
+        """Begin a step, so that an exchange is due."""
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
-        """Add up sums over pieces; every instance calls it once in a step."""
+        """Return sums over whole parameters, given sums over pieces; all instances must call this once a step."""
         if self._is_over:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])
@@ -403,12 +405,12 @@ class NormExchange:
         return totals
 
     def end_step(self) -> None:
-        """Take part in the exchange if this instance failed before it, because the others wait."""
+        """Take part in the exchange if this instance failed before the exchange, because other instances wait."""
         if not self._is_over:
             self._gather([1.0])
 
     def _numbers_of(self, own: NodeSums) -> list[float]:
-        """The numbers that this instance sends; zeros, which nobody reads, for parameters without a gradient."""
+        """Return the numbers that this instance sends: zeros, not read, for parameters without a gradient."""
         mine = self._group.backend.instance_index
         numbers: list[float] = []
         for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
@@ -432,7 +434,7 @@ class NormExchange:
 
 
 def pieces_of(sharded: Sequence[ShardedParameter]) -> dict[Tensor, Piece]:
-    """The piece of the whole parameter that each shard of this instance is."""
+    """Return, for each shard of this instance, which piece of the whole parameter it is."""
     return {
         parameter.shard: Piece(position=position, elements=parameter.mine, num_elements=parameter.whole.numel())
         for position, parameter in enumerate(sharded)

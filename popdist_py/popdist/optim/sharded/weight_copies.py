@@ -1,8 +1,9 @@
-"""The copies of a sharded optimizer's parameters on each host, and how an update reaches all of them.
+"""The copies of a sharded optimizer's parameters on each host, and the exchange that updates all copies.
 
-Instances that share the memory of a host have one copy together; others have one each. An instance sends what it
-has updated to those with its place on the other hosts, which write it into the copies there. The instances of a
-host wait for each other before and after, so nobody reads meanwhile.
+Instances that share the memory of a host have one common copy; other instances have one copy each. An instance
+sends its updated elements to the instances with the same index on the other hosts, which write the elements into
+the copies there. The instances of a host wait for each other before and after, so that no instance reads a copy
+during the update.
 """
 
 import weakref
@@ -31,7 +32,7 @@ class WeightCopies:
         self._exchanges: list[ShardExchange] | None = None
 
     def share(self, group: Group, named: Sequence[Named], owner: object) -> None:
-        """Put parameters into memory that the instances of a host share."""
+        """Move parameters into memory that the instances of a host share."""
         host = host_group_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
@@ -40,7 +41,7 @@ class WeightCopies:
         self._exchanges = None
 
     def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
-        """Write what each instance has updated into all copies, without waiting for others of the host."""
+        """Write the elements that each instance has updated into all copies; wait for no instance of this host."""
         if self._exchanges is None:
             inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
             apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
@@ -56,7 +57,7 @@ def _exchanges(sharded: Sequence[ShardedParameter], backend: Backend) -> list[Sh
 
 
 def _peers(backend: Backend) -> Backend:
-    """The instances with the same index on their hosts as this one, one for each host."""
+    """Return the instances with the same index on their hosts as this instance, one for each host."""
     host = host_group_of(backend)
     if host is None:
         return backend
@@ -68,7 +69,7 @@ _LINE_BYTES: Final = 64
 
 @torch.no_grad()
 def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list[Parameter]:
-    """Make parameters views of one copy on each host, with the values of its first instance."""
+    """Make parameters views of one copy on each host, with the values of the host's first instance."""
     flats = [
         (parameter, flat_view(parameter.detach(), name))
         for name, parameter in named
@@ -96,7 +97,7 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
 
 
 def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedBlock | None:
-    """Allocate shared memory of this host; None on all instances if one host has no room."""
+    """Allocate shared memory of this host; return None on all instances if one host has no room."""
     _release_unused(group, host)
     block = None
     try:
@@ -113,21 +114,21 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """Shared memory of weights, with the function that releases this instance's part of it."""
+    """Shared memory of weights, with the function that releases this instance's part of the memory."""
 
     storage: StorageWeakRef
     release: Callable[[], None]
 
 
 _copies: Final[weakref.WeakKeyDictionary[HostGroup, list[_Copy]]] = weakref.WeakKeyDictionary()
-"""The copies of each group, in the same order on all its instances."""
+"""The copies of each group, in the same order on all instances of the group."""
 
 _MOST_LOOKED_AT: Final = 48
-"""So many copies are looked at in one exchange: a bit for each in one number."""
+"""Maximum number of copies in one exchange, because each copy is a bit of one number."""
 
 
 def _release_unused(group: Group, host: HostGroup) -> None:
-    """Give back the copies of optimizers before this one that no instance of the host reads any more."""
+    """Release the copies of earlier optimizers that no instance of the host reads any more."""
     copies = _copies.get(host, [])
     unused = sum(1 << i for i, weights in enumerate(copies[:_MOST_LOOKED_AT]) if weights.storage.expired())
     told = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
