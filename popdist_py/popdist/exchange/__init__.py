@@ -1,1 +1,1 @@
-"""How instances exchange data: within a host, between hosts, and as a backend of ``torch.distributed``."""
+"""Exchange of data between instances: within a host, between hosts, and as a backend of ``torch.distributed``."""

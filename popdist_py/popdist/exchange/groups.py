@@ -1,8 +1,8 @@
-"""A group: instances that do the same collectives in the same order, and prove it by a header before each one.
+"""A group: instances that make the same collectives in the same order, checked by a header before each collective.
 
-A header is a fixed number of bytes. Its text is what a person would write, such as ``all_reduce(float32[3, 4] on
-cpu, op='sum')``: equal texts mean equal collectives, and different ones are the message of the error. All members
-have then read as many headers, so the group can be used further.
+A header has a fixed number of bytes. Its text is readable, such as ``all_reduce(float32[3, 4] on cpu, op='sum')``:
+equal texts mean equal collectives, and different texts are the error message. After such an error all members have
+read the same number of headers, so the group can still be used.
 """
 
 import hashlib
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_NUMBERS: Final = 32
-"""How many integers a header carries beside its text."""
+"""Maximum number of integers in a header, in addition to its text."""
 
 TEXT_BYTES: Final = 248
-"""Room for the text; a longer one is cut and ends in a digest of the whole."""
+"""Number of bytes for the text; a longer text is shortened and ends with a digest of the whole text."""
 
 HEADER_BYTES: Final = 8 * (1 + MAX_NUMBERS) + TEXT_BYTES
-"""Length of a header: a word that counts the numbers, room for them, and the text."""
+"""Number of bytes of a header: a word with the number of integers, the integers, and the text."""
 
 _TEXT_AT: Final = HEADER_BYTES - TEXT_BYTES
 
 _PREEMPTED_AT: Final = 4
-"""The byte that says whether the sender was asked to leave; those before it count the numbers."""
+"""The byte that says whether the sender was asked to end; the bytes before are the number of integers."""
 
 _FORMS: Final = [struct.Struct(f"<i?3x{count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
-"""Of what stands before the text, by how many numbers there are."""
+"""The formats of the bytes before the text; the index is the number of integers."""
 
 _WORD: Final = struct.Struct("=q")
 _FLOAT: Final = struct.Struct("=d")
 
 
 def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
-    """A header of ``HEADER_BYTES``: what is about to be done, with at most ``MAX_NUMBERS`` 64-bit integers."""
+    """Make a header of ``HEADER_BYTES``: the next collective, and at most ``MAX_NUMBERS`` 64-bit integers."""
     count = len(numbers)
     if count > MAX_NUMBERS:
         raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
@@ -63,42 +63,42 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
 
 
 def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
-    """The numbers of each of these headers, in lists not to be written into; None if their texts differ."""
+    """Return the numbers of each header, in lists that must not be changed; None if the texts differ."""
     first, *others = received
-    if others.count(first) == len(others):  # as most of the time
+    if others.count(first) == len(others):  # the usual case
         return [_numbers_of(first)] * len(received)
     text = first[_TEXT_AT:]
     return [_numbers_of(it) for it in received] if all(it.endswith(text) for it in others) else None
 
 
 def text_of(header: bytes) -> str:
-    """The text of a header, cut as :func:`pack` cut it."""
+    """Return the text of a header, as :func:`pack` has shortened it."""
     return header[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
 
 
 def _numbers_of(header: bytes) -> list[int]:
-    _, _, *numbers = _FORMS[header[0]].unpack_from(header)  # the first byte is enough to count them
+    _, _, *numbers = _FORMS[header[0]].unpack_from(header)  # the first byte is enough, because the number is small
     return numbers
 
 
 def are_some_preempted(received: Sequence[bytes]) -> bool:
-    """Whether the sender of one of these headers was asked to leave."""
+    """Return whether a sender of the headers ``received`` was asked to end."""
     return any(header[_PREEMPTED_AT] for header in received)
 
 
 def as_words(numbers: Iterable[float]) -> list[int]:
-    """Floats as integers that a header can carry; every bit is kept."""
+    """Return floats as integers for a header; every bit is kept."""
     return [_WORD.unpack(_FLOAT.pack(number))[0] for number in numbers]
 
 
 def as_floats(words: Iterable[int]) -> list[float]:
-    """Inverse of :func:`as_words`."""
+    """Return the floats that :func:`as_words` has converted to integers."""
     return [_FLOAT.unpack(_WORD.pack(word))[0] for word in words]
 
 
 @lru_cache(maxsize=64)
 def _bytes_of(text: str) -> bytes:
-    """``text``, cut if need be, as it stands in a header: a step says the same in every step."""
+    """Return ``text`` as the bytes of a header; cached, because every step sends the same texts."""
     return _fit(text.encode()).ljust(TEXT_BYTES, b"\0")
 
 
@@ -110,7 +110,7 @@ def _fit(text: bytes) -> bytes:
 
 
 def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
-    """Which members of a group brought which text, one line for each; None when all texts are equal."""
+    """Return which members sent which text, one line for each text; None if all texts are equal."""
     owners: dict[str, list[int]] = {}
     for instance, text in texts.items():
         owners.setdefault(text, []).append(instance)
@@ -122,17 +122,17 @@ def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
 
 
 class HeaderExchange(Protocol):
-    """An exchange of headers that has been started."""
+    """An exchange of headers that was started."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every instance's header; after a timeout, which is a BackendError, it can be called again."""
+        """Return all instances' headers. Raises BackendError after a timeout; may then be called again."""
 
     def peek(self) -> list[bytes] | None:
-        """Every instance's header, if all have come; None if not. Neither waits nor raises."""
+        """Return all instances' headers if they have arrived; otherwise None. Never waits, never raises."""
 
 
 class Backend(Protocol):
-    """A set of instances that can reach each other, for dense and contiguous tensors."""
+    """A set of instances that can send dense and contiguous tensors to each other."""
 
     @property
     def instances(self) -> tuple[int, ...]:
@@ -140,65 +140,65 @@ class Backend(Protocol):
 
     @property
     def instance_index(self) -> int:
-        """Job-wide number of this instance, one of :attr:`instances`."""
+        """Job-wide number of this instance, a member of :attr:`instances`."""
 
     @property
     def names(self) -> Names:
-        """What the instances are called in messages."""
+        """The names of the instances in messages."""
 
     @property
     def device_kinds(self) -> frozenset[str]:
-        """Kinds of the devices whose tensors can be sent: ``cpu``, ``accelerator``."""
+        """The kinds of devices whose tensors can be sent: ``cpu``, ``accelerator``."""
 
     @property
     def host_group(self) -> "HostGroup | None":
-        """The memory that all instances of the job share; None where there is none, and for a part of the job."""
+        """The shared memory of all instances of the job; None if there is none, and for a part of the job."""
 
     @property
     def local_collectives(self) -> "HostCollectives | None":
-        """Collectives among the instances of this host, in a job of several hosts; else None."""
+        """The collectives among this host's instances in a job of several hosts; None in other jobs."""
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """A channel for tensors on ``devices`` while the program sends others; all instances call it."""
+        """Return a channel for tensors on ``devices`` that works in parallel. All instances must call this."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
-        """Send a header to every instance, which must each send one as long; does not wait for them."""
+        """Start sending a header to every instance, which must send one of equal length; does not wait."""
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
-        """Combine every instance's flat ``tensor``, of the same length, dtype and type of device, in place."""
+        """Combine the flat ``tensor`` of every instance in place; length, dtype and device type must be equal."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """Every instance's ``tensor``, of the same shape, dtype and type of device, stacked."""
+        """Return every instance's ``tensor``, stacked; shape, dtype and type of device must be equal."""
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
-        """Row *j* goes to the *j*-th instance of the set; row *i* of the result came from the *i*-th."""
+        """Send row *j* to the *j*-th instance of the set; return a tensor whose row *i* is from the *i*-th."""
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
-        """Overwrite ``tensor`` with that of instance ``root``."""
+        """Overwrite ``tensor`` with the tensor of instance ``root``."""
 
     def subgroup(self, instances: tuple[int, ...]) -> "Backend":
-        """The same connections, limited to ``instances``, of which this instance must be one."""
+        """Return a backend with the same connections for only ``instances``, which must include this one."""
 
     def stop_threads(self) -> None:
-        """Get ready for the end of the process without letting the others notice; nothing can be sent any more."""
+        """Prepare for the end of the process, unseen by other instances; afterwards nothing can be sent."""
 
     def close(self) -> None:
-        """Drop the connections; the others see that this instance has left."""
+        """Close the connections; the other instances detect this."""
 
 
 def host_group_of(backend: Backend) -> "HostGroup | None":
-    """The instances that share this one's memory: all of the job, or those of its host; None where none do."""
+    """Return the instances that share this instance's memory, of the job or of its host; None if none do."""
     return backend.host_group or (
         backend.local_collectives.group if backend.local_collectives is not None else None
     )
 
 
 replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
-"""What computes one of several replicas of this instance at the moment."""
+"""The objects that now compute one of several replicas of this instance."""
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``; a CollectiveError while one of several replicas computes: not all would take part."""
+    """Return ``group``. Raises CollectiveError in a micro batch of one of several replicas of an instance."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "
@@ -213,20 +213,20 @@ FIRST_ERROR_SECONDS: Final = 1.0
 
 
 def wait_for_first_error() -> None:
-    """Wait a moment before an error of which another instance has the cause: a launcher reports the first one."""
+    """Wait a moment before an error that another instance caused, because launchers report the first error."""
     time.sleep(FIRST_ERROR_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)
 class PreemptionNotice:
-    """A request to leave, because the machine is wanted back; every header of the whole job carries it."""
+    """A request to end, because the machine will be taken away; every header of the whole job contains it."""
 
     is_given: bool = False  # whether this process was asked
-    is_known: bool = False  # whether all instances know that one was: equal on all at the same place of a program
+    is_known: bool = False  # whether all instances know of a request; equal on all at one place of a program
 
 
 class Exchange:
-    """Numbers on their way between the instances of a group; made by :meth:`Group.start`."""
+    """An exchange of numbers between the instances of a group; :meth:`Group.start` makes it."""
 
     __slots__ = ("_group", "_numbers", "_pending", "_text", "send_later")
 
@@ -238,14 +238,14 @@ class Exchange:
         self.send_later: Callable[[list[list[int]]], object] | None = None
 
     def finish(self) -> None:
-        """Wait for the numbers, and send what a collective that was interrupted here has not sent."""
+        """Wait for the numbers, then send the data of a collective that was interrupted before sending."""
         numbers, send = self.wait(), self.send_later
         self.send_later = None
         if send is not None:
             send(numbers)
 
     def peek(self) -> list[list[int]] | None:
-        """The numbers that :meth:`wait` will return, if all have come; an empty list if texts differ."""
+        """Return the numbers for :meth:`wait` if all have arrived, else None; an empty list if texts differ."""
         if self._numbers is not None:
             return self._numbers
         received = self._pending.peek()
@@ -254,7 +254,7 @@ class Exchange:
         return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
-        """Every instance's numbers, in the order of the group's instances. May be called again."""
+        """Return every instance's numbers, in the order of the group's instances. May be called again."""
         if self._numbers is None:
             progress_page.wait(self._text, self._group.job_numbers)
             try:
@@ -273,7 +273,7 @@ class Exchange:
 
 
 class Group:
-    """The instances that take part in the collectives of this process at the moment."""
+    """The instances that now take part in the collectives of this process."""
 
     def __init__(
         self,
@@ -283,20 +283,20 @@ class Group:
         job_numbers: tuple[int, ...] = (),
         whole: "Group | None" = None,
     ) -> None:
-        """``job_numbers`` are those of the members in the job, if they are not the whole job."""
+        """``job_numbers`` are the job-wide numbers of the members if the group is not the whole job."""
         self.backend = backend
         self.instances = backend.instances
         self.job_numbers = job_numbers
-        self.num_bytes = 0  # of tensors, that its collectives have sent
-        self.is_limited = whole is not None  # by the program, within ``execute_on_instances``
+        self.num_bytes = 0  # of the tensors that its collectives have sent
+        self.is_limited = whole is not None  # by the program, inside ``execute_on_instances``
         self._notice = notice
         self._place = backend.names.place if whole is None or not job_numbers else f" among {self.name(None)}"
         self._unfinished: list[Exchange] = []
         self._before_next: list[Callable[[], object]] = []
-        self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - why it has left the job
+        self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - its reason for leaving the job
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
-        """Send a header to all members without waiting for theirs; ``text`` is the same on every member."""
+        """Start sending a header to all members, without waiting; ``text`` must be equal on all members."""
         if self._ends:
             raise CollectiveError(f"{text}: {self._ends[0]}")
         for exchange in tuple(self._unfinished):
@@ -315,20 +315,23 @@ class Group:
         return exchange
 
     def limited_to(self, instances: tuple[int, ...]) -> "Group":
-        """Some of the members, ascending, over the same connections; their headers carry no preemption notice."""
+        """Make a group of the members ``instances``, ascending, with the same connections.
+
+        Headers of such a group contain no preemption notice.
+        """
         is_whole_job = not self.job_numbers and instances == self.instances
         numbers = zip(self.instances, self.job_numbers or self.instances, strict=True)
         job_numbers = () if is_whole_job else tuple(number for it, number in numbers if it in instances)
         return Group(self.backend.subgroup(instances), job_numbers=job_numbers, whole=self)
 
     def name(self, instances: Iterable[int] | None) -> str:
-        """Some members in words, or all of them, each."""
+        """Return the names of the members ``instances``; for None, the names of all members, one by one."""
         if instances is None:
             return self.backend.names.of(self.instances, max_runs=None)
         return self.backend.names.of(instances)
 
     def agree(self, text: str) -> None:
-        """Wait until every member is in the collective ``text``; a CollectiveError if one is in another."""
+        """Wait until every member is in the collective ``text``. Raises CollectiveError if one is in another."""
         self.start(text).wait()
 
     def run(
@@ -338,14 +341,14 @@ class Group:
         data: Any,
         numbers: Sequence[int] = (),
     ) -> T:
-        """Do a collective: when all members are in it, ``send`` exchanges the data, and gets all their numbers."""
+        """Run a collective: when all members are in it, call ``send`` with ``data`` and all members' numbers."""
         self.num_bytes += getattr(data, "nbytes", 0)
         exchange = self.start(text, numbers)
         try:
             received = exchange.wait()
         except (BackendError, CollectiveError):
             raise
-        except BaseException:  # of a signal handler: the collective is done before the next one
+        except BaseException:  # an error of a signal handler; the collective is finished before the next one
             exchange.send_later = partial(self._send, text, send, deepcopy(data))
             raise
         return self._send(text, send, data, received)
@@ -358,7 +361,10 @@ class Group:
 
     @contextmanager
     def undivided(self, text: str) -> Iterator[None]:
-        """Leave the job if the error of a signal handler ends the block: the others wait for the rest of it."""
+        """A context in which the error of a signal handler makes this instance leave the job.
+
+        It must leave, because the other instances wait for the rest of the data.
+        """
         try:
             yield
         except PopdistError:
@@ -373,28 +379,28 @@ class Group:
             raise
 
     def send_before_next(self, send: Callable[[], object]) -> None:
-        """Call ``send`` before the next exchange: the others still wait for what it sends."""
+        """Call ``send`` before the next exchange, because other instances wait for what ``send`` sends."""
         self._before_next.append(send)
 
     def read_preemption(self, received: Sequence[bytes]) -> None:
-        """Learn from the headers of all members whether one was asked to leave."""
+        """Read from the headers of all members whether a member was asked to end."""
         notice = self._notice
         if notice is not None and not notice.is_known and are_some_preempted(received):
             notice.is_known = True
 
     def remove_unfinished(self, exchange: Exchange) -> None:
-        """Remove ``exchange`` from those that the next one waits for."""
+        """Remove ``exchange`` from the exchanges that the next exchange waits for."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
-        """Say in a backend's error what was being done."""
+        """A context in which the errors of a backend also name the operation ``text``."""
         try:
             yield
         except BackendError as error:
             raise self.described(text, error) from error.__cause__
 
     def described(self, text: str, error: BackendError) -> BackendError:
-        """A backend's error that says what was being done."""
+        """Return a backend's error with this instance and the operation ``text`` added."""
         return BackendError(f"{self.name([self.backend.instance_index])}, in {text}: {error}")

@@ -94,7 +94,7 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """Return the instances that now take part in collectives. Raises in micro batches, and as :func:`current_job`."""
+    """Return the instances that take part in collectives now. Raises in micro batches, and before ``init()``."""
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 

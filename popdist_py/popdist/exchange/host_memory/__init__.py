@@ -1,1 +1,1 @@
-"""Memory that the processes of one host share, with barriers and collectives in it. No network."""
+"""Memory that the processes of one host share, and barriers and collectives in this memory. No network."""

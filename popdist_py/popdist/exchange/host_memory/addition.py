@@ -1,8 +1,8 @@
-"""Add rows of numbers, one row from each rank, in the order of the binary tree of `popdist.ground.tree`.
+"""Addition of rows of numbers, one row from each rank, in the order of the tree of `popdist.ground.tree`.
 
-An element's sum depends on nothing but that tree, so its bits are the same for every length, share and block, for
-every number of threads, and whether C adds or torch. A :class:`Reduction` combines rows of shared memory in place:
-each rank a share of the elements, in blocks that fit its cache.
+An element's sum depends only on the tree. So its bits are equal for every length, share, block and number of
+threads, and in C and torch. A :class:`Reduction` combines rows of shared memory in place: each rank combines a
+share of the elements, in blocks that fit its cache.
 """
 
 from array import array
@@ -18,12 +18,12 @@ from popdist.ground import extension
 from popdist.ground.tree import Node, finish
 
 Op = Literal["sum", "mean", "min", "max", "product", "rounded sum"]
-"""``rounded sum`` rounds each partial sum to the dtype of the rows; the others combine half dtypes in float32."""
+"""``rounded sum`` rounds partial sums to the dtype of the rows; other operations combine half dtypes in float32."""
 
 OPS: Final[tuple[Op, ...]] = get_args(Op)
 
 HALVES: Final = (torch.float16, torch.bfloat16)
-"""Dtypes that are combined in float32, but in a rounded sum."""
+"""Dtypes that are combined in float32, except in a rounded sum."""
 
 DTYPES: Final = (
     torch.float64,
@@ -36,22 +36,22 @@ DTYPES: Final = (
     torch.uint8,
     torch.bool,
 )
-"""Dtypes that can be combined."""
+"""Dtypes whose elements can be combined."""
 
 KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
 
 CACHED_BYTES: Final = 1 << 19
-"""Length of the blocks of all rows together: they fit a usual second-level cache of 1 MiB."""
+"""Number of bytes of a block in all rows together, which fits a usual second-level cache of 1 MiB."""
 
 LEAST_BYTES: Final = 1 << 16
-"""Length of a block at least: of shorter ones the calls cost more than the additions."""
+"""Minimum number of bytes of a block, because calls for shorter blocks take longer than the additions."""
 
 LINE_BYTES: Final = 64
-"""Shares begin at multiples of it, so that no two ranks write into one line of cache."""
+"""Shares begin at multiples of this number, so that no two ranks write into the same cache line."""
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """The pairs (left, right) of rows to add into the left one, where row *i* is the node ``nodes[i]``."""
+    """Return the pairs (left, right) of rows to add, into the left row; row *i* is the node ``nodes[i]``."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -64,19 +64,19 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
 
 @cache
 def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """The pairs of rows to add, where the rows are the items of the tree: row 0 ends as the sum."""
+    """Return the pairs of rows to add if the rows are the items of the tree; row 0 will be the sum."""
     return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
 def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
-    """The elements that ``rank`` of ``size`` adds: equal shares but for the last ones, which may be empty."""
+    """Return the elements that ``rank`` of ``size`` adds: equal shares, but the last may be short or empty."""
     unit = max(1, LINE_BYTES // element_bytes)
     width = -(-num_elements // (size * unit)) * unit
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
 
 
 def blocks(elements: range, element_bytes: int, num_rows: int) -> Iterator[slice]:
-    """``elements`` in blocks, for as many rows."""
+    """Yield ``elements`` in blocks whose size fits the cache for ``num_rows`` rows."""
     width = max(CACHED_BYTES // num_rows, LEAST_BYTES) // LINE_BYTES * LINE_BYTES // element_bytes
     for start in range(elements.start, elements.stop, width):
         yield slice(start, min(start + width, elements.stop))
@@ -95,16 +95,16 @@ _COMBINERS: Final[dict[Op, Combine]] = {
 
 
 def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """The function of two tensors and ``out=`` that combines them, or ValueError where there is none."""
+    """Return the function of two tensors and ``out=`` that combines. Raises ValueError if there is none."""
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"a mean of {dtype} is no {dtype}")
-    if dtype == torch.bool:  # added as "or" and multiplied as "and"
+    if dtype == torch.bool:  # sum means "or", product means "and"
         return torch.logical_and if op in ("min", "product") else torch.logical_or
     return _COMBINERS[op]
 
 
 def combine_in_place(combine: Combine, rows: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> Tensor:
-    """Combine rows in the order of ``pairs``, in their own memory; the row that ends as the result."""
+    """Combine rows in the order of ``pairs``, in their own memory; return the row with the result."""
     for left, right in pairs:
         combine(rows[left], rows[right], out=rows[left])
     return rows[0]
@@ -116,12 +116,12 @@ def is_widened(op: Op, dtype: torch.dtype) -> bool:
 
 
 def sum_of(dtype: torch.dtype) -> Op:
-    """How gradients of ``dtype`` are added over the replicas: narrow ones are rounded at each addition."""
+    """Return the operation that adds gradients of ``dtype`` over replicas; half dtypes use rounded sums."""
     return "rounded sum" if dtype in HALVES else "sum"
 
 
 class Combiner:
-    """Combines at least two rows of one dtype by an operation; "mean" divides their sum by their number."""
+    """A function that combines at least two rows of a dtype; "mean" divides the sum by the number of rows."""
 
     def __init__(self, op: Op, dtype: torch.dtype, num_rows: int) -> None:
         self._combine = combiner(op, dtype)
@@ -132,11 +132,11 @@ class Combiner:
         self._dtype = torch.float32 if self._is_half else dtype
 
     def memory(self, shape: Sequence[int]) -> list[Tensor]:
-        """The memory that :meth:`__call__` needs for rows of ``shape``."""
+        """Return the memory that :meth:`__call__` needs for rows of ``shape``."""
         return [torch.empty(shape, dtype=self._dtype, device="cpu") for _ in range(self._num_held)]
 
     def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:
-        """Combine ``rows`` of one shape into ``out``, which may be one of them."""
+        """Combine ``rows`` of one shape into ``out``, which may be one of the rows."""
         combine, values = self._combine, list(rows)
         if self._is_half:
             values = [held.copy_(row) for held, row in zip(memory, rows, strict=True)]
@@ -157,7 +157,7 @@ _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
 
 
 class Reduction:
-    """A reduction in place that can be run again and again; made by `HostGroup.reduction`."""
+    """A reduction in place that can run repeatedly; `HostGroup.reduction` makes it."""
 
     def __init__(
         self,
@@ -186,13 +186,13 @@ class Reduction:
         )
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
-        """Combine the rows; all ranks call it. A sum of floats is divided by ``over``, the same on every rank."""
+        """Combine the rows; all ranks must call it. ``over``, equal on all ranks, divides a sum of floats."""
         self._barriers.wait(self._purpose, timeout_seconds)
         self._combine_share(over if self._divisor is None else self._divisor)
         self._barriers.wait(self._purpose, timeout_seconds)
 
     def finish(self, reason: int) -> None:
-        """Combine after a barrier to which all ranks have come with their rows: the rest of :meth:`run`."""
+        """Combine the rows after a barrier at which all ranks wrote them: the second part of :meth:`run`."""
         self._combine_share(self._divisor or 1)
         self._barriers.wait(reason)
 
@@ -200,7 +200,7 @@ class Reduction:
 def _can_add_in_one_pass(
     rows: Sequence[Tensor], op: Op, outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]
 ) -> bool:
-    """Whether C adds these rows: two or four of floats, in the usual order, into themselves."""
+    """Return whether C can add these rows: two or four rows of floats, in the usual order, into themselves."""
     is_sum = op in ("sum", "mean") and rows[0].dtype in (torch.float32, torch.float64)
     is_into_rows = [(row.data_ptr(), row.dtype) for row in outputs] == [
         (row.data_ptr(), row.dtype) for row in rows
@@ -210,7 +210,7 @@ def _can_add_in_one_pass(
 
 
 def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
-    """C's sum into all rows, divided by what it is given; the rows must outlive it."""
+    """Return C's function that adds into all rows and divides by its argument; the rows must outlive it."""
     dtype = rows[0].dtype
     starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
     found: Any = extension.find()
@@ -218,7 +218,7 @@ def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], N
 
 
 class _BlockByBlock:
-    """A reduction of a share by torch, one block of elements after the other."""
+    """A reduction of this rank's share by torch, block by block."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _BlockByBlock:
         self._wide = [torch.empty(longest, dtype=torch.float32, device="cpu") for _ in rows] if is_half else None
 
     def __call__(self, divisor: float) -> None:
-        """Combine all blocks; divide each result."""
+        """Combine all blocks, and divide each result by ``divisor``."""
         for rows, outputs in self._blocks:
             total = combine_in_place(self._combine, self._widened(rows), self._order)
             if divisor != 1:

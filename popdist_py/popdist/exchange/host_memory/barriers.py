@@ -1,8 +1,9 @@
-"""The barriers of a group of processes: a page of shared memory for each rank, which only that rank writes.
+"""The barriers of a group of processes: each rank has a page of shared memory that only this rank writes.
 
-A rank raises its counter when all that it brings stands in memory, and goes on when every other rank's counter is
-there. Beside it, in one of two places by the barrier's parity, stand what the barrier is for and a number for all:
-no rank is at barrier n + 2 before all have read those of n. How a rank waits stands in docs/design/host-memory.md.
+A rank increases its counter when all its data is in memory, and continues when the counter of every other rank is
+equal. Next to the counter, in one of two places by the barrier's parity, are the purpose of the barrier and a
+number for all ranks: no rank is at barrier n + 2 before all ranks have read the values of barrier n.
+docs/design/host-memory.md says how a rank waits.
 """
 
 import ctypes
@@ -29,13 +30,13 @@ Fence = Callable[[], None]
 
 
 def make_fence(machine: str | None = None) -> Fence | None:
-    """The memory fence to call between data and counter; None where none is needed."""
+    """Return the memory fence to call between data and counter; None if the processor needs no fence."""
     name = platform.machine() if machine is None else machine
     return None if name in _STORES_IN_ORDER else membarrier()
 
 
 def membarrier() -> Fence:
-    """A full memory barrier on all running threads of all processes that have called this."""
+    """Return a full memory barrier for all running threads of all processes that have called this function."""
     number = _MEMBARRIER_NUMBERS.get(platform.machine())
     call = ctypes.CDLL(None, use_errno=True).syscall
     if number is None or call(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
@@ -51,22 +52,22 @@ def membarrier() -> Fence:
     return fence
 
 
-# Words of a rank's page.
+# indices of words in a rank's page
 COUNTER: Final = 0
-PURPOSES: Final = 1  # and 2: what the rank's barrier of even, and of odd number is for
-NUMBERS: Final = 4  # and 5: a number that the rank posts there
+PURPOSES: Final = 1  # and 2: the purpose of the rank's last even barrier, and of its last odd barrier
+NUMBERS: Final = 4  # and 5: the number that the rank posts at this barrier
 STATE: Final = 8
 FUTEX: Final = 9
 SLEEPS: Final = 10
-MESSAGES: Final = 16  # and on: for each rank, the last message to it
+MESSAGES: Final = 16  # and following: for each rank, the last message to this rank
 
 TAKES_PART, HAS_LEFT, GAVE_UP = 0, 1, 2
 
-Words = memoryview  # of 64-bit numbers
+Words = memoryview  # of unsigned 64-bit numbers
 
 
 class Barriers:
-    """The barriers of a group's ranks: every rank makes the same ones in the same order, from one thread."""
+    """The barriers of a group's ranks; every rank makes the same barriers in the same order, from one thread."""
 
     def __init__(
         self,
@@ -98,7 +99,8 @@ class Barriers:
     def wait(self, purpose: int, timeout_seconds: float | None = None) -> None:
         """Wait until every rank is at this barrier, for the same ``purpose`` below 2**63.
 
-        A lost or late rank is a BackendError, for good; another purpose a CollectiveError, and the group goes on.
+        Raises BackendError if a rank was lost or late; the group then ends. Raises CollectiveError if the purposes
+        of ranks differ; the group can still be used.
         """
         if self.failure is not None:
             self.raise_failure()
@@ -120,7 +122,7 @@ class Barriers:
                 raise CollectiveError(self._disagreement(place))
 
     def of_part(self, ranks: Sequence[int], pages: Sequence[Words], watch: "ProcessWatch") -> "Barriers":
-        """The barriers of some of the ranks, this rank among them, on pages of their own."""
+        """Return barriers of only ``ranks``, which include this rank, on other pages."""
         members = tuple(self._names.members[rank] for rank in ranks)
         return Barriers(
             pages,
@@ -132,39 +134,39 @@ class Barriers:
         )
 
     def exchange(self, number: int, purpose: int) -> list[int]:
-        """Wait as by :meth:`wait`; the numbers, below 2**64, that all ranks have brought to this barrier."""
+        """Wait like :meth:`wait`; return the numbers, below 2**64, that all ranks have posted here."""
         place = NUMBERS + self.next_parity()
         self._mine[place] = number
         self.wait(purpose)
         return [page[place] for page in self.pages]
 
     def next_parity(self) -> int:
-        """0 if the next barrier's number is even, else 1."""
+        """Return 0 if the next barrier's number is even, else 1."""
         return self._mine[COUNTER] + 1 & 1
 
     def name(self, ranks: Sequence[int]) -> str:
-        """The members of these ranks in words."""
+        """Return the names of the members with these ranks, as text."""
         return self._names.of(ranks)
 
     def fail(self, reason: str) -> None:
-        """Take part in no further barrier, because of ``reason``, and let no other rank wait for this one."""
+        """Leave all further barriers because of ``reason``, so that no other rank waits for this rank."""
         if self.failure is None:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
 
     def close(self) -> None:
-        """Show the others that this rank takes part in no further barrier."""
+        """Leave the group, so that the other ranks see that this rank joins no further barrier."""
         if self.failure is None:
             self.failure = f"this {self._names.noun} has left the group"
             self._mine[STATE] = HAS_LEFT
         self._watch.close()
 
     def abort(self) -> None:
-        """End this rank's barriers, also one that another thread waits at; no other rank waits for it then."""
+        """Fail this rank's barriers, even a barrier at which another thread waits; then no rank waits for it."""
         self.fail(f"this {self._names.noun} ends")
 
     def _refuse_all(self) -> None:
-        """Refuse all barriers in a forked child: they are the parent's."""
+        """Refuse all barriers in a forked child, because the barriers belong to the parent."""
         self.failure = f"this process was forked from a {self._names.noun} of the group, and is none itself"
 
     def raise_failure(self) -> None:
@@ -173,14 +175,14 @@ class Barriers:
             raise BackendError(self.failure)
 
     def fence(self) -> None:
-        """Order what this thread has read and written so far before what comes next, for all processes."""
+        """Order memory accesses of this thread: earlier ones come before later ones, for all processes."""
         if self._fence is not None:
             self._fence()
 
     def wait_for(self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until one of ``ranks`` has done something; False if that takes longer than ``timeout_seconds``.
+        """Wait until ``is_done()`` because of an action of ``ranks``; False after ``timeout_seconds``.
 
-        If one of them was lost, or all have left, it is a BackendError.
+        Raises BackendError if a rank in ``ranks`` was lost, or all have left.
         """
 
         def missing() -> list[int]:
@@ -191,11 +193,11 @@ class Barriers:
         return is_done() or self._wait_until(ranks, is_done, missing, timeout_seconds)
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Raise BackendError if one of ``ranks`` was lost or takes part no more, or this rank does not."""
+        """Raise BackendError if a rank in ``ranks`` was lost or has left, or this rank has left."""
         self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
-        """Wait for one rank; in a long wait, look whether any other rank was lost."""
+        """Wait for the counter of one rank; a long wait also looks whether any other rank was lost."""
         for _ in self._reads:
             if words[COUNTER] >= number:
                 return
@@ -225,7 +227,7 @@ class Barriers:
         timeout_seconds: float,
         yield_seconds: float | None = None,
     ) -> bool:
-        # only the first one's wake-up can end a nap
+        # only the first rank's wake-up can end a nap
         longest_nap = LONGEST_NAP_SECONDS if len(ranks) == 1 else FIRST_NAP_SECONDS
         return wait_until(
             is_done,
@@ -239,7 +241,7 @@ class Barriers:
         return [rank for rank, page in enumerate(self.pages) if page[COUNTER] < number]
 
     def _check_awaited(self, missing: Callable[[], list[int]]) -> None:
-        """Raise if a rank that is waited for will not come, or this one shall wait no more."""
+        """Raise BackendError if an awaited rank will not come, or this rank must stop waiting."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self.pages]
         gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}
@@ -261,24 +263,24 @@ _KINDS: list[str] = [""]
 
 
 def operation(name: str) -> int:
-    """The number of an operation, the same in every process that runs this version of popdist."""
+    """Return the number of an operation, equal in every process with this version of popdist."""
     _OPERATIONS.append(name)
     return len(_OPERATIONS) - 1
 
 
 def kind(name: str) -> int:
-    """The number of a kind of elements, as :func:`operation`."""
+    """Return the number of a kind of elements, equal in every process with this version of popdist."""
     _KINDS.append(name)
     return len(_KINDS) - 1
 
 
 def purpose(operation_number: int, *, kind: int = 0, root: int = 0, count: int = 0) -> int:
-    """The purpose of a barrier as one number: 8 bits of operation, 8 of kind, 12 of root, 35 of count."""
+    """Return the purpose of a barrier as a number: 8 bits operation, 8 bits kind, 12 bits root, 35 bits count."""
     return operation_number | kind << 8 | (root & 0xFFF) << 16 | (count & 0x7FFFFFFFF) << 28
 
 
 def describe(number: int) -> str:
-    """A purpose in words."""
+    """Return a purpose in words."""
     what, of, root, count = number & 0xFF, number >> 8 & 0xFF, number >> 16 & 0xFFF, number >> 28
     words = [_OPERATIONS[what] if what < len(_OPERATIONS) else f"operation {what}"]
     if of:
@@ -303,7 +305,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The futexes of a group, one for each rank."""
+    """The futexes of a group, one futex for each rank."""
 
     def __init__(self, pages: Sequence[memoryview], rank: int) -> None:
         self._mine = pages[rank]
@@ -323,7 +325,7 @@ class Futexes:
                 return
 
     def sleep(self, rank: int, is_done: Callable[[], bool], most_seconds: float) -> None:
-        """Sleep until ``rank`` wakes this one, unless ``is_done()``; no longer than ``most_seconds``."""
+        """Sleep until ``rank`` wakes this rank, unless ``is_done()``; at most ``most_seconds``."""
         if self._number is None:
             time.sleep(most_seconds)
             return
@@ -341,21 +343,21 @@ def _address(page: memoryview) -> int:
 
 
 NUM_READS: Final = 400
-"""Reads of a counter in a row, about 20 microseconds, where each process of the group may have its own core."""
+"""Number of reads of a counter before yielding, about 20 microseconds, if each process can have a core."""
 
 YIELD_SECONDS: Final = 0.0001
 LONGEST_YIELD_SECONDS: Final = 0.001
-"""How long the core is left to others before this process sleeps; the second where there are too few cores."""
+"""How long a process yields its core before it sleeps; the second value applies if there are too few cores."""
 
 MOST_SLEEPS: Final = 64
-"""Waits in a row that sleep at once, after one in which yielding was not enough."""
+"""Maximum number of consecutive waits that sleep at once, after a wait in which yielding was not enough."""
 
 FIRST_NAP_SECONDS: Final = 0.0005
 LONGEST_NAP_SECONDS: Final = 0.02
 NAP_GROWTH: Final = 2
 
 CHECK_SECONDS: Final = 0.02
-"""How often to ask whether the processes that are waited for have ended."""
+"""Interval of the checks whether awaited processes have ended."""
 
 Nap = Callable[[float], None]
 
@@ -368,7 +370,7 @@ def wait_until(
     nap: Nap = time.sleep,
     yield_seconds: float | None = None,
 ) -> bool:
-    """Wait until ``is_done()``; False when the time is up."""
+    """Wait until ``is_done()``, and return True; return False if ``timeout_seconds`` have passed."""
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
     yield_until = now + (YIELD_SECONDS if yield_seconds is None else yield_seconds)
@@ -389,29 +391,29 @@ def wait_until(
 
 
 def is_crowded(pids: Collection[int]) -> bool:
-    """Whether these processes, each perhaps bound to some cores, have fewer cores together than they are."""
+    """Return whether these processes, each perhaps bound to some cores, have fewer cores than processes."""
     cores: set[int] = set()
     for pid in pids:
-        with suppress(OSError):  # one that the kernel does not let us ask about counts as having none
+        with suppress(OSError):  # a process that the kernel does not let us ask about counts as without cores
             cores |= os.sched_getaffinity(pid)
     return len(pids) > len(cores)
 
 
 class CrowdedYields:
-    """How long to yield in a wait, where there are more processes than cores: after long waits not at all."""
+    """How long to yield in a wait if there are more processes than cores: after long waits, not at all."""
 
     def __init__(self) -> None:
-        self._distrust = self._num_sleeps = 0  # beside one that computes a yield takes a whole slice of time
+        self._distrust = self._num_sleeps = 0  # next to a computing process a yield takes a whole time slice
 
     def next_seconds(self) -> float:
-        """For the next wait."""
+        """Return how long the next wait yields."""
         if self._num_sleeps == 0:
             return LONGEST_YIELD_SECONDS
         self._num_sleeps -= 1
         return 0.0
 
     def record_wait(self, waited_seconds: float) -> None:
-        """Adapt to how long a wait took that began with yielding."""
+        """Adapt to the duration of a wait that began with yielding."""
         if waited_seconds < LONGEST_YIELD_SECONDS:
             self._distrust = max(self._distrust - 1, 0)
         else:
@@ -419,17 +421,17 @@ class CrowdedYields:
 
 
 class ProcessWatch:
-    """A watch over processes, to see which have ended, by descriptors: no process id is mistaken."""
+    """A watch that detects which processes have ended; process descriptors avoid mistaken process ids."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.are_crowded = is_crowded([os.getpid(), *pids.values()])
         self._descriptors: dict[int, int] = {}
         for key, pid in pids.items():
-            with suppress(OSError):  # one that the kernel does not let us watch never counts as ended
+            with suppress(OSError):  # a process that the kernel does not let us watch never counts as ended
                 self._descriptors[key] = os.pidfd_open(pid)
 
     def ended(self, keys: Iterable[int]) -> list[int]:
-        """The keys, among ``keys``, whose processes have ended."""
+        """Return those of ``keys`` whose processes have ended."""
         by_descriptor = {self._descriptors[key]: key for key in keys if key in self._descriptors}
         poll = select.poll()
         for descriptor in by_descriptor:
@@ -437,6 +439,6 @@ class ProcessWatch:
         return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
 
     def close(self) -> None:
-        """Watch no process any more."""
+        """Stop watching all processes."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

@@ -1,6 +1,6 @@
-"""What a forked child inherits from its parent and must neither use nor end, and marks that children see.
+"""Objects that a forked child inherits but must neither use nor end, and marks that children can see.
 
-Only the parent has the threads that the end of a connection would wait for, and the barriers are the parent's.
+Only the parent has the threads that a connection's end would wait for, and the barriers belong to the parent.
 """
 
 import atexit
@@ -19,18 +19,18 @@ _in_children: Final["list[weakref.WeakMethod[Callable[[], None]]]"] = []
 
 
 def never_destroy_in_children(*connections: object) -> None:
-    """Keep torch's process groups and stores alive in forked children: their destructors join threads."""
+    """Keep torch's process groups and stores alive in forked children, because destructors join threads."""
     _connections.update(connections)
 
 
 def call_in_children(method: Callable[[], None]) -> None:
-    """Call a method of an object in each forked child, as long as there is the object."""
+    """Call ``method`` in each forked child, as long as the method's object exists."""
     _in_children[:] = [reference for reference in _in_children if reference() is not None]
     _in_children.append(weakref.WeakMethod(method))
 
 
 def call_at_exit(handler: Callable[[], None]) -> None:
-    """Call ``handler`` when this process exits, and not when a forked child does. Registering again moves it."""
+    """Call ``handler`` when this process exits, but not in forked children; a second call moves it to the end."""
     atexit.unregister(handler)
     atexit.register(handler)
     if handler not in _exit_handlers:
@@ -38,7 +38,7 @@ def call_at_exit(handler: Callable[[], None]) -> None:
 
 
 def mark_process(name: str) -> int | None:
-    """Mark this process with ``name`` until the descriptor that is returned is closed; None where it cannot be."""
+    """Mark this process with ``name`` until the returned descriptor is closed; None if marking is impossible."""
     try:
         return os.memfd_create(_file_of(name), os.MFD_CLOEXEC)
     except OSError:
@@ -46,10 +46,10 @@ def mark_process(name: str) -> int | None:
 
 
 def find_marked_ancestor(name: str) -> int | None:
-    """The nearest process above this one, its parent first, that is marked with ``name``; None if none is."""
+    """Return the nearest ancestor process that is marked with ``name``; None if no ancestor is marked."""
     wanted = Path(f"/memfd:{_file_of(name)} (deleted)")
     pid = os.getppid()
-    with suppress(OSError):  # it has ended, or belongs to another user
+    with suppress(OSError):  # the process has ended or belongs to another user
         while pid > 1:
             if wanted in map(_target_of, Path(f"/proc/{pid}/fd").iterdir()):
                 return pid
@@ -59,7 +59,7 @@ def find_marked_ancestor(name: str) -> int | None:
 
 
 def _target_of(link: Path) -> Path | None:
-    with suppress(OSError):  # closed in the meantime
+    with suppress(OSError):  # the descriptor was closed in the meantime
         return link.readlink()
     return None
 

@@ -1,8 +1,8 @@
-"""The collectives of a host group over tensors that live anywhere, through slots of shared memory or in place.
+"""The collectives of a host group on any CPU tensors, through slots of shared memory or in place.
 
-Each rank has two slots, used in turn by the barrier's parity, so one barrier for each piece of data is enough. In
-an all-reduce every rank adds all of a piece that is small, or of one of two ranks; among more each adds a share of
-a larger one, at two barriers. A tensor that all have mapped is not copied
+Each rank has two slots, used alternately by the barrier's parity, so that one barrier for each piece of data is
+enough. In an all-reduce every rank adds the whole piece if the piece is small or there are two ranks; otherwise
+each rank adds a share of the piece, with two barriers. A tensor that all ranks have mapped is not copied
 (`popdist.exchange.host_memory.in_place`).
 """
 
@@ -21,12 +21,12 @@ from popdist.exchange.host_memory.host_group import HostGroup
 from popdist.exchange.host_memory.in_place import LEAST_BYTES, InPlace, MayMove, Places
 
 FIRST_BYTES: Final = 1 << 16
-"""Size of a slot until something larger is sent."""
+"""Number of bytes of a slot until something larger is sent."""
 
 LARGEST_BYTES: Final = (1 << 21) + (1 << 16)
-"""Size of a slot from then on; what is larger goes in pieces, which stay in the shared cache on their way.
+"""Number of bytes of a slot afterwards; larger tensors are sent in pieces, which stay in the shared cache.
 
-Its odd part has room for the bias of a layer whose weights fill the rest, which would else be a piece of its own.
+The added 64 KiB have room for the bias of a layer whose weights fill the rest: a separate piece is not needed.
 """
 
 _PAIR: Final = 2
@@ -43,12 +43,12 @@ _MOST_PREPARED: Final = 512
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a flat tensor of bytes: every dtype travels the same way."""
+    """Return the memory of a contiguous tensor as flat bytes, so that every dtype is sent in the same way."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class Slots:
-    """The slots of a group; every rank makes them, and lets them grow, at the same time."""
+    """The slots of a group; all ranks make and enlarge the slots at the same time."""
 
     def __init__(self, group: HostGroup) -> None:
         self.num_bytes = FIRST_BYTES
@@ -57,7 +57,7 @@ class Slots:
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def fit(self, num_bytes: int) -> None:
-        """Make the slots larger if ``num_bytes`` do not fit; BackendError on every rank if one has no room."""
+        """Enlarge the slots if ``num_bytes`` do not fit. Raises BackendError on all ranks if one has no room."""
         if num_bytes > self.num_bytes < LARGEST_BYTES:
             block = self._group.allocate(2 * LARGEST_BYTES)
             self._block.release()
@@ -65,18 +65,18 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Make room for ``num_bytes`` for each other rank, as :meth:`fit`; how many a slot has for each."""
+        """Make room for ``num_bytes`` for each other rank; return the bytes of a slot for each rank."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
 
     @property
     def whole_bytes(self) -> int:
-        """Up to this size each rank adds all by itself at one barrier; among three and more not what is large."""
+        """Largest size of which each rank adds everything itself, with one barrier."""
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's slot for barriers of this parity, in rank order: flat tensors of ``dtype``."""
+        """Return every rank's slot for barriers of this parity, in rank order, as flat tensors of ``dtype``."""
         key = (parity, dtype)
         if key not in self._views:
             start = parity * self.num_bytes
@@ -84,12 +84,12 @@ class Slots:
         return self._views[key]
 
     def next(self, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's slot for the next barrier."""
+        """Return every rank's slot for the next barrier."""
         return self.of_parity(self._group.barriers.next_parity(), dtype)
 
 
 class _PreparedSum(NamedTuple):
-    """An all-reduce of tensors of one shape and dtype at one barrier; pairs hold what is for each parity."""
+    """A prepared all-reduce of tensors of one shape and dtype with one barrier; pairs have a value per parity."""
 
     purpose: int
     mine: tuple[Tensor, Tensor]
@@ -107,14 +107,14 @@ class AllReduce:
         self._slots = slots
         self._in_place = in_place
         self._prepared: dict[tuple[Op, torch.dtype, Size], _PreparedSum] = {}
-        self._num_bytes = slots.num_bytes  # the size of the slots that the prepared sums are of
+        self._num_bytes = slots.num_bytes  # the size of the slots in the prepared sums
 
     def __call__(self, tensor: Tensor, op: Op, may_move: MayMove | None) -> None:
         """Combine in place; see `HostCollectives.all_reduce`."""
         if tensor.nbytes < LEAST_BYTES:
             self._add(tensor, op)
             return
-        combiner(op, tensor.dtype)  # an error before anything is sent
+        combiner(op, tensor.dtype)  # raises an error before anything is sent
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=tensor.numel())
         places = self._in_place.agree(tensor, reason, may_move)
         if places is None:
@@ -135,7 +135,7 @@ class AllReduce:
         prepared.combine(prepared.rows[parity], tensor, prepared.memory)
 
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
-        """Prepare what needs one barrier only; None for what needs more."""
+        """Prepare an all-reduce that needs one barrier only; return None if it needs more barriers."""
         num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
         combine = Combiner(op, dtype, self._size)
         self._slots.fit(num_bytes)
@@ -169,7 +169,7 @@ class AllReduce:
             tensor.copy_(flat.view(tensor.shape))
 
     def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Each rank adds all of the piece."""
+        """Add the whole of ``piece`` on each rank."""
         length = len(piece)
         rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
@@ -178,7 +178,7 @@ class AllReduce:
         combine(rows, piece, [held[:length] for held in memory])
 
     def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Each rank adds a share of the piece and takes the others'."""
+        """Add a share of ``piece`` on each rank, and copy the shares of the other ranks."""
         barriers, rank, slots = self._barriers, self._rank, self._slots
         shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
         mine = shares[rank]
@@ -201,9 +201,9 @@ class AllReduce:
 
 
 class HostCollectives:
-    """Collectives of a group; each call is one, on every rank, with the same arguments but for the values.
+    """The collectives of a host group; all ranks must make the same calls with the same sizes and operations.
 
-    Tensors are on the CPU and without gradient; in all calls but :meth:`all_reduce` flat and contiguous, too.
+    Tensors must be on the CPU and without gradient, and, except in :meth:`all_reduce`, flat and contiguous.
     """
 
     def __init__(self, group: HostGroup) -> None:
@@ -221,7 +221,7 @@ class HostCollectives:
     def connect(
         cls, store: Store, rank: int, num_local: int, *, names: Names, timeout_seconds: float
     ) -> Self | None:
-        """The collectives of this host's ``num_local`` ranks; None on all of them if they may not share memory."""
+        """Make the collectives of this host's ``num_local`` ranks; None on all if they cannot share memory."""
         first = rank - rank % num_local
         own = replace(names, members=names.members[first : first + num_local])
         prefix = PrefixStore(f"host/{first}", store)
@@ -229,12 +229,12 @@ class HostCollectives:
         return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks, in place; ``may_move`` says whether this one's memory may be moved."""
+        """Combine the tensors of all ranks in place; ``may_move`` says whether its memory may be moved."""
         if not self._is_alone:
             self._all_reduce(tensor, op, may_move)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite the tensor of every rank with that of rank ``root``."""
+        """Overwrite the tensor of every rank with the tensor of rank ``root``."""
         if self._is_alone:
             return
         data = as_bytes(tensor)
@@ -249,7 +249,7 @@ class HostCollectives:
                 piece.copy_(slot)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
+        """Copy the tensor of each rank into ``outputs[rank]``; all tensors must have the same length."""
         if self._is_alone:
             outputs[0].copy_(tensor)
             return
@@ -278,7 +278,7 @@ class HostCollectives:
                 row[index].copy_(slot)
 
     def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
-        """Combine the tensors of all ranks into that of rank ``root``; the others stay as they are."""
+        """Combine the tensors of all ranks into rank ``root``'s tensor; the other tensors stay unchanged."""
         if self._is_alone:
             return
         combine = Combiner(op, tensor.dtype, self.size)
@@ -297,7 +297,7 @@ class HostCollectives:
                 combine(rows, piece, [held[:length] for held in memory])
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
-        """``output`` becomes the combination of what all ranks have at this rank's place in ``tensors``."""
+        """Combine the tensors that all ranks have at this rank's index in ``tensors``, into ``output``."""
         if self._is_alone:
             output.copy_(tensors[0])
             return
@@ -311,7 +311,7 @@ class HostCollectives:
             self._scatter_in_place(output, combine, reason, places)
 
     def _scatter_in_place(self, output: Tensor, combine: Combiner, reason: int, places: Places) -> None:
-        """Combine this rank's part of all ranks' tensors where they lie."""
+        """Combine this rank's part of all ranks' tensors directly in the tensors' memory."""
         first, width = self._rank * len(output), LARGEST_BYTES // output.element_size()
         wholes = self._in_place.rows(places, output.nbytes * self.size, output.dtype)
         rows = [whole[first : first + len(output)] for whole in wholes]
@@ -341,7 +341,7 @@ class HostCollectives:
             combine(rows, out, [held[:length] for held in memory])
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """``outputs[rank]`` becomes what ``rank`` has at this rank's place in ``tensors``; lengths may differ."""
+        """Copy what each rank has at this rank's index in its ``tensors`` to ``outputs``; lengths may differ."""
         if self._is_alone:
             outputs[0].copy_(tensors[0])
             return
@@ -365,28 +365,28 @@ class HostCollectives:
         self.group.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """Set how long a lost or late rank is waited for from now on."""
+        """Set how long later calls wait for a lost or late rank."""
         self.group.barriers.timeout_seconds = timeout_seconds
 
     def close(self) -> None:
-        """Leave: the other ranks see it."""
+        """Leave the group; the other ranks detect it."""
         if not self._is_alone:
             self._in_place.close()
         self.group.close()
 
     def abort(self) -> None:
-        """End a call that is going on in another thread, with an error."""
+        """End a call that runs in another thread, with an error."""
         self.group.barriers.abort()
 
 
 def _part(slot: Tensor, owner: int, reader: int, width: int) -> Tensor:
-    """The part of the slot of ``owner`` that is for ``reader``; there is none for the owner itself."""
+    """Return the part of ``owner``'s slot that is for ``reader``, which must be another rank."""
     start = (reader - (reader > owner)) * width
     return slot[start : start + width]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Parts of one length as one tensor, without a copy; None if they do not follow each other in memory."""
+    """Return parts of equal length as one tensor, without a copy; None if they are not adjacent in memory."""
     first = parts[0]
     storage = first.untyped_storage().data_ptr()
     for number, part in enumerate(parts):
@@ -397,5 +397,5 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:
-    """The tensor in pieces of ``width`` elements; an empty tensor is one piece."""
+    """Return the tensor in pieces of ``width`` elements; an empty tensor is one piece."""
     return tensor.split(width) if len(tensor) > width else (tensor,)

@@ -1,7 +1,7 @@
-"""A host group: processes of one host that share memory, on which all collectives of a host are built.
+"""A host group: processes of one host that share memory; all collectives within a host use it.
 
-:meth:`HostGroup.allocate` maps a row of memory of each rank into all of them, and a :meth:`HostGroup.reduction`
-makes every row the sum of all.
+:meth:`HostGroup.allocate` makes a row of memory for each rank and maps all rows into all ranks; a
+:meth:`HostGroup.reduction` makes every row the sum of all rows.
 """
 
 import os
@@ -32,16 +32,16 @@ from popdist.exchange.host_memory.segments import (
 )
 
 MOST_RANKS: Final = TOKEN_OFFSET // 8 - MESSAGES
-"""A rank's page has a word for each other one."""
+"""Maximum number of ranks, because a rank's page has a word for each rank."""
 
 _ALLOCATE: Final = operation("allocate")
 _BARRIER: Final = 0
 
 
 class HostGroup:
-    """Processes of one host that share memory; all make the same calls, but for those that are no collective.
+    """Processes of one host that share memory; all must make the same calls, except calls marked "no collective".
 
-    A rank that is lost or late is an error on all others that names it, and ends the group.
+    If a rank is lost or late, all other ranks raise an error that names the rank, and the group ends.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HostGroup:
         timeout_seconds: float,
         names: Names | None = None,
     ) -> Self | None:
-        """Share memory with the other ranks, which all call this; None on every rank where they may not."""
+        """Share memory with the other ranks; all must call this. Return None on all if sharing is impossible."""
         if size > MOST_RANKS:
             return None
         names = names or Names(members=tuple(range(size)))
@@ -102,23 +102,23 @@ class HostGroup:
             timeout_seconds=timeout_seconds,
         )
         group = cls(segment, found, barriers, rank)
-        group.barrier()  # so a process that is watched is one that was there after the watch had begun
+        group.barrier()  # so that every watched process existed when the watch began
         return group
 
     @property
     def num_bytes(self) -> int:
-        """How much memory this rank's rows take in all."""
+        """Number of bytes of this rank's rows in total."""
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Memory of this rank for :meth:`allocate` or :meth:`part`, freed with its views; no collective."""
+        """Reserve memory of this rank for :meth:`allocate` or :meth:`part`, until its views end. No collective."""
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """A group of some of the ranks, in their order, each with a page that it has reserved; no collective."""
+        """Make a group of some ranks, in their order, each with a page that it has reserved. No collective."""
         places = zip(ranks, offsets, strict=True)
         pages = [
             page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
@@ -129,9 +129,9 @@ class HostGroup:
         return HostGroup(self._segment, found, barriers, barriers.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
-        """A row of ``num_bytes`` for each rank, mapped by all: new and all zero, or what this rank has reserved.
+        """Allocate ``num_bytes`` of zeros for each rank, or use ``reserved``; map all rows into all ranks.
 
-        If a rank has no room for its row every rank raises BackendError, and the group goes on.
+        If a rank has no room for its row, every rank raises BackendError, and the group can still be used.
         """
         trouble, rows, reason = "", [], purpose(_ALLOCATE, count=num_bytes)
         try:
@@ -156,12 +156,12 @@ class HostGroup:
         return SharedBlock(self._segment, offset, rows, self.rank)
 
     def map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
-        """Memory of a rank at an offset in its segment; no collective."""
+        """Return the memory of ``rank`` at ``offset`` in its segment. No collective."""
         descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """A descriptor of this process for another rank's file in memory, or OSError; no collective."""
+        """Return a descriptor here for another rank's memory file. Raises OSError on failure. No collective."""
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -172,20 +172,21 @@ class HostGroup:
         outputs: Sequence[Tensor] | None = None,
         pairs: Sequence[tuple[int, int]] | None = None,
     ) -> Reduction:
-        """Prepare to combine rows of shared memory in place, each rank a share of the elements; no collective.
+        """Prepare to combine rows of shared memory in place, each rank a share of elements. No collective.
 
-        Each ``run()`` of it is one: the result stands in every output then, and what stood in ``rows`` is lost.
+        Each ``run()`` of the reduction is a collective: afterwards the result is in every output, and the contents
+        of ``rows`` are lost.
         """
         return Reduction(self.barriers, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
-        """Wait until every rank is here; afterwards each sees what all wrote into shared memory before."""
+        """Wait until all ranks are here; then each rank sees what all ranks wrote into shared memory before."""
         self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map."""
+        """Leave the group; the other ranks detect it. Memory stays only where views of blocks map it."""
         self.barriers.close()
-        if self._is_part:  # the segments are those of the whole group, which is closed later
+        if self._is_part:  # the segments belong to the whole group, which is closed later
             return
         self._segment.close()
         while self._found:
@@ -193,15 +194,16 @@ class HostGroup:
 
 
 _COUNTER_BYTES: Final = 64
-"""A counter has a line of cache of its own."""
+"""Number of bytes of a counter, so that each counter has its own cache line."""
 
 
 class ShortMessages:
-    """The messages between any ranks of a group, of a multiple of 8 bytes; made by every rank at the same time."""
+    """Messages between any ranks of a group, a multiple of 8 bytes long; all ranks make this object together."""
 
     def __init__(self, group: HostGroup, num_bytes: int) -> None:
-        # The n-th message of a rank is answered by the n-th of the other. A rank sends its next one when it has
-        # read that one's answer to the last, so two places and a counter for each direction are enough.
+        # The n-th message of a rank is answered by the n-th message of the other rank. A rank sends its next
+        # message when it has read the other's answer to the last, so two places and a counter for each direction
+        # are enough.
         self._barriers = group.barriers
         stride = _COUNTER_BYTES + 2 * num_bytes
         block = group.allocate(group.size * stride)
@@ -217,7 +219,7 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send to each of ``ranks``, and wait for no answer; for each the number of the message and its answer."""
+        """Send ``message`` to each of ``ranks``, without waiting; return the number of each rank's answer."""
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:
@@ -238,11 +240,11 @@ class ShortMessages:
         return numbers
 
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
-        """A message of ``rank``, once; None if it is late and may still come; BackendError if it was lost."""
+        """Return message ``number`` of ``rank``; None if late. Raises BackendError if the rank was lost."""
         return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None
 
     def _read_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
-        """Read the messages of ``rank`` up to ``number``; False if that one does not come in time."""
+        """Read the messages of ``rank`` up to ``number``; return False if message ``number`` is late."""
         deadline = time.monotonic() + timeout_seconds
         while self._num_received[rank] < number:
             if not self._read_next(rank, deadline):
@@ -262,7 +264,7 @@ class ShortMessages:
 
 
 def _halves(box: memoryview) -> tuple[memoryview, memoryview]:
-    """The two places for messages, behind the counter."""
+    """Return the two places for messages, behind the counter."""
     middle = (_COUNTER_BYTES + len(box)) // 2
     return box[_COUNTER_BYTES:middle], box[middle:]
 

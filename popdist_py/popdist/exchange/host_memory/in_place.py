@@ -1,8 +1,9 @@
-"""In-place collectives on storages that every rank has mapped: each tensor stays where it is, nothing is copied.
+"""Collectives in place on storages that every rank has mapped: no tensor is moved or copied.
 
-Before a large collective each rank posts, at a barrier that there is anyway, in which of its files the tensor
-lies, and where. If all post such a place they work there, else through slots. A storage that is posted first is
-shared at two more barriers: its rank moves it into a file if it lies in none, and the others map that.
+Before a large collective each rank posts, at a barrier that is needed anyway, in which of its files the tensor is,
+and where. If all ranks post such a place, they work in place, otherwise through slots. A storage that is posted
+first is shared with two more barriers: its rank moves the storage into a file if necessary, and the other ranks
+map the file.
 """
 
 import os
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from popdist.exchange.host_memory.addition import Reduction
 
 LEAST_BYTES: Final = 1 << 18
-"""Size of the smallest tensors that are combined in place."""
+"""Number of bytes of the smallest tensors that are combined in place."""
 
 _SHARE: Final = operation("mapping of a tensor")
 
@@ -37,46 +38,46 @@ _NEW: Final = 1 << 61
 _MOST_PREPARED: Final = 1 << 8
 
 _MANY_REFUSALS: Final = 16
-"""After so many calls of a kind in a row whose tensors have no places, one in so many asks for them."""
+"""After this many consecutive calls of a kind without places, only one call in this many asks for places."""
 
 _MOST_KINDS: Final = 1 << 10
-"""Of so many kinds of calls that is counted; then the counting begins anew, on all ranks at the same call."""
+"""Maximum number of kinds of calls that are counted; then counting restarts, on all ranks at the same call."""
 
 _MOST_DESCRIPTORS: Final = 1 << 23
 _ANSWER: Final = 1 << 63
 
 
 MayMove = Callable[[Tensor], bool]
-"""Whether the memory of a tensor may be moved now."""
+"""A function that returns whether the memory of a tensor may be moved now."""
 
 
 Places = tuple[int, ...]
-"""Of each rank, in which of its files a tensor lies, and where in it."""
+"""For each rank, in which of its files a tensor is, and where in the file."""
 
 
 class InPlace:
-    """The places that the ranks of a group post; every rank makes the same calls in the same order."""
+    """The places that the ranks of a group post; all ranks must make the same calls in the same order."""
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
         self._barriers = group.barriers
         self._numbers: dict[int, int] = {}
-        """Of this rank's files that all ranks have mapped, by what names their storages."""
+        """Number in this group of each file of this rank that all ranks have mapped; the key names the storage."""
         self._files: list[dict[int, MappedFile]] = [{} for _ in range(group.size)]
-        """Of each rank, by the number that the file has in this group."""
+        """For each rank, its files; the key is the number of the file in this group."""
         self._num_shared = [0] * group.size
         self._can_map = True
         """Whether all ranks could map every storage so far."""
         self._seen: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
-        """The lengths of storages that may be moved when they come again."""
+        """Lengths of storages that may be moved when they are used again."""
         self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
         self._num_refusals: dict[int, int] = {}
-        """Of each kind of call, how many in a row had a tensor without a place; the same on all ranks."""
+        """For each kind of call, how many consecutive calls had no place for a tensor; equal on all ranks."""
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
-        """The places of all ranks' tensors, agreed on at a barrier; None if one of them has none.
+        """Return the places of all ranks' tensors, exchanged at a barrier; None if a tensor has no place.
 
-        After many calls of one kind without places only some ask, as the barrier takes its time.
+        After many calls of one kind without places only some calls ask, because the barrier takes time.
         """
         num_refusals = self._num_refusals.pop(reason, 0)
         if num_refusals > _MANY_REFUSALS and num_refusals % _MANY_REFUSALS:
@@ -90,7 +91,7 @@ class InPlace:
             self._num_refusals[reason] = num_refusals + 1
             self._unmap_gone()
             return None
-        if max(posted) < _HAS_PLACE | _NEW:  # none is new
+        if max(posted) < _HAS_PLACE | _NEW:  # no storage is new
             return tuple(posted)
         if not self._share(tensor, posted):
             return None
@@ -99,7 +100,7 @@ class InPlace:
         )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """What stands in these places, as flat tensors."""
+        """Return the memory in these places as flat tensors."""
         found = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
@@ -107,7 +108,7 @@ class InPlace:
         return found
 
     def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
-        """The reduction of tensors like this one in these places."""
+        """Return the reduction of tensors like ``tensor`` in these places."""
         key = (places, op, tensor.dtype, tensor.numel())
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -116,7 +117,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """A number for the other ranks that says where ``tensor`` lies in shared memory; 0 if it does not."""
+        """Return a number that says where ``tensor`` is in shared memory, for other ranks; 0 if it is not."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()
@@ -132,7 +133,7 @@ class InPlace:
         return _HAS_PLACE | _NEW | place if self._may_share() else 0
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap all files."""
         self._prepared.clear()
         for files in self._files:
             files.clear()
@@ -141,14 +142,14 @@ class InPlace:
         return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
-        """Whether torch's allocator owns the storage, and it was there before, with the same length."""
+        """Return whether torch's allocator owns the storage, and it was seen before with the same length."""
         if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
-            return False  # numpy and others who know the address have cleared the one
+            return False  # numpy and other users of the address have made the storage not resizable
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
         return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
-        """Have all ranks map the storages that are posted for the first time; whether all of them could."""
+        """Make all ranks map the storages that are posted first; return whether all ranks could."""
         self._unmap_gone()
         rank = self._group.rank
         new = [other for other, place in enumerate(posted) if place & _NEW]
@@ -174,13 +175,13 @@ class InPlace:
         return True
 
     def _file_of(self, tensor: Tensor) -> SharedStorage | None:
-        """The file in which the tensor lies, after it was moved there if need be; None if there is no room."""
+        """Return the file with the tensor, after moving it there if necessary; None if there is no room."""
         storage = tensor.untyped_storage()
         if shared_storages.find(storage) is None:
             self._seen.pop(storage, None)
             try:
                 shared_storages.move(storage)
-            except Exception:  # noqa: BLE001 - whatever it is, the others wait for an answer
+            except Exception:  # noqa: BLE001 - after any error the other ranks wait for an answer
                 return None
         return shared_storages.find(storage)
 
@@ -196,7 +197,7 @@ class InPlace:
         return file
 
     def _unmap_gone(self) -> None:
-        """Unmap storages that are gone."""
+        """Unmap storages that were freed."""
         shared_storages.release_gone()
         for rank, files in enumerate(self._files):
             for number in [number for number, file in files.items() if not file.is_in_use]:

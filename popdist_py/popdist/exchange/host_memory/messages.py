@@ -1,8 +1,8 @@
-"""Messages from one rank of a host group to another, of any length, in which no other rank takes part.
+"""Messages of any length from one rank of a host group to another; no other rank takes part.
 
-A sender copies a message into a buffer of its own memory and posts that at once, so it waits for nobody. On its
-page stands the newest buffer for each rank, and in each buffer the one before it: a receiver walks back to the
-last one that it knows. A buffer is used again when its message was received.
+A sender copies a message into a buffer of its own memory and posts the buffer first, so that it waits for no rank.
+The sender's page has the newest buffer for each rank, and each buffer has the place of the buffer before: a
+receiver walks back to the last buffer that it knows. A buffer is used again when its message was received.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from popdist.exchange.host_memory.barriers import MESSAGES
 from popdist.exchange.host_memory.host_group import HostGroup
 from popdist.exchange.host_memory.segments import PAGE_BYTES, as_words, whole_pages
 
-# Words at the beginning of a buffer; the receiver writes the last one, and its owner all others.
+# words at the beginning of a buffer; the receiver writes the last word, and the owner all other words
 _NUM_BYTES: Final = 0
 _PREVIOUS: Final = 1
 _TAG: Final = 2
@@ -26,19 +26,19 @@ _WRITTEN: Final = 4
 _IS_RECEIVED: Final = 5
 _HEADER_BYTES: Final = 64
 
-# The word of a rank: the number of the message, and the page of the segment at which its buffer begins.
+# a rank's word: the number of the message, and the page of the segment at which the buffer begins
 _PLACE_BITS: Final = 42
 _PLACES: Final = (1 << _PLACE_BITS) - 1
 _NUMBERS: Final = (1 << 64 - _PLACE_BITS) - 1
 
 _PIECE_BYTES: Final = 1 << 20
-"""The receiver copies one piece while the sender copies the next."""
+"""Number of bytes of a piece; the receiver copies one piece while the sender copies the next piece."""
 
 MOST_AHEAD_BYTES: Final = 1 << 26
-"""How much may wait for a receiver until the sender's wait for a message is one for its receipt."""
+"""Maximum number of unreceived bytes for a receiver; above it, the sender's wait is a wait for the receipt."""
 
 _MOST_KEPT_BYTES: Final = 1 << 27
-"""How much memory free buffers may keep when another one is made."""
+"""Maximum number of bytes that free buffers keep when another buffer is made."""
 
 _MOST_TIMES_TOO_LARGE: Final = 8
 _MOST_MAPPED: Final = 256
@@ -56,7 +56,7 @@ class _Buffer:
 
 
 class Messages:
-    """The messages of a rank to and from the ranks of its group, itself among them; for any threads."""
+    """The messages of a rank to and from the ranks of its group, including itself; any thread may use them."""
 
     def __init__(self, group: HostGroup) -> None:
         self.barriers = group.barriers
@@ -71,7 +71,7 @@ class Messages:
         self._posted: list[Receipt] = []
 
     def send(self, data: Tensor, rank: int, tag: int) -> "Sent":
-        """Send a flat tensor of bytes, which may change afterwards; BackendError if the rank has gone."""
+        """Send flat bytes, which may change afterwards. Raises BackendError if the rank has gone."""
         barriers, length = self.barriers, len(data)
         with self._sending:
             barriers.check([rank])
@@ -95,7 +95,7 @@ class Messages:
     def receive(
         self, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None] = lambda: None
     ) -> "Receipt":
-        """Receive the next message of one of ``sources`` into a flat tensor of bytes, and then call ``finish``."""
+        """Receive the next message of a rank in ``sources`` into flat bytes, then call ``finish``."""
         self.barriers.raise_failure()
         receipt = Receipt(self, into, sources, tag, finish)
         with self._receiving:
@@ -103,7 +103,7 @@ class Messages:
         return receipt
 
     def num_waiting_bytes(self, rank: int) -> int:
-        """The length of all messages to ``rank`` that were not received so far."""
+        """Return the number of bytes of all messages to ``rank`` that were not received so far."""
         with self._sending:
             buffers = [
                 buffer for buffer in self._buffers if buffer.receiver == rank and not buffer.words[_IS_RECEIVED]
@@ -111,11 +111,11 @@ class Messages:
             return sum(buffer.words[_LENGTH] for buffer in buffers)
 
     def has_news(self, sources: Sequence[int]) -> bool:
-        """Whether a message of one of ``sources`` has come since :meth:`advance`."""
+        """Return whether a message from ``sources`` has come since :meth:`advance`."""
         return any(self._incoming[source][0] != self._seen[source] for source in sources)
 
     def advance(self) -> None:
-        """Receive what has come, in the order in which the receipts were asked for."""
+        """Receive the messages that have come, in the order in which the receipts were requested."""
         with self._receiving:
             for source in {source for receipt in self._posted for source in receipt.sources}:
                 self._find_new(source)
@@ -131,7 +131,7 @@ class Messages:
     def wait(
         self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until ``is_done()``; False if that takes too long, but without a timeout the group ends then."""
+        """Wait until ``is_done()``; return False after ``timeout_seconds``. A default timeout ends the group."""
         barriers = self.barriers
         seconds = barriers.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
@@ -145,7 +145,7 @@ class Messages:
         return is_in_time
 
     def _free_buffer(self, length: int) -> _Buffer:
-        """A buffer that nobody reads, which has room for so many bytes."""
+        """Return a buffer that no rank reads, with room for ``length`` bytes."""
         needed = whole_pages(_HEADER_BYTES + length)
         free = {buffer: buffer.words[_NUM_BYTES] for buffer in self._buffers if buffer.words[_IS_RECEIVED]}
         fitting = [buffer for buffer, size in free.items() if needed <= size <= needed * _MOST_TIMES_TOO_LARGE]
@@ -159,7 +159,7 @@ class Messages:
         return self._buffers[-1]
 
     def _find_new(self, source: int) -> None:
-        """Find the buffers that a rank has posted since the last time."""
+        """Find the buffers that a rank has posted since the last call."""
         newest, seen = self._incoming[source][0], self._seen[source]
         self.barriers.fence()
         num_new, place, buffers = (newest >> _PLACE_BITS) - (seen >> _PLACE_BITS) & _NUMBERS, newest & _PLACES, []
@@ -179,7 +179,7 @@ class Messages:
         return self._mapped[key]
 
     def _copy(self, buffer: _Buffer, source: int, into: Tensor) -> None:
-        """Copy a message, while the rank that sends it may still write its end."""
+        """Copy a message while the sending rank may still write the end of the message."""
         words, length, num_copied = buffer.words, buffer.words[_LENGTH], 0
         if length > len(into):
             words[_IS_RECEIVED] = 1
@@ -201,7 +201,7 @@ def _has_more(words: memoryview, num_copied: int) -> bool:
 
 
 class Sent:
-    """A message that this rank has sent; the tensor that it was made of may change."""
+    """A message that this rank has sent; the tensor with its content may change."""
 
     source = -1
     error = None
@@ -211,18 +211,18 @@ class Sent:
         self._buffer, self._number = buffer, buffer.num_sent
 
     def is_done(self) -> bool:
-        """Whether the message was received, or all that waits for its receiver is not much."""
+        """Return whether the message was received, or few enough bytes wait for its receiver."""
         buffer = self._buffer
         is_received = buffer.num_sent != self._number or buffer.words[_IS_RECEIVED]
         return bool(is_received) or self._messages.num_waiting_bytes(buffer.receiver) <= MOST_AHEAD_BYTES
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until :meth:`is_done`; False if that takes longer than ``timeout_seconds``."""
+        """Wait until :meth:`is_done`; return False after ``timeout_seconds``."""
         return self.is_done() or self._messages.wait([self._buffer.receiver], self.is_done, timeout_seconds)
 
 
 class Receipt:
-    """A message that this rank is to receive; ``source`` is who has sent it."""
+    """A message that this rank will receive; ``source`` is the rank that has sent it."""
 
     def __init__(
         self, messages: Messages, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None]
@@ -237,7 +237,7 @@ class Receipt:
         self._has_ended = False
 
     def end(self, copy: Callable[[], None]) -> None:
-        """Copy the message, and keep the error if that goes wrong."""
+        """Copy the message, and keep the error if copying fails."""
         try:
             copy()
             self._finish()
@@ -246,13 +246,13 @@ class Receipt:
         self._has_ended = True
 
     def is_done(self) -> bool:
-        """Whether the message was received, or cannot be any more."""
+        """Return whether the message was received, or receiving has failed."""
         if not self._has_ended:
             self._messages.advance()
         return self._has_ended
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for it; False if it takes longer than ``timeout_seconds``, BackendError if it will not come."""
+        """Wait for the message; False after ``timeout_seconds``. Raises BackendError if it cannot come."""
         messages = self._messages
         is_in_time = self.is_done() or messages.wait(
             self.sources,

@@ -1,8 +1,8 @@
-"""Segments: memory that several processes map, one for each process and group, and the rows in it.
+"""Segments: memory that several processes map, one segment for each process and group, and rows in segments.
 
-A segment is a file in memory without a name, which the kernel frees when the last process that has it open has
-ended. The processes of a group ask each other for theirs at sockets, and prove that they share a host by the
-random tokens that they find there.
+A segment is a file in memory without a name, which the kernel frees when the last process that has it open ends.
+The processes of a group ask each other for their segments at sockets. Random tokens in the segments prove that the
+processes share a host.
 """
 
 import ctypes
@@ -38,28 +38,28 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def whole_pages(num_bytes: int) -> int:
-    """``num_bytes``, rounded up to whole pages."""
+    """Return ``num_bytes``, rounded up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
-    """The bytes ``[offset, offset + num_bytes)`` of a segment; both are whole pages."""
+    """Map the bytes ``[offset, offset + num_bytes)`` of a segment; both numbers must be whole pages."""
     return mmap.mmap(descriptor, num_bytes, offset=offset)
 
 
 def as_tensor(window: mmap.mmap) -> Tensor:
-    """The window as a flat tensor of bytes; any view of the tensor keeps the window mapped."""
+    """Return the window as flat bytes; any view of this tensor keeps the window mapped."""
     return torch.frombuffer(window, dtype=torch.uint8)
 
 
 def as_words(row: Tensor) -> memoryview:
-    """The memory of a flat tensor of bytes as 64-bit numbers without sign."""
+    """Return the memory of flat bytes as unsigned 64-bit numbers."""
     array: Any = row.numpy()
     return memoryview(array).cast("Q")
 
 
 class Segment:
-    """The memory of this process that others map, and that only grows; BackendError where there is none."""
+    """Memory of this process that other processes map, and that only grows. Raises BackendError on failure."""
 
     def __init__(self) -> None:
         self.descriptor, self._num_bytes, self._owner = -1, 0, os.getpid()
@@ -75,13 +75,13 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """How much of the machine's memory is reserved for the segment and was not given back."""
+        """Number of bytes of the machine's memory reserved for the segment and not released."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def grow(self, num_bytes: int) -> int:
-        """Reserve whole pages for ``num_bytes`` more, all zero; the offset where they begin."""
+        """Reserve whole pages for ``num_bytes`` more, all zero; return the offset of the pages."""
         more = whole_pages(num_bytes)
-        with self._growing:  # a thread may send a message while another one makes room for a collective
+        with self._growing:  # one thread may send a message while another thread makes room for a collective
             offset = self._num_bytes
             try:
                 os.posix_fallocate(self.descriptor, offset, more)
@@ -93,33 +93,33 @@ class Segment:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give the pages back to the machine, if they are this process's own; what still maps them reads zeros."""
-        if os.getpid() != self._owner:  # a forked child, whose parent may use the pages still
+        """Release the pages, if this process owns them; mappings of the pages then read zeros."""
+        if os.getpid() != self._owner:  # a forked child, whose parent may still use the pages
             return
         _libc.fallocate(
             self.descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(offset), ctypes.c_longlong(num_bytes)
         )
 
     def close(self) -> None:
-        """Close the descriptor, once; what is mapped stays until the last view of it has gone."""
+        """Close the descriptor, once; mappings stay until their last view is deleted."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class SharedBlock:
-    """A row of memory of each rank, mapped as long as a view of it is used; made by :meth:`HostGroup.allocate`."""
+    """A row of memory for each rank, mapped while a view of it exists; :meth:`HostGroup.allocate` makes it."""
 
     def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
         self.rows = tuple(rows)
         self.mine = rows[rank]
         self.release: Callable[[], None] = partial(segment.release, offset, whole_pages(len(self.mine)))
-        """Give this rank's memory back, when no rank reads it any more; this does not keep the block mapped."""
+        """Release this rank's memory, when no rank reads it any more; the block may still be mapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Memory of one rank, at an offset in its segment: a flat uint8 tensor; made by :meth:`HostGroup.reserve`."""
+    """Memory of one rank, flat uint8, at an offset in its segment; :meth:`HostGroup.reserve` makes it."""
 
     offset: int
     row: Tensor
@@ -127,10 +127,10 @@ class Reservation:
 
 TOKEN_BYTES: Final = 32
 TOKEN_OFFSET: Final = PAGE_BYTES - TOKEN_BYTES
-"""The token stands at the end of the first page."""
+"""Offset of the token, which is at the end of the first page."""
 
 _ACCEPT_SECONDS: Final = 5.0
-"""How long to wait for a connection at the socket: the ranks that are served have connected before."""
+"""How long to wait for a connection at the socket; short, because the ranks have connected before."""
 
 _WHERE_SEGMENTS_ARE: Final = "/memfd:popdist"
 
@@ -140,7 +140,7 @@ _RANK: Final = struct.Struct("=i")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSegment:
-    """The segment of another rank, opened by this process, and that rank's process, as this one numbers it."""
+    """The segment of another rank, opened by this process, and the id of the rank's process as seen here."""
 
     descriptor: int
     pid: int
@@ -154,7 +154,7 @@ def values_of_all(
     timeout_seconds: float,
     deadline: float | None = None,
 ) -> list[Any]:
-    """The values that all ranks put into a store of their own; BackendError if one is not there in time."""
+    """Return the values that all ranks put into ``store``. Raises BackendError if a value comes too late."""
     deadline = time.monotonic() + timeout_seconds if deadline is None else deadline
     store.set(str(rank), json.dumps(value))
     values = []
@@ -168,7 +168,7 @@ def values_of_all(
 
 
 class SegmentExchange:
-    """One exchange of segments between the ranks of a group; every rank makes one at the same time."""
+    """One exchange of segments between the ranks of a group; all ranks make it at the same time."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_seconds: float) -> None:
         self._store = store
@@ -178,13 +178,13 @@ class SegmentExchange:
         self._timeout_seconds = timeout_seconds
 
     def refuse(self) -> None:
-        """Take part without a segment; no rank has any other's then."""
+        """Take part without a segment; then no rank gets a segment."""
         self._values_of_all("tokens", secrets.token_hex(TOKEN_BYTES))
         self._values_of_all("connections", [])
         self._values_of_all("found", mine=False)
 
     def run(self, segment: Segment, page: memoryview) -> dict[int, PeerSegment] | None:
-        """Every other rank's segment; None, on every rank, if one could not open another's, or has none itself."""
+        """Return every other rank's segment; None on all ranks if a rank has none or cannot open one."""
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
         found: dict[int, PeerSegment] = {}
@@ -213,7 +213,7 @@ class SegmentExchange:
         return values_of_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
 
     def _serve(self, listener: socket.socket, segment: Segment, num_connections: int) -> None:
-        """Hand the segment's descriptor to as many ranks as have connected; others get nothing."""
+        """Send the segment's descriptor to the ranks that have connected, and to no other process."""
         served: set[int] = set()
         with suppress(OSError):
             while len(served) < num_connections:
@@ -227,7 +227,7 @@ class SegmentExchange:
                         served.add(_RANK.unpack(said)[0])
 
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
-        """The segment that comes over ``connection``, if it holds the token."""
+        """Return the segment that comes over ``connection`` if it contains the token; else None."""
         try:
             connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -244,16 +244,16 @@ def _listen(token: str) -> socket.socket:
 
 
 def open_through_proc(pid: int, descriptor: int) -> int:
-    """A descriptor of this process for a file in memory of popdist's that another one has open, or OSError."""
+    """Open a memory file of popdist that process ``pid`` has open as ``descriptor``. Raises OSError on failure."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if not str(Path(path).readlink()).startswith(_WHERE_SEGMENTS_ARE):
-        raise FileNotFoundError(path)  # in another namespace this may be any file of any process: it is not opened
+        raise FileNotFoundError(path)  # not opened, because in another namespace this may be any file
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _connect(token: str, rank: int) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(_ACCEPT_SECONDS)  # where strangers fill the queue this fails at once, and never waits
+    connection.settimeout(_ACCEPT_SECONDS)  # if other users fill the queue, connecting fails at once
     try:
         connection.connect(_socket_name(token))
         if _peer_of(connection)[1] == os.geteuid():
@@ -266,19 +266,19 @@ def _connect(token: str, rank: int) -> socket.socket | None:
 
 
 def _socket_name(token: str) -> str:
-    return f"\0popdist-{token[:32]}"  # without a place in the file system
+    return f"\0popdist-{token[:32]}"  # an abstract name, which needs no file system
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
+    """Return the process id and the user id at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
 def _checked(descriptor: int, pid: int, token: str) -> PeerSegment | None:
-    """The segment behind ``descriptor``, if it is this user's and holds the token."""
-    try:  # what was announced came through a store of torch's, which every user of the machine may have written
+    """Return the segment of ``descriptor`` if this user owns it and it contains the token; else None."""
+    try:  # the token came through torch's store, into which every user of the machine can write
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError
         with map_window(descriptor, 0, PAGE_BYTES) as page:

@@ -1,8 +1,8 @@
-"""Storages of tensors in files of memory: this process's own memory, which other processes can map.
+"""Storages of tensors in memory files: memory of this process that other processes can map.
 
-A storage lies alone in its file. A page more at the end holds a number that names the storage as long as it lives,
-and 0 afterwards: then whoever has mapped the file unmaps it. A storage that is there already can be moved: all
-tensors on it follow, and whoever has kept its address reads memory that is gone.
+Each storage has its own file. One more page at the end contains a number that names the storage while the storage
+exists, and 0 afterwards, so that other processes unmap the file. An existing storage can be moved: all tensors on
+the storage follow, but code that has kept the old address reads freed memory.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from popdist.exchange.host_memory.segments import PAGE_BYTES, Segment, as_words,
 from popdist.ground import torch_private
 
 NUMBER_BITS: Final = 40
-"""Of the numbers that name storages."""
+"""Number of bits of the numbers that name storages."""
 
 _READ_AND_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10
@@ -37,7 +37,7 @@ _libc.mprotect.argtypes = [*_libc.munmap.argtypes, ctypes.c_int]
 
 
 class MappedFile:
-    """The file of a storage, mapped a second time: by its own process, or by another one."""
+    """The file of a storage, mapped a second time, by the storage's process or by another process."""
 
     def __init__(self, descriptor: int) -> None:
         whole = _map(descriptor, os.fstat(descriptor).st_size)
@@ -47,17 +47,17 @@ class MappedFile:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the storage still lies there."""
+        """Whether the storage still exists in this file."""
         return bool(self._words[0])
 
     def name_storage(self, number: int) -> None:
-        """Name the storage; 0 means that it is gone."""
+        """Set the number that names the storage; 0 means that the storage is gone."""
         self._words[0] = number
         self.number = number or self.number
 
 
 def _map(descriptor: int, num_bytes: int) -> Tensor:
-    """A file as a flat tensor of bytes. Python's own mmap would take a descriptor for each."""
+    """Map a file as flat bytes. Python's own mmap would use one more descriptor for each file."""
     address = _libc.mmap(None, num_bytes, _READ_AND_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -68,7 +68,7 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorage:
-    """A storage of this process that lies in a file; the descriptor is torch's, as long as it lies there."""
+    """A storage of this process in a file; torch owns the descriptor while the storage is there."""
 
     storage: StorageWeakRef
     address: int
@@ -78,16 +78,16 @@ class SharedStorage:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the storage was freed, or has its numbers elsewhere now."""
+        """Whether the storage was freed, or its elements are now at another address."""
         return torch_private.address_of(self.storage) != self.address
 
 
 _shared: Final[dict[int, SharedStorage]] = {}
-"""By address."""
+"""The storages in files; the key is the address."""
 
 
 def make(num_bytes: int) -> UntypedStorage:
-    """A storage of at least one byte in a file, all zero; BackendError if there is no room."""
+    """Make a storage of at least one byte in a file, all zero. Raises BackendError if there is no room."""
     storage, file = _make(num_bytes)
     _remember(storage, storage.data_ptr(), file, torch_private.descriptor_of(storage))
     return storage
@@ -97,13 +97,13 @@ _POOL_SHARE: Final = 8
 
 
 class StoragePool:
-    """Storages in files that are used again when no tensor lies on them any more."""
+    """A pool of storages in files, which are used again when no tensor uses them any more."""
 
     def __init__(self) -> None:
         self._storages: list[UntypedStorage] = []
 
     def storage(self, num_bytes: int) -> UntypedStorage:
-        """A storage of at least ``num_bytes`` that no tensor uses; BackendError if there is no room."""
+        """Return a storage of at least ``num_bytes`` without tensors. Raises BackendError if there is no room."""
         for storage in self._storages:
             is_long_enough = num_bytes <= storage.nbytes() <= num_bytes + num_bytes // _POOL_SHARE
             if is_long_enough and torch_private.is_held_once(storage):
@@ -113,16 +113,16 @@ class StoragePool:
 
 
 def move(storage: UntypedStorage) -> None:
-    """Move a storage of torch's own that nobody uses now into a file; BackendError if there is no room."""
+    """Move a storage of torch that nobody uses now into a file. Raises BackendError if there is no room."""
     made, file = _make(storage.nbytes())
     made.copy_(storage, non_blocking=False)
-    # It is remembered before the swap, so that a fork at any time finds it.
+    # the storage is recorded before the swap, so that a fork at any time finds it
     _remember(storage, made.data_ptr(), file, torch_private.descriptor_of(made))
     torch_private.swap_memory(storage, made)
 
 
 def find(storage: UntypedStorage) -> SharedStorage | None:
-    """What is known of a storage that lies in a file of this process's; None of any other."""
+    """Return the record of a storage that is in a file of this process; None for any other storage."""
     found = _shared.get(storage.data_ptr())
     if found is not None and found.storage == StorageWeakRef(storage):
         return found
@@ -131,7 +131,7 @@ def find(storage: UntypedStorage) -> SharedStorage | None:
 
 
 def release_gone() -> None:
-    """Mark the files of storages that are gone, so that all ranks unmap them."""
+    """Mark the files of freed storages, so that all ranks unmap the files."""
     for shared in list(_shared.values()):
         if shared.is_gone:
             _shared.pop(shared.address).file.name_storage(0)
@@ -142,9 +142,9 @@ def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
     try:
         segment.grow(whole_pages(num_bytes) + PAGE_BYTES)
         file = MappedFile(segment.descriptor)
-        duplicated = SimpleNamespace(detach=partial(os.dup, segment.descriptor))  # torch closes it
+        duplicated = SimpleNamespace(detach=partial(os.dup, segment.descriptor))  # torch closes the duplicate
         made: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
-        # before torch 2.9 tensors know a storage by another object than the one that was made first
+        # before torch 2.9, tensors and the first object that was made are different objects of a storage
         storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(made).untyped_storage()
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
@@ -166,7 +166,7 @@ def _remember(storage: UntypedStorage, address: int, file: MappedFile, descripto
 
 
 def _part_from_parent() -> None:
-    """In a forked child, write into pages of its own from now on: the others are the parent's."""
+    """In a forked child, give storages private pages, because the shared pages belong to the parent."""
     for shared in _shared.values():
         if shared.is_gone:
             continue
