@@ -18,7 +18,7 @@ from popdist.ground import extension
 from popdist.ground.tree import Node, finish
 
 Op = Literal["sum", "mean", "min", "max", "product", "rounded sum"]
-"""``rounded sum`` rounds partial sums to the dtype of the rows; other operations combine half dtypes in float32."""
+"""``rounded sum`` rounds partial sums to the rows' dtype; other operations combine half dtypes in float32."""
 
 OPS: Final[tuple[Op, ...]] = get_args(Op)
 

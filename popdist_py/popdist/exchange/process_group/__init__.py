@@ -1,1 +1,1 @@
-"""The backend ``popdist`` of torch.distributed: its collectives on the CPU, through the memory of the host."""
+"""The backend ``popdist`` of torch.distributed: CPU collectives through the shared memory of the host."""

@@ -1,7 +1,7 @@
-"""The default group of torch.distributed, for code that asks torch where it is and calls collectives of torch's.
+"""The default group of torch.distributed, for code that asks torch for its rank and calls torch's collectives.
 
-Without a default group, such code takes each instance for the main one. The group that is made here has the
-backend ``popdist`` and finds the other ranks in popdist's store. One that the program has made is left as it is.
+Without a default group, such code treats each instance as the main instance. The group made here has the backend
+``popdist`` and finds the other ranks in popdist's store. A group that the program has made is not changed.
 """
 
 from datetime import timedelta
@@ -15,22 +15,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from popdist.exchange.process_group.registration import NAME, register
 
 NONE: Final = (0, 0)
-"""The place of an instance that has no default group."""
+"""The place of an instance without a default group."""
 
 
 _numbers: Final = count()
-"""Of the groups that were made here, the same on all instances."""
+"""Numbers of the groups made here, equal on all instances."""
 
 
 def place_in_default_group() -> tuple[int, int]:
-    """This process in the default group: its rank, counted from 1, and how many there are; else ``NONE``."""
+    """Return rank + 1 and size of this process in the default group; ``NONE`` without a default group."""
     if not dist.is_available() or not dist.is_initialized():
         return NONE
     return dist.get_rank() + 1, dist.get_world_size()
 
 
 def disagreement(places: list[tuple[int, int]]) -> str | None:
-    """Why the instances, each at its place in its default group, cannot have one together; None if they can."""
+    """Return why the instances' places allow no common default group; None if they allow one."""
     if set(places) == {NONE}:
         return None
     for instance, (number, size) in enumerate(places):
@@ -47,11 +47,11 @@ def disagreement(places: list[tuple[int, int]]) -> str | None:
 
 
 class DefaultGroup:
-    """The default group that popdist has made; ``store`` is None for an instance alone."""
+    """The default group that popdist has made; ``store`` is None for a job of one instance."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_seconds: float) -> None:
         register()
-        number = next(_numbers)  # keys of one that the program has destroyed are still in the store
+        number = next(_numbers)  # because the store still has the keys of a group that the program has destroyed
         dist.init_process_group(
             NAME,
             store=HashStore() if store is None else PrefixStore(f"default/{number}", store),
@@ -62,7 +62,7 @@ class DefaultGroup:
         self._group = dist.group.WORLD
 
     def destroy(self) -> None:
-        """Destroy it, and the groups that were made of it, unless the program has done so."""
+        """Destroy the default group and the groups made of it, unless the program has destroyed it."""
         if self._group is not None and dist.group.WORLD is self._group:
             dist.destroy_process_group()
         self._group = None

@@ -1,8 +1,8 @@
-"""The collectives of one group of torch's over plain CPU tensors, in the form in which torch's C++ calls them.
+"""The collectives of one torch group on plain CPU tensors, in the form in which torch's C++ code calls them.
 
-Each checks its tensors and options, so that a wrong one is an error here (RuntimeError mostly, as gloo raises) and
-not a missing rank, and does the collective in its turn: for tensors of any strides, lists, and splits. What cannot
-be combined in shared memory, such as complex numbers or bits, goes on to gloo.
+Each collective checks its tensors and options, so that a wrong argument raises an error here (mostly RuntimeError,
+like gloo) and not a missing rank. Then the collective runs in its turn, for tensors of any strides, lists and
+splits. If shared memory cannot combine the elements, such as complex numbers or bits, gloo runs the collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,19 +27,19 @@ from popdist.ground.progress import progress_page
 Collectives = HostCollectives | SeveralHosts
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
-Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
-Options = Any  # of one of torch's many classes
+Work = Any  # dist.Work; torch's stubs do not say that its groups return it
+Options = Any  # an object of one of torch's many classes of options
 
 
 class GroupCalls:
-    """The collectives of a group; methods and arguments have the names that torch's backends have for them."""
+    """The collectives of a group; methods and arguments have the names of torch's backends."""
 
     def __init__(
         self,
         host: Collectives,
         gloo: Any,
         queue: WorkQueue,
-        members: Sequence[int] = (),  # the ranks of a part of the job; none stands for all
+        members: Sequence[int] = (),  # the ranks of a part of the job; empty means all ranks
     ) -> None:
         self.num_calls = 0
         self._members = tuple(members)
@@ -59,7 +59,7 @@ class GroupCalls:
         return self.allreduce_coalesced(tensors, opts, may_move)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
-        """Combine each of several tensors; ``may_move`` says which storages may be remapped for all ranks."""
+        """Combine each of several tensors in place; ``may_move`` says which storages all ranks may remap."""
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
             return self._do(_all_reduce, opts, list(tensors), bare(tensors), op, may_move)
@@ -68,14 +68,14 @@ class GroupCalls:
         return call(list(tensors), opts)
 
     def broadcast(self, tensors: Tensors, opts: Options) -> Work:
-        """Overwrite one tensor with the root's."""
+        """Overwrite one tensor with the root's tensor."""
         check_single("broadcast", tensors)
         check_rank("broadcast", opts.rootRank, self._host.size, "root rank")
         check_written("broadcast", tensors)
         return self._do(_broadcast, opts, list(tensors), *bare(tensors), opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Work:
-        """Combine one tensor over the ranks into the root's."""
+        """Combine one tensor over the ranks into the root's tensor."""
         check_single("reduce", tensors)
         check_rank("reduce", opts.rootRank, self._host.size, "root rank")
         parts = [torch.view_as_real(it) if it.is_complex() and _is_sum(opts.reduceOp) else it for it in tensors]
@@ -86,12 +86,12 @@ class GroupCalls:
         return self._gloo.reduce(list(tensors), opts)
 
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
-        """Deal the root's tensors to the ranks, by gloo."""
+        """Send each rank its tensor of the root's list, by gloo."""
         check_dense("scatter", [*outputs, *(tensor for row in inputs for tensor in row)])
         return self._gloo.scatter(list(outputs), list(map(list, inputs)), opts)
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
-        """Take every rank's tensor: ``outputs[0][rank]`` becomes that of ``rank``."""
+        """Copy every rank's tensor: the tensor of each rank goes into ``outputs[0][rank]``."""
         check_single("allgather", outputs, inputs)
         check_rows("allgather", outputs, inputs, self._host.size)
         check_written("allgather", outputs[0])
@@ -99,7 +99,7 @@ class GroupCalls:
         return self._do(_all_gather, opts, list(outputs[0]), rows, bare(inputs))
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
-        """Take every rank's tensors: ``outputs[rank][i]`` becomes the ``inputs[i]`` of ``rank``."""
+        """Copy every rank's tensors: ``inputs[i]`` of each rank goes into ``outputs[rank][i]``."""
         if len(outputs) != self._host.size or {len(listed) for listed in outputs} != {len(inputs)}:
             raise RuntimeError(
                 "popdist::allgather_coalesced: output lists should be equal to world size, each as long as the "
@@ -115,7 +115,7 @@ class GroupCalls:
         return self._gather_parts([output], [tensor], opts, lambda: _parts_like(output, tensor, self._host.size))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Gather each input of all ranks into the output of the same place, rank after rank."""
+        """Gather each input of all ranks into the output with the same index, rank after rank."""
         return self._gather_parts(outputs, inputs, opts, lambda: gathered_parts(outputs, inputs, self._host.size))
 
     def _gather_parts(
@@ -126,7 +126,7 @@ class GroupCalls:
         return self._do(_all_gather_single, opts, results, bare(outputs), bare(inputs))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
-        """Take this rank's part of a combination: ``inputs[0][rank]`` is for ``rank``."""
+        """Reduce and scatter: combine all ranks' ``inputs[0][rank]`` into the output of ``rank``."""
         check_single("reduce_scatter", outputs, inputs)
         if op := op_of(opts.reduceOp, outputs):
             check_rows("reduce_scatter", inputs, outputs, self._host.size)
@@ -140,7 +140,7 @@ class GroupCalls:
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Take this rank's part of combinations; in each input the parts stand one after the other."""
+        """Reduce and scatter several tensors; each input has the ranks' parts one after another."""
         if op := op_of(opts.reduceOp, outputs):
             check_parts("reduce_scatter", inputs, outputs, self._host.size)
             check_written("reduce_scatter", outputs)
@@ -149,7 +149,7 @@ class GroupCalls:
         return scatter_reduced(self._gloo, outputs, inputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
+        """Copy, from each rank's ``inputs``, the tensor for this rank into ``outputs[rank]``."""
         check_exchange(outputs, inputs, self._host.size)
         check_written("alltoall", outputs)
         return self._do(_all_to_all, opts, list(outputs), bare(outputs), bare(inputs))
@@ -157,7 +157,7 @@ class GroupCalls:
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Options
     ) -> Work:
-        """Do :meth:`alltoall` between tensors cut along their first dimension; no lengths mean equal ones."""
+        """Run :meth:`alltoall` on parts along the first dimension; empty lengths mean equal lengths."""
         check_splits(output, tensor, (received, sent), self._host.size)
         check_written("alltoall", [output])
         return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
@@ -168,7 +168,7 @@ class GroupCalls:
 
 
 def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: MayMove | None) -> None:
-    """Each of ``tensors`` becomes its combination over the ranks, of the values that all of them have before."""
+    """Combine each of ``tensors`` over the ranks; all combinations use the values before the call."""
     combined = [tensor.clone() for tensor in tensors] if _share_memory(tensors) else tensors
     for tensor in combined:
         host.all_reduce(tensor, op, may_move)
@@ -178,21 +178,21 @@ def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: 
 
 
 def _broadcast(host: Collectives, tensor: Tensor, root: int) -> None:
-    """``tensor`` becomes the root's."""
+    """Overwrite ``tensor`` with the root's tensor."""
     flat = flat_values(tensor)
     host.broadcast(flat, root)
     give_back([tensor], [flat])
 
 
 def _reduce(host: Collectives, tensor: Tensor, op: Op, root: int) -> None:
-    """The root's ``tensor`` becomes the combination of all."""
+    """Combine all ranks' tensors into the root's ``tensor``."""
     flat = flat_values(tensor)
     host.reduce(flat, op, root)
     give_back([tensor], [flat])
 
 
 def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
-    """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
+    """Copy ``tensors[i]`` of each rank into ``outputs[i][rank]``."""
     for row, tensor in zip(outputs, tensors, strict=True):
         places = [place_of(tensor) for tensor in row]
         host.all_gather(places, _apart(flat_values(tensor), places, places[host.rank]))
@@ -202,7 +202,7 @@ def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors:
 def _reduce_scatter(
     host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
 ) -> None:
-    """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
+    """Combine over the ranks what ``inputs[i]`` has for this rank, into ``outputs[i]``."""
     for output, row in zip(outputs, inputs, strict=True):
         place = place_of(output)
         host.reduce_scatter(place, [_apart(flat_values(tensor), [place], place) for tensor in row], op)
@@ -210,14 +210,14 @@ def _reduce_scatter(
 
 
 def _all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
+    """Copy, from each rank's ``inputs``, the tensor for this rank into ``outputs[rank]``."""
     places = [place_of(output) for output in outputs]
     host.all_to_all(places, [_apart(flat_values(tensor), places) for tensor in inputs])
     give_back(outputs, places)
 
 
 def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Gather each of ``tensors`` into one output, one rank's part after the other."""
+    """Gather each of ``tensors`` into one output, one rank's part after another."""
     for output, tensor in zip(outputs, tensors, strict=True):
         place = place_of(output)
         parts = _parts(place, host)
@@ -226,7 +226,7 @@ def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Se
 
 
 def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
-    """:func:`_reduce_scatter` of inputs that are one tensor each, one rank's part after the other."""
+    """Run :func:`_reduce_scatter` on inputs that are one tensor each, one rank's part after another."""
     for output, tensor in zip(outputs, inputs, strict=True):
         place = place_of(output)
         parts = [_apart(part, [place], place) for part in _parts(flat_values(tensor), host)]
@@ -237,7 +237,7 @@ def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs:
 def _all_to_all_single(
     host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
-    """:func:`_all_to_all` between tensors cut along their first dimension; no lengths mean equal ones."""
+    """Run :func:`_all_to_all` on parts along the first dimension; empty lengths mean equal lengths."""
     place = place_of(output)
     given = _apart(flat_values(tensor), [place])
     host.all_to_all(_cut(place, output, received, host), _cut(given, tensor, sent, host))
@@ -250,7 +250,7 @@ def _barrier(host: Collectives, timeout_seconds: float | None) -> None:
 
 
 def _parts_like(output: Tensor, tensor: Tensor, size: int) -> list[Tensor]:
-    """What all ranks brought to an output of ``size`` parts like ``tensor``, in the order of the ranks."""
+    """Return all ranks' tensors in an output of ``size`` parts like ``tensor``, in rank order."""
     return list(output.reshape(size, *tensor.shape).unbind())
 
 
@@ -266,12 +266,12 @@ def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives
 
 
 def flat_values(tensor: Tensor) -> Tensor:
-    """The values as one contiguous run, in memory of the tensor's where it is one already."""
+    """Return the elements as a contiguous flat tensor; it shares memory with ``tensor`` if possible."""
     return _run(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def place_of(tensor: Tensor) -> Tensor:
-    """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
+    """Return contiguous flat memory for the elements of ``tensor``: its own memory if contiguous."""
     return _run(tensor) if _is_run(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
 
@@ -280,19 +280,22 @@ def _is_run(tensor: Tensor) -> bool:
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as one dimension; a view of one number might have any stride, and then no bytes."""
+    """Return a contiguous tensor as a flat tensor; view() would give one element any stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy what stands in the places of :func:`place_of` into tensors that lie elsewhere."""
+    """Copy the results in ``places`` into the tensors for which :func:`place_of` made other memory."""
     for tensor, place in zip(tensors, places, strict=True):
         if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))
 
 
 def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
-    """The values of ``tensor`` in other memory than ``outputs``, but ``allowed``: there each is read first."""
+    """Return ``tensor``, or a copy if it shares memory with ``outputs`` but is not ``allowed``.
+
+    ``allowed`` is memory that is read before it is written.
+    """
     if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
         return tensor
     return tensor.clone() if any(_share_memory([tensor, output]) for output in outputs) else tensor
@@ -306,24 +309,24 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-    """Reduce and scatter each of ``inputs`` by a backend of torch's own; several are done when this returns."""
+    """Reduce and scatter each of ``inputs`` with torch's own backend; several are done on return."""
     call = torch_private.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:
         return works[0]
-    for work in works:  # gloo's have no futures to wait for together
+    for work in works:  # gloo's works have no futures for waiting together
         work.wait()
     return DoneWork(list(outputs))
 
 
 def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
-    """The results of an all_gather of several tensors: of each of ``size`` ranks, its part of every output."""
+    """Return the results of an all_gather of several tensors: for each rank, its part of each output."""
     parts = [_parts_like(output, tensor, size) for output, tensor in zip(outputs, inputs, strict=True)]
     return unwrapped([list(row) for row in zip(*parts, strict=True)])
 
 
 def unwrapped(lists: list[list[Tensor]]) -> list[Any]:
-    """Lists as gloo's futures hold them: of a single one, its tensors."""
+    """Return lists in the form of gloo's futures: the tensors of a single list, or all lists."""
     return lists[0] if len(lists) == 1 else lists
 
 
@@ -337,18 +340,18 @@ _OPS: Final[dict[Any, Op]] = {
 
 
 def bare(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors without their gradients: autograd does not follow what is written into them."""
+    """Return the tensors without gradient, because autograd does not record writes into them."""
     return [tensor.data if not tensor.is_inference() else _writable(tensor) for tensor in tensors]
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor of inference mode, as a tensor that may be written into outside of it."""
+    """Return a tensor of inference mode as a tensor that may be written outside of inference mode."""
     with torch.inference_mode(mode=False):
         return from_dlpack(tensor.resolve_neg())
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:
-    """The name of the operation in popdist; None if popdist does not combine such tensors so."""
+    """Return popdist's name of the operation; None if popdist cannot combine such tensors by it."""
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None
@@ -361,12 +364,12 @@ def _is_sum(reduce_op: Any) -> bool:
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """A timeout in seconds; None where there is none, which torch also says by a negative one."""
+    """Return a timeout in seconds; None if it is None or negative, which torch uses for no timeout."""
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
 
 def check_rank(call: str, rank: int, size: int, what: str = "rank") -> None:
-    """Raise RuntimeError unless ``rank`` is one of the group; gloo would wait for ever for another, or crash."""
+    """Raise RuntimeError unless ``rank`` is in the group, because gloo would wait for ever or crash."""
     if not 0 <= rank < size:
         raise RuntimeError(f"popdist::{call}: invalid {what}: {rank} (expected 0 to {size - 1})")
 
@@ -374,12 +377,12 @@ def check_rank(call: str, rank: int, size: int, what: str = "rank") -> None:
 def check_single(call: str, *tensors: Sequence[object]) -> None:
     """Raise RuntimeError unless each of the lists has one element."""
     for listed in tensors:
-        if len(listed) != 1:  # gloo reads several as those of several devices, and combines them with each other
+        if len(listed) != 1:  # gloo treats several tensors as tensors of several devices, and combines them
             raise RuntimeError(f"popdist::{call}: expected a single tensor, got {len(listed)}")
 
 
 def check_written(call: str, tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if numbers of one of the tensors, which are written into, lie in one place."""
+    """Raise RuntimeError if elements of a tensor that is written share memory, as after expand()."""
     for tensor in tensors:
         dimensions = zip(tensor.shape, tensor.stride(), strict=True)
         if not tensor.is_contiguous() and any(length > 1 and stride == 0 for length, stride in dimensions):
@@ -390,7 +393,7 @@ def check_written(call: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_dense(call: str, tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError for a tensor whose numbers are not what lies there in a row, which gloo would take."""
+    """Raise RuntimeError if a tensor is not contiguous, because gloo would read other elements."""
     for tensor in tensors:
         if not _is_run(tensor):
             raise RuntimeError(
@@ -400,7 +403,7 @@ def check_dense(call: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_rows(call: str, rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless there is a row for each of ``tensors``, with a tensor like it for each rank."""
+    """Raise RuntimeError unless ``rows`` has, for each tensor, a list of one such tensor per rank."""
     if len(rows) != len(tensors):
         raise RuntimeError(
             f"popdist::{call}: expected as many lists as tensors, got {len(rows)} and {len(tensors)}"
@@ -421,7 +424,7 @@ def check_rows(call: str, rows: Sequence[Sequence[Tensor]], tensors: Sequence[Te
 
 
 def check_parts(call: str, wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless each of ``wholes`` is as long as its part for all ranks."""
+    """Raise RuntimeError unless each of ``wholes`` has the size and dtype of its part times ``size``."""
     if len(wholes) != len(parts):
         raise RuntimeError(
             f"popdist::{call}: expected as many outputs as inputs, got lists of {len(wholes)} and {len(parts)}"
@@ -436,7 +439,7 @@ def check_parts(call: str, wholes: Sequence[Tensor], parts: Sequence[Tensor], si
 
 
 def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless there is a tensor to each rank, and one from each, all of one dtype."""
+    """Raise RuntimeError unless each list has one tensor per rank, all with the same dtype."""
     for name, listed in (("input", inputs), ("output", outputs)):
         if len(listed) != size:
             raise RuntimeError(
@@ -446,7 +449,7 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
 
 
 def check_splits(output: Tensor, input: Tensor, lengths: Sequence[Sequence[int]], size: int) -> None:  # noqa: A002 - torch's name
-    """Raise RuntimeError unless ``lengths`` cut both into a part for each rank; none mean equal ones."""
+    """Raise RuntimeError unless ``lengths`` cut both tensors into a part per rank; empty means equal."""
     _check_dtypes([output, input])
     for tensor, parts in zip((output, input), lengths, strict=True):
         rows = len(tensor) if tensor.dim() else 0

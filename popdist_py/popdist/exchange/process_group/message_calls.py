@@ -1,7 +1,7 @@
-"""The messages between two ranks of one group of torch's, of plain CPU tensors, as torch's C++ calls for them.
+"""The messages between two ranks of a torch group, of plain CPU tensors, as torch's C++ code calls them.
 
-Among ranks of one host they go through its memory (`popdist.exchange.host_memory.messages`), elsewhere over gloo:
-all of a group's go the same way, so that a message of any rank can be received.
+If all ranks of a group are on one host, its messages go through memory (`popdist.exchange.host_memory.messages`),
+otherwise over gloo. All messages of a group go the same way, so that a message of any rank can be received.
 """
 
 from collections.abc import Sequence
@@ -31,52 +31,52 @@ from popdist.ground import torch_private
 
 
 class MessageWork(dist.Work):
-    """A message that was sent, or that this rank is to receive."""
+    """A message that was sent, or that this rank will receive."""
 
     def __init__(self, message: Sent | Receipt) -> None:
         super().__init__()
         self._message = message
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the message is through, or RuntimeError after ``timeout``, if not 0; it may still come."""
+        """Wait until the message is done. Raises RuntimeError after ``timeout``, if not 0; it may come later."""
         seconds = timeout.total_seconds()
         if not outside_inference(self._message.wait, seconds if seconds > 0 else None):
             raise RuntimeError(f"timeout: the message did not come within {seconds:g} seconds")
         return True
 
     def is_completed(self) -> bool:
-        """Whether the message is through, or will not come."""
+        """Return whether the message is done or has failed."""
         return outside_inference(self._message.is_done)
 
     def is_success(self) -> bool:
-        """Whether the message is through."""
+        """Return whether the message is done."""
         return self.is_completed() and self._message.error is None
 
     def exception(self) -> BaseException | None:
-        """Why the message will not come; None if it is through, and while it is not."""
+        """Return why the message has failed; None if it is done or not yet done."""
         return self._message.error
 
     def source_rank(self) -> int:
-        """Who has sent a message that was received."""
+        """Return the rank that has sent a received message."""
         return self._message.source
 
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """What a kernel returns for a message that is through."""
+        """Return what a kernel returns for a message that is done."""
         self.wait()
         return torch_private.done_work([]).boxed()
 
 
 class MessageCalls:
-    """The messages of a group; methods and arguments have the names that torch's backends have for them."""
+    """The messages of a group; methods and arguments have the names of torch's backends."""
 
     def __init__(
         self,
         host: Collectives,
         gloo: Any,
     ) -> None:
-        self.num_calls = 0  # through memory
+        self.num_calls = 0  # number of calls that used memory
         self._size = host.size
         self._gloo = gloo
         self._messages = Messages(host.group) if isinstance(host, HostCollectives) else None
@@ -96,11 +96,11 @@ class MessageCalls:
         return self._receive(tensors, [rank], tag) or self._gloo.recv(list(tensors), rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Receive one tensor from whichever rank has sent one."""
+        """Receive one tensor from any rank that has sent one."""
         return self._receive(tensors, range(self._size), tag) or self._gloo.recv_anysource(list(tensors), tag)
 
     def _receive(self, tensors: Tensors, ranks: Sequence[int], tag: int) -> Work | None:
-        """Receive through memory; None where gloo does it."""
+        """Receive through memory; return None if gloo must receive."""
         _check("recv", tensors, tag)
         if self._messages is not None:
             check_written("recv", tensors)
@@ -111,18 +111,18 @@ class MessageCalls:
 
 
 def _check(call: str, tensors: Tensors, tag: int) -> None:
-    """Raise RuntimeError unless there is one tensor, and a tag that gloo takes."""
+    """Raise RuntimeError unless there is one tensor, and a tag that gloo accepts."""
     check_single(call, tensors)
     if tag < 0:
         raise RuntimeError(f"popdist::{call}: Tag must be nonnegative, got {tag}")
 
 
 def _send(messages: Messages, tensor: Tensor, rank: int, tag: int) -> Sent:
-    """Send the values of ``tensor``."""
+    """Send the elements of ``tensor``."""
     return messages.send(as_bytes(flat_values(tensor)), rank, tag)
 
 
 def _receive(messages: Messages, tensor: Tensor, ranks: Sequence[int], tag: int) -> Receipt:
-    """``tensor`` becomes what one of ``ranks`` sends."""
+    """Receive a message of one of ``ranks`` into ``tensor``."""
     place = place_of(tensor)
     return messages.receive(as_bytes(place), ranks, tag, lambda: give_back([tensor], [place]))

@@ -1,7 +1,7 @@
 """The registration of the backend ``popdist`` with torch.
 
-When torch is imported, it has ``popdist_backend`` call :func:`register`: every program with torch pays for it, so
-nothing here opens or starts anything.
+When torch is imported, torch calls :func:`register` through ``popdist_backend``. Every program with torch pays for
+this call, so nothing here opens or starts anything.
 """
 
 import os
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 NAME: Final = "popdist"
 
 _INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
-"""As `popdist.ground.contract` has it, which few programs that import torch need."""
+"""The contract's name, repeated because few programs that import torch need `popdist.ground.contract`."""
 
 
 def register() -> None:
-    """Make ``init_process_group("popdist")`` work; does nothing the second time.
+    """Make ``init_process_group("popdist")`` work; a second call does nothing.
 
     Raises:
         ImportError: If popdist cannot train with this torch.
@@ -42,14 +42,14 @@ def register() -> None:
 
 @cache
 def remember_wrappers() -> "WeakSet[nn.Module]":
-    """Return every module that is made from now on in which torch adds up gradients: DDP's, and FSDP's of old."""
+    """Return a set that collects every DistributedDataParallel and FullyShardedDataParallel made from now on."""
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.nn.parallel import DistributedDataParallel
 
     made: WeakSet[nn.Module] = WeakSet()
 
     def remember(wrapper: "nn.Module", _name: str, _module: object) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded by whoever makes such a wrapper
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # this module is loaded if any such wrapper exists
         is_fsdp = fsdp is not None and isinstance(wrapper, fsdp.FullyShardedDataParallel)
         if is_fsdp or isinstance(wrapper, DistributedDataParallel):
             made.add(wrapper)
@@ -59,7 +59,7 @@ def remember_wrappers() -> "WeakSet[nn.Module]":
 
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":
-    # Only programs that make a group need these.
+    # imported here, because only programs that make a group need these modules
     import torch
     from torch import distributed as dist
 
@@ -69,7 +69,7 @@ def _create(options: Any, _backend_options: object) -> "ProcessGroup":
     from popdist.ground.environments import Launcher, detect
 
     device, found, warns = None, accelerator.found_type(), True
-    if accelerator.num_devices():  # to ask that at the start would take long
+    if accelerator.num_devices():  # asked only now, because asking at the start would take long
         environment = detect(os.environ)
         warns = not environment.contract.shares_device
         dealt = accelerator.devices_of(environment.contract, are_dealt=environment.launcher is Launcher.POPRUN)[0]

@@ -1,9 +1,9 @@
-"""The process group of the backend ``popdist``: shared memory for what CPUs do often, other backends for the rest.
+"""The process group of the backend ``popdist``: shared memory for frequent CPU calls, other backends for the rest.
 
-Each of its methods calls torch's own, and that one an operator such as ``c10d::allreduce_``, so the profiler and
-modes of the dispatcher see what they see of gloo. For CPU tensors the operators have kernels here, which call the
-collectives of a group of popdist's, and the backends of any other. No compiler may trace a method. Tensors of an
-accelerator go over the memory of the host where no backend sends between the accelerators of the ranks.
+Each method calls torch's own method, which calls an operator such as ``c10d::allreduce_``, so that the profiler
+and dispatcher modes see the same operators as with gloo. For CPU tensors the operators have kernels here, which
+call the collectives of popdist's groups, and the backends of other groups. No compiler may trace a method. Tensors
+of an accelerator are sent through CPU memory if no backend sends between the ranks' accelerators.
 """
 
 import threading
@@ -58,8 +58,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its 
 Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
 
 
-class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
-    """gloo, by which torch reaches the whole group when it sets a timeout or asks for memory for tensors."""
+class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not describe the base class
+    """gloo, which torch uses for the whole group when it sets a timeout or asks for memory for tensors."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, on_timeout: Callable[[float], None]
@@ -69,11 +69,11 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
         self.pool: StoragePool | None = None  # memory for tensors that torch asks for
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether the group makes tensors on this device that its collectives need not copy."""
+        """Return whether the group can make tensors on ``device`` that its collectives need not copy."""
         return self.pool is not None and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor of ``size`` numbers in memory that all ranks can map; what they are is left open."""
+        """Return an uninitialized flat tensor of ``size`` elements in memory that all ranks can map."""
         made = torch.empty(0, dtype=dtype, device=device)
         if self.pool is None or not self.supports_tensor_alloc(device) or not size:
             return made.new_empty(size)
@@ -91,7 +91,7 @@ def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> A
 
 
 def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
-    """A method that calls torch's own, and gives back the kernel's work, if it came to a kernel here."""
+    """Make a method that calls torch's own method; it returns the work of popdist's kernel, if one ran."""
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:
@@ -104,7 +104,7 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
 
 
 def _kept(work: Work, method_frame: FrameType | None) -> Work:
-    """Return the work, or one that is done where the method's caller would not keep it."""
+    """Return ``work``, or a finished work if the method's caller would not keep ``work``."""
     if not isinstance(work, DoneWork | PendingWork) or torch_private.keeps_works(method_frame):
         return work
     work.wait()
@@ -112,28 +112,28 @@ def _kept(work: Work, method_frame: FrameType | None) -> Work:
 
 
 def _named(method: Any, name: str) -> Any:
-    """The function under torch's name: by that, torch's own method knows its caller and does not call it again."""
+    """Give ``method`` torch's name, by which torch's method recognizes its caller and does not recurse."""
     method.__code__ = method.__code__.replace(co_name=name)
     method.__name__ = method.__qualname__ = name
     return torch_private.skip_tracing(method)
 
 
-class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
-    """A process group of torch's over popdist's collectives; made by torch."""
+class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs do not describe the base class
+    """A torch process group that uses popdist's collectives; torch makes it."""
 
     calls: GroupCalls  # the group's collectives over plain CPU tensors
     message_calls: MessageCalls
 
-    def __init__(  # noqa: PLR0913 - facts of the group, by name
+    def __init__(  # noqa: PLR0913 - the facts of a group, by name
         self,
         store: Store,
         rank: int,
         size: int,
         *,
         timeout: timedelta,
-        members: tuple[int, ...],  # the ranks of the group's ranks in the job, for errors
+        members: tuple[int, ...],  # the job-wide ranks of the group's ranks, for errors
         device: torch.device | None = None,  # the accelerator of this rank
-        warns_of_sharing: bool = True,  # of accelerators that ranks share
+        warns_of_sharing: bool = True,  # whether to warn if ranks share an accelerator
         share_tensors: bool | None = None,  # see `popdist.ground.contract.read_share_tensors`
     ) -> None:
         install_kernels()
@@ -146,7 +146,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         self._host = connect(member, machine(), lambda part: _connected_gloo(part, rank, size, timeout))
         self._store = store
         self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
-        self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
+        self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch has no public name for it
         self._register_backend(_CPU, _GLOO, self._gloo)
         self._set_default_backend(_GLOO)
         self.direct_device = self._connect_accelerators(device, timeout, warns=warns_of_sharing)
@@ -162,7 +162,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     def _connect_accelerators(
         self, device: torch.device | None, timeout: timedelta, *, warns: bool
     ) -> torch.device | None:
-        """Connect the accelerators of all ranks; None where their tensors go over the memory of the host."""
+        """Connect the accelerators of all ranks; return their device, or None if tensors go through CPU memory."""
         if accelerator.found_type() is None:
             return None
         rank, size = self.rank(), self.size()
@@ -181,34 +181,35 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         return torch.device(device.type)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """``popdist``."""
+        """Return ``popdist``."""
         return "popdist"
 
     def get_group_store(self) -> Store:
-        """The store in which the ranks found each other."""
+        """Return the store in which the ranks found each other."""
         return self._store
 
     @property
     def host_group(self) -> "HostGroup | None":
-        """The shared memory of the ranks; None where they do not all share a host."""
+        """The shared memory of the ranks; None if the ranks are on several hosts."""
         return self._host.group if isinstance(self._host, HostCollectives) else None
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work:
-        """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
+        """Combine one tensor over the ranks, in place; torch's reducer calls this method with its buckets."""
         with DispatchedCall((*arguments, *named.values()), self._may_move(currentframe())) as call:
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else _kept(call.work, currentframe())
 
     def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
-        """What to ask whether the memory of a tensor may be moved that a call of a method here brings."""
+        """Return the function that says whether a call may move a tensor's memory; None if no call may."""
         if self._share_tensors is False:
             return None
-        if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: nobody else knows where they lie
+        if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: only it knows the addresses
             return _is_flat
         return (lambda _: are_all_idle()) if self._share_tensors else None
 
-    # torch's methods of the older of two names call those of the newer one here. No other may be defined: torch's
-    # method of the newer name would call it, and so this one again.
+    # torch's methods of the older of two names call the methods of the newer name here. Only the newer names are
+    # defined: otherwise torch's method of the newer name would call the older one, which would call this one
+    # again.
     allreduce_coalesced = _method("allreduce_coalesced")
     broadcast = _method("broadcast")
     reduce = _method("reduce")
@@ -223,12 +224,12 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     alltoall = _method("alltoall")
 
     def gather(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Work:
-        """Bring tensors to the root, by gloo, which before torch 2.11 takes other numbers of one with gaps."""
+        """Gather tensors on the root by gloo, after making them contiguous, which gloo needs before torch 2.11."""
         dense = [it.contiguous() for it in inputs] if isinstance(inputs, list) else inputs.contiguous()
         return cast("Work", super().gather(outputs, dense, *arguments, **named))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Wait for all ranks; for what runs on their accelerators only where the options name one."""
+        """Wait for all ranks; for work on their accelerators only if the options name an accelerator."""
         if type(opts) is not BarrierOptions:
             opts, chosen = BarrierOptions(), timeout or opts
             opts.timeout = opts.timeout if chosen is None else chosen
@@ -242,18 +243,18 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         return work if call.work is None else _kept(call.work, currentframe())
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives and messages were called so far: here and, what went there, of gloo."""
+        """Return the number of collectives and messages called so far, by popdist and by gloo."""
         num_calls = self.calls.num_calls + self.message_calls.num_calls
         return num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a lost or late rank is waited for from now on."""
-        if hasattr(_ProcessGroup, "set_timeout"):  # not in torch 2.6, as shutdown
+        """Set how long later calls wait for a lost or late rank."""
+        if hasattr(_ProcessGroup, "set_timeout"):  # not in torch 2.6; nor is shutdown
             super().set_timeout(timeout)
         self._host.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Leave: the other ranks see it, and nothing is held any more."""
+        """Leave the group; the other ranks detect it, and memory is released."""
         self._queue.stop()
         self._host.close()
         self._gloo.pool = None
@@ -273,20 +274,20 @@ for _name, _own in list(vars(PopdistProcessGroup).items()):
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """As buckets are; a gradient that a hook written in C++ brings mostly is not."""
+    """Return whether a tensor is flat, as buckets are; a gradient that a C++ hook sends mostly is not."""
     return tensor.dim() == 1
 
 
 @cache
 def accept_monitored_barriers() -> None:
-    """Have ``torch.distributed.monitored_barrier``, which knows the name gloo only, take these groups, too."""
+    """Make ``torch.distributed.monitored_barrier``, which accepts only gloo, accept popdist's groups too."""
     torchs_own = distributed_c10d.monitored_barrier
 
     @wraps(torchs_own)
     def monitored_barrier(
         group: Any = None,
         timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch's
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
         chosen: Any = dist.group.WORLD if group is None else group
         if isinstance(chosen, PopdistProcessGroup):
@@ -318,30 +319,30 @@ _OPERATORS: Final[dict[str, Any]] = {
     "recv_": None,
     "recv_any_source_": None,
 }
-"""The options of each operator."""
+"""The class of options of each operator; None for messages."""
 
 _RETURN_TENSORS: Final = (
     *("allreduce_", "broadcast_", "allgather_", "_allgather_base_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"),
 )
-"""The operators that return their first argument, the tensors, beside the work."""
+"""The operators that return their first argument, the tensors, in addition to the work."""
 
 _FIELDS: Final = {
     "reduce_op": "reduceOp",
     "root_rank": "rootRank",
     "root_tensor": "rootTensor",
     "async_op": "asyncOp",
-    "asyncOp": "asyncOp",  # as torch 2.6 calls it
+    "asyncOp": "asyncOp",  # the name in torch 2.6
     "timeout": "timeout",
     "device_ids": "device_ids",
 }
-"""Arguments of the operators that stand in the options of a method."""
+"""Arguments of the operators, with the names of these arguments in the options of a method."""
 
 _NO_DATA: Final = {*_FIELDS, "process_group", "sparse_indices"}
 
 
 class _Current(threading.local):
-    """The call of a group's method that a thread makes; calls may lie within calls."""
+    """The call of a group's method that a thread is making; calls may be nested."""
 
     call: "DispatchedCall | None" = None
 
@@ -350,13 +351,13 @@ _current: Final = _Current()
 
 
 class DispatchedCall:
-    """A call of a group's method on its way through the dispatcher, from ``with`` to the kernel here."""
+    """A call of a group's method, from the method through the dispatcher to the kernel."""
 
     def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
         self.arguments = arguments
-        self.options = arguments[-1] if arguments else None  # those of the caller need not be made again
+        self.options = arguments[-1] if arguments else None  # the caller's options, if any, need not be made again
         self.may_move = may_move
-        self.work: Any = None  # left by the kernel: what the dispatcher returns has lost its methods in Python
+        self.work: Any = None  # set by the kernel, because the dispatcher's work lacks the Python methods
         self._outer: DispatchedCall | None = None
 
     def __enter__(self) -> Self:
@@ -369,13 +370,13 @@ class DispatchedCall:
 
 @cache
 def install_kernels(device_key: str = "CPU") -> Any:
-    """Set the kernels for the devices of the CPU, or of an accelerator, once in a process."""
+    """Set the kernels for CPU devices or for an accelerator's devices, once in a process."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the kernels that are replaced
+        warnings.simplefilter("ignore")  # about the kernels that are replaced
         for name, options in _OPERATORS.items():
             kernel = torch_private.skip_tracing(_kernel(name, options))
-            # torch's kernels for the last two keys would write into a copy
+            # torch's own kernels for Negative and Conjugate would write into a copy
             keys = ["CPU", "Negative", "Conjugate"] if device_key == "CPU" else [device_key]
             for key in [*keys, f"Sparse{device_key}"] if name == "allreduce_" and device_key == "CPU" else keys:
                 library.impl(name, kernel, key)
@@ -383,7 +384,7 @@ def install_kernels(device_key: str = "CPU") -> Any:
 
 
 def _kernel(name: str, options: Any) -> Callable[..., object]:
-    names = torch_private.arguments_of(name)  # which they are depends on torch's version
+    names = torch_private.arguments_of(name)  # the arguments depend on torch's version
     method = "recv_anysource" if name == "recv_any_source_" else name.removesuffix("_")
 
     def kernel(*arguments: Any) -> object:
@@ -406,7 +407,7 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:
             opts = (_options(options, given, call),)
         first = _first_tensor(data)
         if method == "barrier":
-            data.clear()  # a tensor that only says which backend is asked
+            data.clear()  # a tensor that only selects the backend
         is_ours = calls is not None
         if is_ours and first.device.type != "cpu" and getattr(group, "direct_device", None) is None:
             boxed = _call_over_host(calls, method, data, opts)
@@ -436,7 +437,7 @@ def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> A
 
 
 def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Do a collective of popdist's on tensors of an accelerator, by copies on the host, and wait for it."""
+    """Run popdist's collective on accelerator tensors by copies on the CPU, and wait for the result."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def staged(value: Any) -> Any:
@@ -461,10 +462,10 @@ def _call_group(
     opts: tuple[Any, ...],
     call: DispatchedCall | None,
 ) -> Any:
-    """Do a collective of popdist's; its work, as operators return it."""
+    """Run popdist's collective; return its work in the form of operators."""
     if method == "scatter":
         return calls.scatter(*data, *opts).boxed()
-    if call is None:  # the operator was called itself: its work is of torch's and cannot fail later
+    if call is None:  # if the operator was called directly, its work is torch's and cannot fail later
         for given in opts:
             given.asyncOp = False
         return getattr(calls, method)(*data, *opts).boxed()
@@ -481,8 +482,8 @@ def _placeholder() -> Any:
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Call a backend of torch's own; its work, as operators return it."""
-    if method == "allgather_into_tensor_coalesced":  # torch has not bound this method, and the next one
+    """Call torch's own backend; return its work in the form of operators."""
+    if method == "allgather_into_tensor_coalesced":  # torch has no Python binding of this and the next method
         rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
         return backend.allgather_coalesced(list(map(list, rows)), data[1], *opts).boxed()
     if method == "reduce_scatter_tensor_coalesced":
@@ -491,7 +492,7 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
 
 
 def _first_tensor(data: Sequence[Any]) -> Any:
-    """The first tensor among tensors, lists of tensors, lists of lists, and numbers."""
+    """Return the first tensor in ``data``: tensors, lists of tensors, lists of lists, and numbers."""
     for value in data:
         found = _first_tensor(value) if isinstance(value, list | tuple) else value
         if isinstance(found, Tensor):

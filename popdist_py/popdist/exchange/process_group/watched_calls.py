@@ -1,6 +1,6 @@
-"""What poprun sees of the collectives of a group of torch's: the page of progress names the one that is done.
+"""The collectives of a torch group as poprun sees them: the page of progress names the running collective.
 
-It is for the backend ``popdist``, of which torch's recorder knows nothing.
+Only for the backend ``popdist``, because torch's recorder does not know this backend.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from popdist.ground.progress import progress_page
 
 
 def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *arguments: object) -> None:
-    """Do a collective, and have the page of progress say so meanwhile: poprun sees who does not come."""
+    """Run a collective; meanwhile the page of progress names it, so that poprun sees missing ranks."""
     progress_page.wait(text, members)
     try:
         do(*arguments)
@@ -23,7 +23,7 @@ def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *argu
 
 
 def call_in_words(do: Callable[..., None], arguments: Sequence[object], members: tuple[int, ...]) -> str:
-    """A collective with its first tensor, and its ranks where these are not all."""
+    """Return a collective as text, with its first tensor, and with its ranks if not all take part."""
     tensor = next(_tensors(arguments), None)
     if tensor is None:
         return _words(do.__name__, None, (), members)

@@ -1,8 +1,8 @@
-"""The queue of a group's collectives, which are done one after the other, as they were issued.
+"""The queue of a group's collectives, which run one after another in the order of the calls.
 
-A synchronous call runs in the thread that makes it, unless others are still to be done. An asynchronous one runs
-in the thread that waits for it, or in the group's own if nobody does soon. What follows a collective by a callback
-of its future runs there, too: what is issued there has its turn at once, before what was issued later.
+A synchronous call runs in the calling thread, unless earlier calls are not finished. An asynchronous call runs in
+the thread that waits for it, or, if no thread soon waits, in the group's own thread. Callbacks of its future run
+there too: a collective that a callback calls runs immediately, before collectives that were called later.
 """
 
 import weakref
@@ -22,18 +22,18 @@ from popdist.exchange.host_memory.forks import call_at_exit
 from popdist.ground import torch_private
 
 _END_SECONDS: Final = 5.0
-"""How long the thread may take to notice that the group has been left."""
+"""How long the thread may take to notice that the group was left."""
 
 _HAND_OVER_SECONDS: Final = 0.001
-"""After this time the group's thread does what nobody waits for: beside a program that computes it is slower."""
+"""Time after which the group's thread runs calls for which no thread waits; next to a program it is slower."""
 
 NO_TIMEOUT: Final = timedelta(0)
 
 T = TypeVar("T")
 
-Results = Any  # what torch's collectives hand back: tensors, or lists of them
+Results = Any  # results of torch's collectives: tensors, or lists of tensors
 Outcome = Results | Callable[[], Results]
-"""The results of a collective, or what makes them when somebody asks."""
+"""The results of a collective, or a function that makes the results on request."""
 
 _Event = Literal["issued", "wanted", "end"]
 
@@ -46,16 +46,16 @@ class _Work(dist.Work):
         self._outcome = outcome
 
     def result(self) -> list[Any]:
-        """What the collective changes, in the form of gloo's results."""
+        """Return what the collective changes, in the form of gloo's results."""
         return list(self._outcome() if callable(self._outcome) else self._outcome)
 
     def boxed(self) -> Any:
-        """What a kernel returns for a collective that is done: a work of torch's own, which needs no Python."""
+        """Return what a kernel returns for a finished collective: torch's own work, which needs no Python."""
         return torch_private.done_work(self.result()).boxed()
 
 
 class PendingWork(_Work):
-    """A collective that is done later, by the group's thread or the one that waits for it."""
+    """A collective that runs later, in the group's thread or in the thread that waits for it."""
 
     def __init__(self, outcome: Outcome, queue: "WorkQueue") -> None:
         super().__init__(outcome)
@@ -63,7 +63,7 @@ class PendingWork(_Work):
         self._queue = queue
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the collective is done, or RuntimeError after ``timeout``, if not 0; it goes on then."""
+        """Wait until the collective is done. Raises RuntimeError after ``timeout``, if not 0; it still runs."""
         seconds = timeout.total_seconds()
         if seconds <= 0:
             self._queue.advance(self._future.done)
@@ -73,54 +73,54 @@ class PendingWork(_Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is done, or has failed."""
+        """Return whether the collective is done or has failed."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether the collective is done and has not failed."""
+        """Return whether the collective is done without an error."""
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the collective raised; None where it has not, and while it is not done."""
+        """Return the error of the collective; None if it has not failed or is not done."""
         if not self._future.done():
             return None
         try:
             self._future.value()
-        except Exception as error:  # noqa: BLE001 - whatever it was is the answer
+        except Exception as error:  # noqa: BLE001 - any error of the collective is returned
             return error
         return None
 
     def get_future(self) -> Any:
-        """A future of :meth:`result`."""
+        """Return a future of :meth:`result`."""
         self._queue.begin()
         return self._future
 
     def finish(self, error: BaseException | None) -> None:
-        """Finish the future, with what the collective or the making of its results raised, or with these."""
+        """Finish the future with ``error``, with an error of making the results, or with the results."""
         try:
             if error is None:
                 self._future.set_result(self.result())
                 return
-        except Exception as caught:  # noqa: BLE001 - it is raised where the work is waited for
+        except Exception as caught:  # noqa: BLE001 - the thread that waits for the work raises this error
             error = caught
         torch_private.set_failure(self._future, _Failure(error), _Failure.reveal)
 
 
 class _Failure:
-    """The value of a future whose collective failed; who asks it for tensors gets the error."""
+    """The value of a future whose collective failed; asking it for tensors raises the error."""
 
-    # torch's C++ pickles a value to find its tensors, of which DistributedDataParallel's reducer takes the first:
-    # an exception as the value, which torch's ``set_exception`` sets, would end the process there.
+    # Torch's C++ code pickles a value to find its tensors; DistributedDataParallel's reducer uses the first
+    # tensor. With an exception as the value, which torch's ``set_exception`` sets, the process would end there.
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def reveal(self) -> NoReturn:
-        """Raise the error: the answer of the future's ``wait`` and ``value``."""
+        """Raise the error when the future's ``wait`` or ``value`` is called."""
         raise self._error
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise the error."""
+        """Raise the error when torch's C++ code pickles the value."""
         raise self._error
 
 
@@ -128,43 +128,43 @@ class DoneWork(_Work):
     """A collective that was done when its call returned."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """True at once: there is nothing to wait for."""
+        """Return True at once, because the collective is done."""
         del timeout
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """None."""
+        """Return None."""
 
     def get_future(self) -> Any:
-        """A future of :meth:`result`, which is done."""
+        """Return a finished future of :meth:`result`."""
         future: Future[Results] = Future()
         future.set_result(self.result())
         return future
 
 
 class WorkQueue:
-    """The collectives of one group, and the thread that does those that are not done at once."""
+    """The collectives of one group, and the thread that runs collectives that do not run at once."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort  # ends a wait that is going on in the thread, with an error
+        self._abort = abort  # ends a running wait of the thread, with an error
         self._tasks: deque[tuple[PendingWork, Callable[..., None], Sequence[Any]]] = deque()
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._thread: Thread | None = None
-        self._turn, self._issue = RLock(), Lock()  # held to do a collective and what follows it, and to issue one
-        self._doer: int | None = None  # the thread that does one
+        self._turn, self._issue = RLock(), Lock()  # for running a collective with its callbacks; for adding one
+        self._doer: int | None = None  # the thread that now runs a collective
         self._pending: set[PendingWork] = set()
         _queues.add(self)
 
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Do the collective ``do(*arguments)`` in its turn: now, or if ``is_async`` perhaps later."""
+        """Run ``do(*arguments)`` in its turn: now, or perhaps later if ``is_async``; return its work."""
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)
@@ -185,11 +185,11 @@ class WorkQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no collective that was issued is still to be done."""
+        """Whether all collectives that were called are finished."""
         return not self._pending
 
     def advance(self, is_done: Callable[[], bool]) -> None:
-        """Do in this thread what was issued, until ``is_done()``; another thread that is at it goes on."""
+        """Run queued collectives in this thread until ``is_done()``; stop if another thread runs them."""
         while self._tasks and not is_done() and self._turn.acquire(blocking=False):
             try:
                 self._do_next()
@@ -197,11 +197,11 @@ class WorkQueue:
                 self._turn.release()
 
     def begin(self) -> None:
-        """Have the thread do what was issued."""
+        """Make the thread run queued collectives."""
         self._events.put("wanted")
 
     def stop(self) -> None:
-        """End the thread: a collective that is not begun fails, and one that is going on is broken off."""
+        """End the thread: collectives that have not begun fail, and a running collective is aborted."""
         if self._thread is not None:
             self._abort()
             self._events.put("end")
@@ -222,7 +222,7 @@ class WorkQueue:
                     self._do_next()
 
     def _next_event(self) -> _Event:
-        """Wait until there is something to do that no other thread does."""
+        """Wait until there is a collective that no other thread will run."""
         event = self._events.get()
         while event == "issued" and len(self._tasks) <= 1:
             try:
@@ -241,15 +241,15 @@ class WorkQueue:
         error: BaseException | None = None
         try:
             do(*arguments)
-        except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
+        except BaseException as caught:  # noqa: BLE001 - the thread that waits for the work raises this error
             error = caught
         self._pending.discard(work)
         work.finish(error)
-        del error  # which knows this frame, and with it the tensors
+        del error  # because the error refers to this frame, which refers to the tensors
 
 
 def outside_inference(do: Callable[..., T], *arguments: Any) -> T:
-    """Call ``do``; what it keeps for later calls must not be of inference mode."""
+    """Call ``do`` outside of inference mode, because objects that it keeps must not be of this mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return do(*arguments)
@@ -260,12 +260,12 @@ _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
 
 
 def are_all_idle() -> bool:
-    """Whether all collectives of this process that were handed to a thread are done."""
+    """Return whether all collectives of this process that were given to a thread are finished."""
     return all(queue.is_idle for queue in list(_queues))
 
 
 def _stop_all() -> None:
-    """A thread that lets go of a tensor when the interpreter is gone would abort the process."""
+    """Stop all queues, because a thread that frees a tensor after the interpreter's end aborts the process."""
     for queue in list(_queues):
         queue.stop()
 

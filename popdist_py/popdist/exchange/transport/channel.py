@@ -1,9 +1,9 @@
-"""A channel: a thread that does collectives one after the other while the program goes on.
+"""A channel: a thread that runs collectives one after another while the program computes.
 
-It has connections of its own, because nothing says in which order its collectives come between those of the
-program. On the CPU a collective is made of messages, which any thread may begin and for which this one waits: so
-the next one is on its way meanwhile. On an accelerator it runs in a stream of the channel, and no
-host waits.
+A channel has its own connections, because the order of its collectives and of the program's collectives is not
+fixed. On the CPU a collective consists of messages. Any thread may start a message, and the channel waits for it,
+so that the next message is already being sent. On an accelerator a collective runs in a stream of the channel, and
+no CPU thread waits.
 """
 
 import time
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """Wait for other instances in the block: an error of torch's becomes a BackendError after ``what``.
+    """A context that waits for other instances, and converts torch's errors to BackendErrors after ``what``.
 
-    NCCL says why only in the last line of its error. Without a visible device torch raises ValueError.
+    NCCL gives the reason only in the last line of its error. If no device is visible, torch raises ValueError.
     """
     progress_page.wait_again()
     try:
@@ -55,11 +55,11 @@ _LOOK_SECONDS: Final = 0.2
 
 
 FollowUp = Callable[[], None]
-"""The rest of a collective, to which the thread comes when nothing newer is to be done."""
+"""The last part of a collective, which the thread runs when there is no newer collective."""
 
 
 class ChannelWork(NamedTuple):
-    """Collectives for the thread, on tensors of one device; an accelerator's may be used after ``is_ready``."""
+    """Collectives for the thread, on tensors of one device; accelerators wait for ``is_ready`` first."""
 
     do: Callable[[], FollowUp | None]
     tensors: Sequence[Tensor]
@@ -67,7 +67,7 @@ class ChannelWork(NamedTuple):
 
 
 class Channel:
-    """A thread with connections to all instances of the job, which does collectives as they were issued."""
+    """A thread with connections to all instances of the job, which runs collectives in the order of issue."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Channel:
         num_instances: int,
         instance_index: int,
         *,
-        abort: Callable[[Any], None],  # ends the waits of the group with errors, here and on the other instances
+        abort: Callable[[Any], None],  # ends waits of the process group with errors, on all instances
         name_lost: Callable[[], str],
         local_collectives: HostCollectives | None = None,
     ) -> None:
-        self.num_issued = 0  # the same on all instances while it is in use
-        self.is_in_use = False  # then only its user may issue something
+        self.num_issued = 0  # equal on all instances while the channel is in use
+        self.is_in_use = False  # then only the channel's user may issue collectives
         self._process_group = process_group
         self._num_instances = num_instances
         self.instance_index = instance_index
@@ -96,35 +96,38 @@ class Channel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a collective has failed or was broken off: then all that come after it fail, too."""
+        """Whether a collective has failed or was aborted; then all later collectives fail too."""
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every instance's ``tensor`` of an accelerator, stacked; called by what is issued."""
+        """Return every instance's accelerator tensor, stacked; only issued functions may call this method."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
         self._process_group._allgather_base(as_bytes(gathered), as_bytes(tensor)).wait()  # noqa: SLF001 - torch's name
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Row *j* goes to instance *j*; row *i* of the result came from instance *i*; called by what is issued."""
+        """Send row *j* to instance *j*; return the rows received, row *i* from instance *i*.
+
+        Only issued functions may call this method.
+        """
         received = torch.empty_like(tensor)
         self._process_group.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
         return received
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """Begin messages in the block, which raises nothing: on a connection that failed, what is issued fails."""
+        """A context for starting messages, which raises nothing: if a connection fails, issued work fails."""
         try:
             yield
         except RuntimeError as error:
             self._fail(error)
 
     def receive(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Post a receive for the next message of an instance with this tag; what to wait for."""
+        """Start to receive the next message of an instance with this tag; return the works to wait for."""
         return self._message("recv", row, instance, tag)
 
     def send(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Send a message, which goes when the instance has posted a receive for it; what to wait for."""
+        """Send a message when the instance has posted a receive; return the works to wait for."""
         return self._message("send", row, instance, tag)
 
     def _message(self, way: str, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
@@ -133,7 +136,7 @@ class Channel:
         return [getattr(self._process_group, way)([as_bytes(row)], instance, tag)]
 
     def issue(self, do: Callable[[], FollowUp | None], tensors: Sequence[Tensor]) -> None:
-        """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise."""
+        """Make the thread call ``do`` after all work issued before. Does not wait and does not raise."""
         if self._process_group is None:
             return
         device = tensors[0].device
@@ -145,7 +148,7 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until what was issued is done, up to ``number``; raises BackendError if it has failed."""
+        """Wait until issued work is done, up to ``number``. Raises BackendError if it has failed."""
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number
             with self._progress:
@@ -154,16 +157,16 @@ class Channel:
                 if (loss := self._loss()) is not None:
                     raise loss from self._failure
                 raise self._failure
-        for device, stream in self._streams.items():  # what is computed later waits for it
+        for device, stream in self._streams.items():  # so that later computations wait for the results
             torch.accelerator.current_stream(device).wait_stream(stream)
 
     def wait_until_idle(self) -> None:
-        """Wait until all that was issued is done, or has failed; never raises."""
+        """Wait until all issued work is done or has failed; never raises."""
         with self._progress:
             self._progress.wait_for(lambda: self._num_done >= self.num_issued)
 
     def _loss(self) -> BackendError | None:
-        """An error that names the lost instances; the connections of a process are closed one after the other."""
+        """Return an error that names the lost instances, or None; waits because connections close one by one."""
         for _ in range(_NUM_LOOKS):
             if lost := self._name_lost():
                 return BackendError(f"the connection to {lost} was closed: it ended or was lost")
@@ -171,7 +174,7 @@ class Channel:
         return None
 
     def abort(self) -> None:
-        """Have everything fail that is not done yet, here and on the other instances, and all that comes later."""
+        """Make all unfinished and all later work fail, here and on the other instances."""
         self._failure = self._failure or BackendError("the exchange of gradients was broken off")
         with suppress(RuntimeError):
             self._abort(self._process_group)
@@ -179,7 +182,7 @@ class Channel:
             self.local_collectives.abort()
 
     def close(self) -> None:
-        """End the thread, and what still waits for an instance: an accelerator waits after the program's end."""
+        """End the thread and waits for instances, because an accelerator waits even after the program's end."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.abort()
@@ -191,7 +194,7 @@ class Channel:
     def _is_idle(self) -> bool:
         try:
             return all(stream.query() for stream in self._streams.values())
-        except RuntimeError:  # after an error of the accelerator nothing waits any more
+        except RuntimeError:  # after an error of the accelerator no operation waits
             return True
 
     def _fail(self, error: BaseException) -> None:
@@ -199,7 +202,7 @@ class Channel:
         self.abort()
 
     def _work(self) -> None:
-        """Do what is issued; what remains of it is done in its order, when nothing newer is there."""
+        """Run issued work; run its last parts in order, when no newer work is there."""
         follow_ups: deque[FollowUp] = deque()
         is_open = True
         while is_open or follow_ups:
@@ -213,7 +216,7 @@ class Channel:
                 is_open = False
                 continue
             follow_up = self._do(partial(self._run, work))
-            del work  # a tensor that is held on to would outlive its last use
+            del work  # because a tensor in this variable would live too long
             if follow_up is None and not follow_ups:
                 self._count()
             else:
@@ -227,7 +230,7 @@ class Channel:
     def _do(self, do: Callable[[], T]) -> T | None:
         try:
             return do() if self._failure is None else None
-        except BaseException as error:  # noqa: BLE001 - it is raised where the work is waited for
+        except BaseException as error:  # noqa: BLE001 - the thread that waits for the work raises this error
             self._fail(error)
             return None
 
@@ -247,4 +250,4 @@ class Channel:
 
 
 def _do_nothing() -> None:
-    """What remains of a collective that is done."""
+    """Do nothing: the last part of a collective that is done."""

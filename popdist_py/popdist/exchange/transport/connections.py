@@ -1,9 +1,8 @@
-"""The connections between the instances of a job: gloo, NCCL or its like when needed, and the memory of a host.
+"""The connections between the instances of a job: gloo, NCCL or similar when needed, and a host's memory.
 
-The process groups are made directly, never through ``init_process_group``, so a program may have a default group
-of its own, made before or after. The connections of accelerators alone are made later and need
-the store then,
-and an instance that has finished may leave while others go on.
+The process groups are made directly, never by ``init_process_group``, so that a program may have its own default
+group, made before or after. Connections between accelerators are made later and need the store then; all other
+connections work without the store, so that an instance that has finished may leave while other instances go on.
 """
 
 import os
@@ -28,21 +27,21 @@ from popdist.ground.accelerators import BACKENDS, accelerator
 from popdist.ground.accelerators.sharing import are_distinct
 
 PROBE_TAG: Final = 1
-"""Tag of messages that nobody sends; headers and data have tag 0."""
+"""Tag of messages that no instance sends; headers and data have tag 0."""
 
 NICE: Final = 10
-"""How much of a core the threads of a channel leave to those that compute; see sched(7)."""
+"""Nice value by which the threads of a channel yield to computing threads; see sched(7)."""
 
 
 def lower_priority() -> None:
-    """Have this thread, and those that it starts, not interrupt what computes on their core."""
-    with suppress(OSError):  # each arrival would else take the core from a product of matrices, and its caches
+    """Lower the priority of this thread and of threads that it starts, so that they do not interrupt computing."""
+    with suppress(OSError):  # otherwise each message would interrupt a matrix product and replace its caches
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19))
 
 
 def check_available(backend: str | None) -> None:
-    """Raise BackendError if only tensors of accelerators are to be sent, and torch cannot send these here."""
+    """Raise BackendError if ``backend`` sends only accelerator tensors, and torch cannot send them here."""
     needed = BACKENDS.get(backend or "")
     if needed is None:
         return
@@ -54,19 +53,19 @@ def check_available(backend: str | None) -> None:
 
 
 class Connections:
-    """The connections of a whole job, or of those that hold the same part of its replicas, numbered from 0."""
+    """The connections of a job, or of the instances with the same part of its replicas, numbered from 0."""
 
-    def __init__(  # noqa: PLR0913 - facts of the job, by name
+    def __init__(  # noqa: PLR0913 - the facts of the job, by name
         self,
         store: Store,
         *,
-        names: Names,  # of all members
-        instance_index: int,  # this instance among them
-        address: str | None,  # of this host, at which the others reach it; None lets gloo choose
-        host: str,  # what all instances of a host have in common
+        names: Names,  # names of all members
+        instance_index: int,  # index of this instance among the members
+        address: str | None,  # of this host, for the other instances; None lets gloo choose
+        host: str,  # a text that is equal on all instances of a host
         timeout_seconds: float,
         header_bytes: int,
-        warns_of_sharing: bool = True,  # of accelerators that instances share
+        warns_of_sharing: bool = True,  # whether to warn if instances share an accelerator
     ) -> None:
         self._warns_of_sharing = warns_of_sharing
         self.header_bytes = header_bytes
@@ -105,7 +104,7 @@ class Connections:
         return made
 
     def between_hosts(self) -> SeveralHosts:
-        """The collectives by messages; on one host, where headers need none, over the connections of headers."""
+        """Return the collectives by messages between hosts; on one host, over the connections of headers."""
         if isinstance(self.collectives, SeveralHosts):
             return self.collectives
         everybody = range(self.num_instances)
@@ -114,9 +113,9 @@ class Connections:
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     def direct(self, device: torch.device) -> Any:
-        """Return what sends between the accelerators of all instances, which call this together the first time.
+        """Return the backend that sends between all instances' accelerators; all call it the first time.
 
-        None where no backend does, or where two instances share an accelerator.
+        None if there is no such backend, or if two instances share an accelerator.
         """
         if device.type not in self._direct:
             with as_backend_error("the other instances did not tell of their accelerators"):
@@ -136,13 +135,13 @@ class Connections:
             return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """The channel for tensors on ``devices``; None for several types, and where a host's memory is used."""
+        """Return the channel for tensors on ``devices``; None for several device types or shared memory."""
         types = {device.type for device in devices}
         if len(types) > 1:
             return None
         (device_type,) = types
         if device_type != "cpu" and device_type not in self._channels and self.direct(next(iter(devices))):
-            # all instances connect now: later one might wait for what the program computes meanwhile
+            # all instances connect now, because a later connection might wait for the program's computations
             made = self._channel_over(self._connect_direct(device_type, "channel"), lambda direct: direct.abort())
             with as_backend_error(f"{self.names.of([self.instance_index])} could not connect its accelerators"):
                 for device in devices:
@@ -170,11 +169,11 @@ class Connections:
         return self.names.of(instances) if instances else ""
 
     def peers_among(self, instances: Iterable[int]) -> list[int]:
-        """All of ``instances`` but this one."""
+        """Return all of ``instances`` except this instance."""
         return [instance for instance in instances if instance != self.instance_index]
 
     def is_lost(self, peer: int) -> bool:
-        """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""
+        """Return whether the connection to ``peer`` is known to be closed."""
         try:
             self.control.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG)
         except RuntimeError:
@@ -182,12 +181,12 @@ class Connections:
         return False
 
     def check_open(self) -> None:
-        """Raise BackendError if this instance has left or is leaving: a thread that starts then may never run."""
+        """Raise BackendError if this instance has left or is leaving, because a new thread may never run."""
         if self._is_stopped:
             raise BackendError(f"{self.names.of([self.instance_index])} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
-        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""
+        """Run ``wait`` in a thread, because gloo closes all connections after a timeout of its own wait."""
         self.check_open()
         thread = Thread(target=wait, daemon=True)
         self._waiting = [other for other in self._waiting if other.is_alive()] + [thread]
@@ -195,7 +194,7 @@ class Connections:
         return thread
 
     def stop_threads(self) -> None:
-        """End all threads: one that lets go of a tensor when the interpreter is gone aborts the process."""
+        """End all threads, because a thread that frees a tensor after the interpreter's end aborts the process."""
         self._is_stopped = True
         for channel in self._channels.values():
             channel.close()
@@ -208,7 +207,7 @@ class Connections:
             thread.join()
 
     def _close_connections(self, gloo: Any) -> None:
-        """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
+        """End all waits of a gloo group by a wait with a timeout, after which gloo closes its connections."""
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG).wait(
@@ -216,7 +215,7 @@ class Connections:
                 )
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self.stop_threads()
         self.control = None
         self.collectives.close()

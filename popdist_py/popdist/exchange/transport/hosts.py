@@ -1,8 +1,9 @@
-"""The choice between the memory of one host and several hosts, and the collectives over several hosts.
+"""The choice between one host's memory and several hosts, and the collectives over several hosts.
 
-Ranks that say that they are on one machine share its memory, if they prove it by mapping that. Where every host
-has as many ranks in a row, a power of two of them, those of a host are one node of the tree over the ranks: they
-work in its memory first (`popdist.exchange.transport.two_level`). Elsewhere each rank counts as a host of its own.
+Ranks that seem to be on one machine share its memory if mapping it proves this. If every host has the same number
+of consecutive ranks, a power of two, the ranks of a host are one node of the tree over the ranks: they first
+combine in the host's memory (`popdist.exchange.transport.two_level`). Otherwise each rank counts as a separate
+host.
 """
 
 import time
@@ -31,7 +32,7 @@ _SHORTEST_SECONDS: Final = 0.001
 
 
 class HostMessages:
-    """The messages of a rank to and from all others of its group, over gloo; for one thread at a time."""
+    """The messages between a rank and all other ranks of its group, over gloo; for one thread at a time."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class HostMessages:
         self._failure: str | None = None
 
     def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send to some ranks and receive from some, as by :meth:`start`, and wait for it."""
+        """Send to some ranks, receive from some ranks as :meth:`start` does, and wait for all messages."""
         self.start(sent, received)()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send contiguous tensors to some ranks and receive from some; a function that waits for all of them."""
+        """Send contiguous tensors to some ranks and receive from some; return a function that waits for all."""
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
             works += [
@@ -71,7 +72,7 @@ class HostMessages:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Do a collective in the block: what goes wrong in it ends the group on all hosts, with one reason."""
+        """A context for a collective: an error inside ends the group on all hosts, with the same reason."""
         if self._failure is not None:
             raise BackendError(self._failure)
         try:
@@ -82,7 +83,7 @@ class HostMessages:
             raise BackendError(self._failure) from error
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._gloo = None
         self._failure = self._failure or f"this {self._names.noun} has left the group"
 
@@ -105,8 +106,8 @@ class HostMessages:
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 
     def _agree_on(self, reason: str) -> str:
-        """The first reason that a rank gave; this rank's where the store has gone with the rank that kept it."""
-        # gloo says of a lost peer that its connection was closed, and a rank that gives up closes all of its own.
+        """Return the first reason that a rank gave; ``reason`` if the store ended with the rank that served it."""
+        # gloo reports a lost peer as a closed connection, and a rank that gives up closes all its connections
         with suppress(RuntimeError):
             if self._store.check([_FAILURE]):
                 return str(self._store.get(_FAILURE), "utf-8")
@@ -119,8 +120,8 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """The boot and the network that processes must have in common to share memory; empty where unknown."""
-    try:  # processes of other networks, such as those of another pod, cannot hand descriptors to this one
+    """Return boot and network, which processes must share to share memory; empty if unknown."""
+    try:  # processes of other networks, such as of another pod, cannot send descriptors
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
         return ""
@@ -128,7 +129,7 @@ def machine() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rank on its way into a group: where it finds the others, and how long it waits for them."""
+    """A rank that joins a group: the store in which it finds the other ranks, and its timeout."""
 
     store: Store
     rank: int
@@ -137,16 +138,16 @@ class Member:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return len(self.names.members)
 
     def values_of_all(self, what: str, value: object) -> list[Any]:
-        """The values of all ranks, of which this one's is given."""
+        """Return the values of all ranks; ``value`` is this rank's value."""
         called = [self.names.of([rank]) for rank in range(self.size)]
         return values_of_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
 
     def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
-        """The collectives of this host's ranks, of which each host has as many; None if any host has none."""
+        """Return the collectives of this host's ``num_local`` ranks; None if the ranks of a host cannot share."""
         found = HostCollectives.connect(
             PrefixStore(prefix, self.store),
             self.rank,
@@ -162,9 +163,9 @@ class Member:
 
 
 def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> "HostCollectives | SeveralHosts":
-    """The collectives of a group that fit its hosts; all ranks call this.
+    """Return the collectives of a group that fit its hosts; all ranks must call this function.
 
-    ``host`` is what all ranks of a host have in common, empty where that is unknown.
+    ``host`` is equal on all ranks of a host, and empty if the host is unknown.
     """
     machines = member.values_of_all("machine", host)
     num_local = num_in_a_row(machines)
@@ -180,7 +181,7 @@ def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> 
 
 
 def num_in_a_row(machines: list[str]) -> int:
-    """How many ranks each machine has; 1 where they have not as many in a row."""
+    """Return the number of ranks of each machine; 1 if machines lack equal numbers of consecutive ranks."""
     if "" in machines:
         return 1
     num_local = max(1, len(machines) // len(set(machines)))
@@ -189,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """How many ranks each machine has; 1 where they do not make up nodes of the tree."""
+    """Return the number of ranks of each machine; 1 if a machine's ranks are no node of the tree."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1
@@ -197,48 +198,48 @@ def ranks_of_each(machines: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The place of a rank among the hosts of its group, each with ``num_local`` of the ``members`` in a row."""
+    """The place of a rank among the hosts of its group; each host has ``num_local`` consecutive members."""
 
-    rank: int  # a position among the members, whose own numbers are those of the messages
+    rank: int  # index among the members; messages use the members' numbers
     num_local: int
     members: Sequence[int]
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return len(self.members)
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of the group."""
+        """Number of hosts of the group."""
         return self.size // self.num_local
 
     @property
     def host(self) -> int:
-        """The rank's host."""
+        """Index of the rank's host."""
         return self.rank // self.num_local
 
     @property
     def same_index(self) -> Sequence[int]:
-        """The members with the rank's index on their hosts, in the order of these."""
+        """The members with the rank's index on their hosts, in host order."""
         return self.members[self.rank % self.num_local :: self.num_local]
 
 
 class MessagePeers:
-    """The ranks with the same index on their hosts, which send messages: the `Peers` of `two_level`."""
+    """The ranks with the same index on their hosts, which exchange messages: the `Peers` of `two_level`."""
 
     def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
         self._messages = messages
 
     def all_gather(self, tensor: Tensor) -> Arrival:
-        """Send ``tensor`` to all peers."""
+        """Start sending ``tensor`` to all peers; return a function that waits for the peers' tensors."""
         received = tensor.new_empty(self._place.num_hosts, *tensor.shape)
         received[self._place.host] = tensor
         return self._start([tensor] * self._place.num_hosts, received)
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """Send each peer its row of ``rows``."""
+        """Start sending each peer its row of ``rows``; return a function that waits for the peers' rows."""
         received = torch.empty_like(rows)
         received[self._place.host] = rows[self._place.host]
         return self._start(rows, received)
@@ -255,7 +256,7 @@ class MessagePeers:
 
 
 class SeveralHosts:
-    """The collectives of `exchange.host_memory.host_collectives`, for ranks that do not all share a host."""
+    """The collectives of `exchange.host_memory.host_collectives`, for ranks on several hosts."""
 
     def __init__(self, place: RankPlace, messages: HostMessages, local: HostCollectives | None) -> None:
         self.rank, self.size = place.rank, place.size
@@ -268,12 +269,12 @@ class SeveralHosts:
         self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
 
     def of_part(self, members: Sequence[int]) -> "SeveralHosts":
-        """The collectives of some members, this one among them; each counts as a host of its own."""
+        """Return the collectives of some members, including this one; each counts as a separate host."""
         rank = members.index(self._place.members[self._place.rank])
         return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks, in place: the same bits on each of them. No tensor is moved."""
+        """Combine all ranks' tensors in place, bitwise equal on all ranks; ``may_move`` is ignored."""
         del may_move
         with self._call():
             flat = tensor.contiguous().view(-1)
@@ -282,12 +283,12 @@ class SeveralHosts:
                 tensor.copy_(flat.view(tensor.shape))
 
     def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
-        """Combine the tensors of all ranks into that of rank ``root``; the others stay as they are."""
+        """Combine the tensors of all ranks into rank ``root``'s tensor; the other tensors stay unchanged."""
         result = tensor if self._place.rank == root else tensor.clone()
         self.all_reduce(result, op)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite the tensor of every rank with that of rank ``root``."""
+        """Overwrite the tensor of every rank with the tensor of rank ``root``."""
         peers, rank, sender = self._place.same_index, self._place.rank, self._place.members[root]
         with self._call():
             if rank == root:
@@ -298,7 +299,7 @@ class SeveralHosts:
                 self._local.broadcast(tensor, root % self._place.num_local)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
+        """Copy the tensor of each rank into ``outputs[rank]``; all tensors must have the same length."""
         place = self._place
         with self._call():
             mine = self._peers.all_gather(tensor)()
@@ -311,7 +312,7 @@ class SeveralHosts:
                 output.copy_(rows[rank % place.num_local][rank // place.num_local])
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
-        """``output`` becomes the combination of what all ranks have at this rank's place in ``tensors``."""
+        """Combine the tensors that all ranks have at this rank's index in ``tensors``, into ``output``."""
         with self._call():
             shares = self._reduction.empty_shares(output, len(output))
             for rank, tensor in enumerate(tensors):
@@ -319,7 +320,7 @@ class SeveralHosts:
             output.copy_(self._reduction.reduce_scatter(shares, op))
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """``outputs[rank]`` becomes what ``rank`` has at this rank's place in ``tensors``; lengths may differ."""
+        """Copy what each rank has at this rank's index in its ``tensors`` to ``outputs``; lengths may differ."""
         rank, members = self._place.rank, self._place.members
         with self._call():
             outputs[rank].copy_(tensors[rank])
@@ -335,19 +336,19 @@ class SeveralHosts:
                 self._local.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """Set how long a lost or late rank is waited for from now on."""
+        """Set how long later calls wait for a lost or late rank."""
         self._messages.timeout_seconds = timeout_seconds
         if self.local is not None:
             self.local.set_timeout(timeout_seconds)
 
     def close(self) -> None:
-        """Leave: the other ranks see it."""
+        """Leave the group; the other ranks detect it."""
         self._messages.close()
         if self.local is not None:
             self.local.close()
 
     def abort(self) -> None:
-        """End a call that is going on in another thread, with an error."""
+        """End a call that runs in another thread, with an error."""
         self._messages.close()
         if self._local is not None:
             self._local.abort()

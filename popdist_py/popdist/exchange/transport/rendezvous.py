@@ -1,9 +1,10 @@
-"""The store in which the instances of a job find each other: a key-value store that every one of them can reach.
+"""The store in which the instances of a job find each other: a key-value store that all instances can reach.
 
-Under poprun instance 0 serves it on a socket that its agent passed on. Under torchrun, and wherever torch's own
-variables are set, it is torch's ``env://`` store; under poprun popdist's store is beside that store if a program
-such as ``conda run`` has closed the socket. Under ``mpiexec`` instance 0 broadcasts its address through MPI. Under
-``srun`` it serves at one of a few ports of its node, and the others look there for their own step's name.
+Under poprun, instance 0 serves the store on a socket from its agent. If a program such as ``conda run`` has closed
+this socket, popdist's store has the address of torch's store. Under torchrun, and if torch's own variables are
+set, the store is torch's ``env://`` store. Under ``mpiexec`` instance 0 broadcasts its address through MPI. Under
+``srun`` instance 0 serves at one of a few ports of its node, and the other instances look there for the name of
+their own step.
 """
 
 import os
@@ -29,7 +30,7 @@ from popdist.ground.progress import progress_page
 LOOPBACK: Final = "127.0.0.1"
 
 BACKLOG: Final = 1024
-"""Instances that may connect at the same moment."""
+"""Number of instances that may connect at the same moment."""
 
 _STEP: Final = "popdist/step"
 _ANSWER: Final = timedelta(seconds=5)
@@ -39,28 +40,28 @@ _CURE: Final = "set MASTER_ADDR and MASTER_PORT before srun to an address of the
 
 
 def is_one_host(contract: Contract) -> bool:
-    """Whether all instances of the job run on this host."""
+    """Return whether all instances of the job run on this host."""
     return contract.num_local_instances == contract.num_instances
 
 
 def own_address(contract: Contract) -> str | None:
-    """The address at which the other instances reach this host; None when no poprun has chosen one."""
+    """Return the address at which other instances reach this host; None if poprun has chosen no address."""
     if is_one_host(contract):
         return LOOPBACK
     if contract.store is None:
         return None
-    family = _family(contract.store.host)  # the address that leads to instance 0's, so a job keeps to one network
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: connect(2) only looks up the way
+    family = _family(contract.store.host)  # the route to instance 0 decides, so that a job uses one network
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # connect(2) sends nothing here, but chooses the route
         asked.connect((contract.store.host, contract.store.port))
         return str(asked.getsockname()[0])
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
-    """The store of a job of at least two instances; raises BackendError if it cannot be served or reached."""
+    """Return the store of a job of several instances. Raises BackendError if it cannot be served or reached."""
     contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
     address = contract.store
     try:
-        # without its page, this process has lost all that it was to inherit, so the others have lost theirs
+        # without its page, this process has lost all inherited descriptors, and so have the other instances
         if address is not None and contract.master is not None and not progress_page.is_watched:
             address = contract.master
             return _shared_store(contract, address, timeout)
@@ -85,12 +86,12 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
 def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> TCPStore:
     """Return a store at the address of the program's own ``env://`` store.
 
-    torch serves all stores of one process at one port by one server. If this store is the first one, the server
-    listens at the address of the job's network alone.
+    torch serves all stores of one process at one port by one server. If this store is the first store, the server
+    listens only at the address of the job's network.
     """
     is_master, descriptor = contract.instance_index == 0, None
     if is_master:
-        with suppress(OSError):  # where the program has its own store there already
+        with suppress(OSError):  # the program may already have its own store there
             listener = socket.create_server(
                 (master.host, master.port), family=_family(master.host), backlog=BACKLOG
             )
@@ -120,7 +121,7 @@ def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, ti
 
 
 def _passed_descriptor(contract: Contract) -> int | None:
-    """Instance 0's listening socket, checked: a program between the agent and us may have closed it."""
+    """Return instance 0's inherited listening socket. Raises BackendError if a program has closed it."""
     if contract.instance_index != 0:
         return None
     descriptor = contract.store_descriptor
@@ -142,9 +143,9 @@ def _listens(descriptor: int) -> bool:
 
 
 def _address_by_name() -> str:
-    """This host's address for others; its name where it takes itself for loopback, as Debian's hosts do."""
+    """Return this host's address for other hosts, or its name if the name means loopback here, as on Debian."""
     name = socket.gethostname()
-    try:  # the name of a pod is known to that pod alone, its address to all of them
+    try:  # only the pod itself knows its name, but all pods know its address
         address = socket.gethostbyname(name)
     except OSError:
         return name
@@ -152,7 +153,7 @@ def _address_by_name() -> str:
 
 
 def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
-    """Instance 0 listens, and everyone learns where through COMM_WORLD: a fixed number of bytes, no pickle."""
+    """Return the store at an address that instance 0 broadcasts over COMM_WORLD in a fixed number of bytes."""
     from mpi4py import MPI
 
     contract, world = environment.contract, MPI.COMM_WORLD
@@ -174,7 +175,7 @@ def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
 
 
 def _open_slurm_store(contract: Contract, node: str | None, timeout_seconds: float) -> TCPStore:
-    """The store of a Slurm step; ``node`` is the one of instance 0, None when all tasks are on this one."""
+    """Return the store of a Slurm step; ``node`` is the node of instance 0, None if all tasks are here."""
     host = LOOPBACK if node is None else _address_of(node)
     if contract.instance_index == 0:
         return _serve(contract, host, timeout_seconds)
@@ -217,7 +218,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _address_of(node: str) -> str:
-    """An address of ``node``: as names are resolved here, else as Slurm itself knows it."""
+    """Return an address of ``node``, from this host's resolver, otherwise from Slurm."""
     for name in (node, *_addresses_in_slurm(node)):
         with suppress(OSError):
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])

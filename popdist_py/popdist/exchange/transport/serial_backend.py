@@ -1,4 +1,4 @@
-"""The backend of a job of one instance, and of an instance that is alone in a subset: nothing is sent."""
+"""The backend of a single instance: of a job of one instance, or of a subset of one. Nothing is sent."""
 
 from typing import TYPE_CHECKING, Self
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 class SerialHeaderExchange:
-    """An exchange that is complete as soon as it is started."""
+    """An exchange of headers that is complete when it starts."""
 
     def __init__(self, header: bytes) -> None:
         self._header = header
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """The one header; there is nothing to wait for, so ``timeout_seconds`` plays no part."""
+        """Return the only header at once; ``timeout_seconds`` is ignored."""
         del timeout_seconds
         return [self._header]
 
     def peek(self) -> list[bytes]:
-        """The one header."""
+        """Return the only header."""
         return [self._header]
 
 
 class SerialBackend:
-    """A backend of one instance alone: a job of one, or the only member of a subgroup."""
+    """The backend of one instance: of a job of one instance, or of a subgroup of one."""
 
     host_group = local_collectives = None
-    """There is nobody to share memory with."""
+    """None, because there is no other instance to share memory with."""
 
     def __init__(self, instance_index: int, names: Names, *, device_kinds: frozenset[str]) -> None:
         self.instance_index = instance_index
@@ -42,34 +42,34 @@ class SerialBackend:
         self.device_kinds = device_kinds
 
     def channel(self, devices: "Collection[torch.device]") -> None:
-        """None: there is nobody to send anything to."""
+        """Return None, because there is no other instance to send to."""
         del devices
 
     def start_exchange(self, header: bytes) -> SerialHeaderExchange:
-        """An exchange that is complete at once."""
+        """Return an exchange that is complete."""
         return SerialHeaderExchange(header)
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
-        """Nothing to do: there is one tensor."""
+        """Do nothing, because there is only one tensor."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """A copy of ``tensor`` with a first dimension of 1."""
+        """Return a copy of ``tensor`` with a first dimension of 1."""
         return tensor.clone().unsqueeze(0)
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
-        """A copy of ``tensor``: the one row stays here."""
+        """Return a copy of ``tensor``, whose only row is for this instance."""
         return tensor.clone()
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
-        """Nothing to do: the tensor is the root's already."""
+        """Do nothing, because this instance is the root."""
 
     def subgroup(self, instances: tuple[int, ...]) -> Self:
-        """This backend: there is no smaller set with this instance in it."""
+        """Return this backend, because there is no smaller set with this instance."""
         del instances
         return self
 
     def stop_threads(self) -> None:
-        """Nothing to do: there is no thread to end."""
+        """Do nothing, because there is no thread."""
 
     def close(self) -> None:
-        """Nothing to do: there is no connection to drop."""
+        """Do nothing, because there is no connection."""

@@ -1,10 +1,10 @@
-"""Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL and its like for accelerators.
+"""The backend over torch.distributed: gloo for headers and CPU tensors, NCCL or similar for accelerators.
 
-Tensors of an accelerator go over the memory of the host where no backend sends between the accelerators: for a
-part of the job, for a device without such a backend, and where two instances share a device, which NCCL refuses.
+Tensors of an accelerator go through CPU memory if no backend sends between the accelerators: for a part of the
+job, for a device without such a backend, and if two instances share a device, which NCCL refuses.
 
-Where the instances share a host, headers and CPU tensors go through its memory in place of gloo. Headers go from
-each instance to each other one directly: a lost or late instance is known by its number, and a subset of the
+If the instances share a host, headers and CPU tensors go through its memory instead of gloo. Each instance sends
+headers directly to every other instance: so the number of a lost or late instance is known, and a subset of the
 instances needs no connections of its own.
 """
 
@@ -59,7 +59,7 @@ class GlooHeaderExchange:
                 self._failures[peer] = error
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every member's header, in order; see `popdist.exchange.groups`."""
+        """Return every member's header, in order; see `popdist.exchange.groups`."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
@@ -74,7 +74,7 @@ class GlooHeaderExchange:
         return self._headers()
 
     def peek(self) -> list[bytes] | None:
-        """Every member's header if all have come; see `popdist.exchange.groups`."""
+        """Return every member's header if all have come, else None; see `popdist.exchange.groups`."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
@@ -85,20 +85,20 @@ class GlooHeaderExchange:
         return [received.get(instance, self._header) for instance in self._instances]
 
     def _receive(self) -> None:
-        """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
+        """Wait for every member's header, until one is lost or late, which ends the exchange."""
         deadline = time.monotonic() + self._connections.timeout_seconds
         while self._works and not self._failures:
             peer = next(iter(self._works))
             try:
                 for work in self._works[peer]:
-                    if not work.is_completed():  # else a wait was interrupted, and a second one would never end
+                    if not work.is_completed():  # a second wait, after an interrupted wait, would never end
                         work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 self._failures[peer] = error
             del self._works[peer]
 
     def _blame(self) -> str:
-        """The reason to fail, with the instances that did not answer; of a timeout gloo names a single one."""
+        """Return the reason of the failure, with all instances that were lost, or the instance that was late."""
         peer, error = next(iter(self._failures.items()))
         if "timed out" in str(error).lower():
             late = self._connections.names.of([peer])
@@ -128,21 +128,21 @@ class MemoryHeaderExchange:
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every member's header, in order; see `popdist.exchange.groups`."""
+        """Return every member's header, in order; see `popdist.exchange.groups`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
             raise BackendError(f"{self._connections.names.of(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
-        """Every member's header if all have come; see `popdist.exchange.groups`."""
+        """Return every member's header if all have come, else None; see `popdist.exchange.groups`."""
         with suppress(BackendError):
             if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
         return None
 
     def _receive(self, timeout_seconds: float) -> list[int]:
-        """Read the headers that come in time; the instances that are late."""
+        """Read the headers that come in time; return the instances that are late."""
         late, deadline = [], time.monotonic() + timeout_seconds
         for instance, number in self._numbers.items():
             if instance not in self._received:
@@ -164,7 +164,7 @@ _SUBSET_MESSAGE: Final = struct.Struct("<16sq")
 
 
 class MemoryOfSubsets:
-    """The memory that subsets of the instances share from their first data on: those with this instance in it."""
+    """The memory that subsets of the instances, including this one, share when they first send data."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -172,7 +172,7 @@ class MemoryOfSubsets:
         self._failures: dict[tuple[int, ...], str] = {}
 
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        """The collectives of ``instances``, which all ask at the same time; None on all if one cannot share."""
+        """Return the collectives of ``instances``; all ask together. None on all if one cannot share memory."""
         if instances in self._failures:
             raise BackendError(self._failures[instances])
         if instances not in self._made:
@@ -184,7 +184,7 @@ class MemoryOfSubsets:
         return self._made[instances]
 
     def close(self) -> None:
-        """Leave all subsets: the other instances see it."""
+        """Leave all subsets; the other instances detect it."""
         for made in self._made.values():
             if made is not None:
                 made.close()
@@ -202,7 +202,7 @@ class MemoryOfSubsets:
         return _collectives_of(part) if part is not None and have_all else None
 
     def _exchange(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
-        """Exchange a number with ``instances``, in a message that begins as no header does."""
+        """Exchange a number with ``instances``, in a message whose beginning differs from every header."""
         message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
         received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
         found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
@@ -218,7 +218,7 @@ def _page_of(group: HostGroup) -> Reservation | None:
 
 
 def _collectives_of(part: HostGroup) -> HostCollectives | None:
-    """None on all instances of the part where one has no room for what they send."""
+    """Return the collectives of ``part``; None on all its instances if one has no room."""
     try:
         return HostCollectives(part)
     except BackendError:
@@ -227,14 +227,14 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
 
 
 class TorchBackend:
-    """A backend of some or all instances of a job, ascending and at least two, over the connections of the job."""
+    """A backend of two or more instances of a job, ascending, over the connections of the job."""
 
     def __init__(
         self,
         connections: Connections,
         instances: tuple[int, ...],
-        device_kinds: frozenset[str],  # of the devices whose tensors are accepted
-        subsets: MemoryOfSubsets | None = None,  # of the whole job, for a part of it
+        device_kinds: frozenset[str],  # kinds of devices whose tensors are accepted
+        subsets: MemoryOfSubsets | None = None,  # of the whole job; given for a part of the job
     ) -> None:
         self.instances = instances
         self.instance_index = connections.instance_index
@@ -245,7 +245,7 @@ class TorchBackend:
 
     @property
     def names(self) -> Names:
-        """What the instances are called in messages."""
+        """The names of the instances in messages."""
         return self._connections.names
 
     @property
@@ -254,17 +254,17 @@ class TorchBackend:
 
     @property
     def host_group(self) -> HostGroup | None:
-        """The group that shares this host's memory, for the whole job."""
+        """The group that shares this host's memory, for the whole job; otherwise None."""
         is_used = self._is_whole_job and "cpu" in self.device_kinds
         return self._connections.host.group if is_used and self._connections.host is not None else None
 
     @property
     def local_collectives(self) -> HostCollectives | None:
-        """Collectives in the memory of this host, for a whole job of several hosts."""
+        """Collectives in the memory of this host, for a whole job of several hosts; otherwise None."""
         return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
 
     def _collectives(self) -> HostCollectives | SeveralHosts:
-        """Those of CPU tensors; a part of the job begins to share memory when it first asks."""
+        """Return the collectives for CPU tensors; a part of the job shares memory from its first call."""
         if self._is_whole_job:
             return self._connections.collectives
         shared = self._subsets.of(self.instances)
@@ -275,17 +275,17 @@ class TorchBackend:
         return self._by_messages
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """The channel for tensors on ``devices``, for the whole job."""
+        """Return the channel for tensors on ``devices``, for the whole job; otherwise None."""
         kinds = {"cpu" if device.type == "cpu" else "accelerator" for device in devices}
         is_possible = self._is_whole_job and self.device_kinds >= kinds
         return self._connections.channel(devices) if is_possible else None
 
     def _direct(self, tensor: Tensor) -> Any:
-        """What sends ``tensor`` between accelerators; None where ``tensor`` goes over the memory of the host."""
+        """Return the backend that sends ``tensor`` between accelerators; None if it must go through CPU memory."""
         return self._connections.direct(tensor.device) if self._is_whole_job else None
 
     def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
-        """Send ``header`` to every other member."""
+        """Start sending ``header`` to every other member."""
         short_messages = self._connections.short_messages
         if short_messages is not None:
             return MemoryHeaderExchange(self._connections, short_messages, self.instances, header)
@@ -305,7 +305,7 @@ class TorchBackend:
             TwoLevelReduction(WaitingPeers(self), nodes, len(nodes)).all_reduce([tensor], op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every member's ``tensor``, stacked."""
+        """Return every member's ``tensor``, stacked."""
         gathered = tensor.new_empty((len(self.instances), *tensor.shape))
         if not tensor.numel():
             return gathered
@@ -320,7 +320,7 @@ class TorchBackend:
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Row *j* of ``tensor`` goes to the *j*-th member; row *i* of the result came from the *i*-th."""
+        """Send row *j* of ``tensor`` to the *j*-th member; return the rows received, row *i* from the *i*-th."""
         received = torch.empty_like(tensor)
         if tensor.is_cpu:
             with as_backend_error(_NO_DATA):
@@ -333,7 +333,7 @@ class TorchBackend:
         return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` with the root's."""
+        """Overwrite ``tensor`` with the root's tensor."""
         if not tensor.numel():
             return
         if not tensor.is_cpu and (direct := self._direct(tensor)) is None:
@@ -348,16 +348,16 @@ class TorchBackend:
                 direct.broadcast(as_bytes(tensor), root).wait()
 
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
-        """The same connections, limited to ``instances``."""
+        """Return a backend with the same connections for ``instances`` only."""
         if len(instances) == 1:
             return SerialBackend(self.instance_index, self.names, device_kinds=self.device_kinds)
         return TorchBackend(self._connections, instances, self.device_kinds, self._subsets)
 
     def stop_threads(self) -> None:
-        """End the threads of this process; the headers' connections stay open, so it is not seen to leave yet."""
+        """End the threads of this process; header connections stay open, so other instances see nothing yet."""
         self._connections.stop_threads()
 
     def close(self) -> None:
-        """Drop the connections of the job."""
+        """Close the connections of the job."""
         self._subsets.close()
         self._connections.close()
