@@ -1,7 +1,7 @@
-"""popdist: the replica library. One training script, as many instances and replicas, the numerics of one process.
+"""popdist: the replica library: one training script, any number of instances and replicas, bitwise equal results.
 
-Each public name loads its module when it is first used: ``import popdist`` alone imports no torch, so queries such
-as ``popdist.num_replicas()`` are cheap.
+Each public name imports its module at its first use: ``import popdist`` alone imports no torch, so that queries
+such as ``popdist.num_replicas()`` are cheap.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # for type checkers and editors, what the table below says
+if TYPE_CHECKING:  # for type checkers and editors, the same names as in the table below
     from popdist import checkpoint as checkpoint
     from popdist import optim as optim
     from popdist import packing as packing
@@ -139,25 +139,25 @@ _MEANT = {
     ),
     **dict.fromkeys(("size", "world_size", "get_world_size"), _BY_SIZE),
 }
-"""What was meant by names that other libraries have."""
+"""Hints for names of other libraries: the names of popdist that were probably meant."""
 
 _WITHOUT_TORCH = ("compat", "job.context", "errors", "job.instances", "launching", "metrics.reported_numbers")
-"""How the names of the modules begin that need no torch."""
+"""Prefixes of the modules that need no torch."""
 
 _OF_TRAINING = tuple(f"popdist.{it}" for it in ("job.collectives", "data.", "parallel.", "step.training."))
-"""How the names of modules begin that programs use which train with torch."""
+"""Prefixes of the modules that programs use if they train with torch."""
 
 _PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "parallel", "popdist_core", "poptorch")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 
-if not TYPE_CHECKING:  # type checkers take the imports above
+if not TYPE_CHECKING:  # type checkers use the imports above
     __all__ = list(_PUBLIC)
 
 _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
-"""The name in `popdist.ground.contract`, written again: a program that imports torch loads only what it must."""
+"""The name in `popdist.ground.contract`, repeated so that a program that imports torch loads few modules."""
 
-if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
+if _PROGRESS_DESCRIPTOR in os.environ:  # without this variable no agent reads the progress, as in poprun itself
     import_module("popdist.ground.progress").begin()
 
 
@@ -173,8 +173,8 @@ def __getattr__(name: str) -> object:
         import_module("popdist.ground.installation.needs_torch")
     module = import_module(_MODULE_OF[name])
     is_training = module.__name__.startswith(_OF_TRAINING)
-    if is_training or (name == "init" and "torch" in sys.modules):  # init() alone does without torch
-        import_module("popdist.step.checks")  # which training does not know
+    if is_training or (name == "init" and "torch" in sys.modules):  # init() without torch does not need the checks
+        import_module("popdist.step.checks")  # training code does not import the checks
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -1,6 +1,6 @@
-"""PopDist's own names, so that programs written against it run: one line each, all of them also on ``popdist``.
+"""PopDist's own names, for programs written for PopDist; ``popdist`` has all of these names.
 
-New programs use the snake_case names, which say what they count.
+New programs should use the snake_case names, which say what they count.
 """
 # ruff: noqa: N802, N803, N816 - the names are PopDist's
 
@@ -33,32 +33,32 @@ isBackendInitialized = is_initialized
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether poprun started this program; False under other launchers, whose jobs popdist joins all the same."""
+    """Whether poprun started this program; False under other launchers, although popdist joins their jobs too."""
     return environment().launcher is Launcher.POPRUN
 
 
 def getReplicaIndexOffset() -> int:
-    """Job-wide number of this instance's first replica; 0 outside a job."""
+    """Return the job-wide index of this instance's first replica; 0 outside a job."""
     return local_replicas().start
 
 
 def getDeviceId(ipusPerReplica: int = 0) -> int:
-    """Number of this instance's device on its host, another for each instance whatever the argument."""
+    """Return the number of this instance's device on its host; the argument is ignored."""
     del ipusPerReplica
     try:
         index: int | None = device().index
-    except InstallationError:  # a program of another framework has those that poprun dealt
+    except InstallationError:  # a program of another framework has the devices that poprun assigned
         index = next(iter(environment().contract.devices), None)
     return local_instance_index() if index is None else index
 
 
 def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
-    """Whether a replica of this job uses that many virtual IPUs; outside a job, whether it is 1."""
+    """Whether a replica of this job uses ``numIpusPerReplica`` virtual IPUs; outside a job a replica uses 1."""
     return numIpusPerReplica == ipus_per_replica()
 
 
 def synchronize() -> None:
-    """Wait until every instance has called it; see :func:`popdist.barrier`."""
+    """Wait until every instance has called this function; see :func:`popdist.barrier`."""
     import popdist
 
     popdist.barrier()

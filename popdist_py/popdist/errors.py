@@ -1,7 +1,7 @@
-"""The errors of popdist, and the checks of what its calls are given.
+"""The errors of popdist, and the checks of arguments of its functions.
 
-``except popdist.PopdistError`` catches everything this package raises on purpose. What it only warns of is a
-:class:`PopdistWarning`.
+``except popdist.PopdistError`` catches every error that this package raises deliberately. Its warnings are of the
+class :class:`PopdistWarning`.
 """
 
 import math
@@ -13,23 +13,23 @@ from typing import Final, SupportsFloat, SupportsIndex
 
 
 class PopdistError(Exception):
-    """Base of every error that popdist raises on purpose."""
+    """Base class of every error that popdist raises deliberately."""
 
 
 class ContractError(PopdistError):
-    """The environment promises a job and does not describe one completely and consistently."""
+    """The environment variables describe a job incompletely or contradict each other."""
 
 
 class NotInitializedError(PopdistError):
-    """A call that needs the other instances came before ``init()`` or after ``finalize()``."""
+    """A function that needs other instances was called before ``init()`` or after ``finalize()``."""
 
 
 class BackendError(PopdistError, RuntimeError):
-    """The instances could not be connected, or one of them was lost; a RuntimeError, as torch's own is."""
+    """The instances could not be connected, or an instance was lost; a RuntimeError, like torch's own error."""
 
 
 class CollectiveError(PopdistError, RuntimeError):
-    """The instances disagree on the collective they are in, and who brought what; a RuntimeError, as in torch."""
+    """Instances called different collectives; the message shows each call. A RuntimeError, like torch's error."""
 
 
 class MicroBatchError(CollectiveError):
@@ -49,71 +49,71 @@ class DatasetError(PopdistError):
 
 
 class WeightsError(PopdistError):
-    """The weights of some instances differ, or were written where each replica would write them."""
+    """Weights differ between instances, or were written where each replica would write its own values."""
 
 
 class OptimizerError(PopdistError):
-    """An optimizer cannot be sharded, or its parameters are no longer where it has put them."""
+    """An optimizer cannot be sharded, or its parameters were moved to other memory."""
 
 
 class CheckpointError(PopdistError):
-    """A checkpoint cannot be written or read, or is one of something else than it is loaded into."""
+    """A checkpoint cannot be written or read, or does not belong to the object that it is loaded into."""
 
 
 class StoreError(PopdistError):
-    """What a model in phases stores cannot be kept, read or written, or is that of another model."""
+    """The store of a model in phases cannot be kept, read or written, or belongs to another model."""
 
 
 class DescriptionError(PopdistError):
-    """A module cannot be measured without its weights, or on the device that was asked for."""
+    """A module cannot be measured without its weights, or not on the requested device."""
 
 
 class OnnxError(PopdistError):
-    """An ONNX file cannot be read or written, or torch cannot compute what is in it."""
+    """An ONNX file cannot be read or written, or torch cannot compute its operations."""
 
 
 class LaunchError(PopdistError):
-    """A function cannot be launched, or an instance brought neither its value nor its exception."""
+    """A function cannot be launched, or an instance ended without a result and without an exception."""
 
 
 class InstallationError(PopdistError, ImportError):
-    """A library that popdist needs is not installed, or is one with which popdist cannot work."""
+    """A library that popdist needs is not installed, or popdist cannot work with its version."""
 
 
 class PopdistWarning(UserWarning):
-    """Something works, and perhaps not as expected: other bits, or an older checkpoint."""
+    """A warning of something that works, but perhaps not as expected: for example with other bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What a group's ranks are called in messages: the number of each, in rank order, and their noun."""
+    """The names of a group's ranks in messages: the number of each rank, in rank order, and a noun."""
 
     members: tuple[int, ...]
     noun: str = "rank"
-    place: str = ""  # of replicas' instances that hold the same part of theirs: `` (stage 0, shard 1)``
+    place: str = ""  # of the instances with the same part of other replicas: `` (stage 0, shard 1)``
 
     def of(self, ranks: Iterable[int], *, max_runs: int | None = 6) -> str:
-        """The members of these ranks in words."""
+        """Return the names of the members with these ranks, as text."""
         return name_instances((self.members[rank] for rank in ranks), self.noun, max_runs=max_runs) + self.place
 
 
 _SMALLEST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1
-"""The seeds that torch's generators take."""
+"""The smallest and the largest seed that torch's generators accept."""
 
 
 MOST_PARTS = 2**20
-"""Local replicas, and micro batches of each in a step: what has more is a mistake, and would take hours."""
+"""Maximum number of local replicas, and of a replica's micro batches in a step; more would take hours."""
 
 MOST_TOKENS = 2**31 - 1
-"""Of a row."""
+"""Maximum number of tokens of a row."""
 
 
 def whole_number(
     what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
 ) -> int:
-    """``value``, which the caller named ``what``, as an int; an ``error`` if it is none or out of its range."""
+    """Return ``value``, the argument ``what`` of the caller, as an int; raise ``error`` if it is not valid."""
     if type(value) is int and value >= minimum and (maximum is None or value <= maximum):
-        return value  # every step comes here: to ask for the protocol takes ten microseconds
+        return value  # the usual case, because the check of the protocol takes ten microseconds
     number = _as_whole(value)
     if number is None or number < minimum:
         raise error(f"{what}={value!r} must be a whole number of at least {minimum}")
@@ -123,21 +123,21 @@ def whole_number(
 
 
 def check_flags(error: type[PopdistError], **flags: object) -> None:
-    """An ``error`` if one is neither True nor False: a text such as ``"no"`` would count as True."""
+    """Raise ``error`` if a flag is not True or False, because a text such as ``"no"`` would count as True."""
     for what, value in flags.items():
         if value is not True and value is not False and type(value).__name__ not in ("bool", "bool_"):  # numpy's
             raise error(f"{what}={value!r} must be True or False")
 
 
 def check_callable(error: type[PopdistError], **given: object) -> None:
-    """An ``error`` if one is neither None nor a function."""
+    """Raise ``error`` if an argument is neither None nor a function."""
     for what, value in given.items():
         if value is not None and not callable(value):
             raise error(f"{what}={value!r} must be a function")
 
 
 def seed_number(value: object, error: type[PopdistError]) -> int:
-    """``value`` as a seed; an ``error`` if torch takes no such seed."""
+    """Return ``value`` as a seed; raise ``error`` if torch does not accept this seed."""
     number = _as_whole(value)
     if number is None or not _SMALLEST_SEED <= number <= _LARGEST_SEED:
         raise error(f"seed={value!r} must be a whole number from -2**63 to 2**64 - 1")
@@ -145,8 +145,8 @@ def seed_number(value: object, error: type[PopdistError]) -> int:
 
 
 def as_float(value: object) -> float:
-    """``value`` as a float; NaN if it is no number."""
-    if type(value) is float:  # each micro batch has one, and what follows takes microseconds
+    """Return ``value`` as a float; NaN if ``value`` is no number."""
+    if type(value) is float:  # the usual case for each micro batch, because the other checks take microseconds
         return value
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return math.nan
@@ -166,13 +166,13 @@ def _as_whole(value: object) -> int | None:
 
 
 def name_first(names: Sequence[str], most: int = 3) -> str:
-    """The first ``most`` names in words, and how many more there are."""
+    """Return the first ``most`` names as text, with the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def runs_of(numbers: Iterable[int]) -> list[range]:
-    """The runs of consecutive numbers among ``numbers``, ascending."""
+    """Return the ranges of consecutive numbers in ``numbers``, ascending."""
     runs: list[range] = []
     for number in sorted(numbers):
         if runs and number == runs[-1].stop:
@@ -183,7 +183,7 @@ def runs_of(numbers: Iterable[int]) -> list[range]:
 
 
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
-    """The instances in words: ``instances 0 to 2 and 5``; of more than ``max_runs`` runs the bounds only."""
+    """Return instances as text, ``instances 0 to 2 and 5``; only the bounds if over ``max_runs`` ranges."""
     runs = runs_of(instances)
     if max_runs is not None and len(runs) > max_runs:
         return f"{sum(map(len, runs))} {noun}s from {runs[0][0]} to {runs[-1][-1]}"
@@ -195,11 +195,11 @@ def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs
 _OF_ALL: Final = re.compile(
     r"(?:^|, in )(checkpoint\.\w+|Mean\.compute|weighted_mean|all_reduce|all_gather|gather|broadcast\w*|barrier)\("
 )
-"""The calls of all instances that programs make within ``if is_main():``, as headers or errors name them."""
+"""Calls that all instances must make but that programs make inside ``if is_main():``, as messages name them."""
 
 
 def remedy_of_lone_call(calls: Iterable[str]) -> str:
-    """Return what to write if programs make one of ``calls`` on one instance only; an empty text if not."""
+    """Return what to write if programs make one of ``calls`` on one instance only; otherwise an empty text."""
     found = [match[1] for call in calls if (match := _OF_ALL.search(call))]
     if len(found) != 1:
         return ""

@@ -1,7 +1,7 @@
-"""The norm of all gradients of a model, wherever their parts are, and the gradients scaled down to a largest one.
+"""The norm of all gradients of a model, wherever their parts are, and the scaling of gradients to a maximum norm.
 
-A gradient that several instances have counts once, and parts of one count where they are. Norms are added in the
-order of parameters, and then in that of the instances: so the bits depend on no placement.
+A gradient that several instances have counts once, and each part of a gradient counts on its own instance. Norms
+are added in the order of parameters, then in the order of instances: so the bits do not depend on the placement.
 """
 
 import math
@@ -27,28 +27,28 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of the whole model down to a norm of ``max_norm``; every instance calls it.
+    """Scale the gradients of the whole model to a norm of at most ``max_norm``. All instances must call this.
 
-    As ``torch.nn.utils.clip_grad_norm_`` in one process. Each instance gives the parameters that it has: where
-    instances share a replica, those of all stages and shards count. Of a DTensor each part counts once; a plain
-    parameter counts as one that all instances of its stage have alike. Where each instance has whole replicas, it
-    takes the norms of some of the parameters only, and on the CPU the bits are those of torch.
+    Like ``torch.nn.utils.clip_grad_norm_`` in one process. Each instance passes the parameters that it has: if
+    instances share a replica, the parameters of all stages and shards count. Each part of a DTensor counts once; a
+    plain parameter counts as equal on all instances of its stage. If each instance has whole replicas, it computes
+    only the norms of some of the parameters, and on the CPU the norm is bitwise equal to torch's.
 
     Args:
-        parameters: Their ``.grad`` are those of all replicas: after the loop over micro batches, or as
-            ``fully_shard`` makes them.
-        max_norm: The largest norm of all gradients together.
-        norm_type: Which norm; ``inf`` for the largest absolute value. Greater than 0 where instances share a
-            replica, or parameters.
-        error_if_nonfinite: Raise when the norm is NaN or infinity, and leave the gradients.
+        parameters: Parameters whose ``.grad`` is the gradient over all replicas: after the loop over micro
+            batches, or from ``fully_shard``.
+        max_norm: The maximum norm of all gradients together.
+        norm_type: The exponent of the norm; ``inf`` for the largest absolute value. Must be greater than 0 if
+            instances share a replica or parameters.
+        error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinity, and leave the gradients unchanged.
 
     Returns:
-        The norm before scaling, the same on all instances.
+        The norm before scaling, equal on all instances.
 
     Raises:
-        GradientError: If ``max_norm`` or ``norm_type`` is not possible.
-        RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
-        CollectiveError, BackendError: If the instances do other things, or one was lost.
+        GradientError: If ``max_norm`` or ``norm_type`` is invalid.
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is True.
+        CollectiveError, BackendError: If the instances make other calls, or an instance was lost.
         NotInitializedError: Before ``popdist.init()``.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -73,7 +73,7 @@ def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be
             return torch.tensor(0.0, dtype=torch.float32, device="cpu")
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if must_be_finite and not total.isfinite():
-        raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this
+        raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # as torch does
     if any(map(is_distributed, parameters)):
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in parameters:
@@ -85,14 +85,14 @@ def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be
 
 
 def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each gradient, the same on all instances, in its dtype on the first one's device."""
+    """Return the norm of each gradient in its dtype, equal on all instances, on the first gradient's device."""
     cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     with group.undivided(text):
         group.agree(text)
         if not gradients:
             return []
         gather_parts(group, cut)
-        return _gathered_norms(group, gradients, norm_type)  # of whole parameters, so theirs has torch's bits
+        return _gathered_norms(group, gradients, norm_type)  # of whole parameters, so with torch's bits
 
 
 def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
@@ -115,7 +115,7 @@ def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float)
 
 
 def _norms_on_host(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of each tensor, on the host; an accelerator is waited for once."""
+    """Return the norm of each tensor as a CPU tensor; an accelerator is waited for only once."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
@@ -128,11 +128,11 @@ def _owner(ranges: list[range]) -> int:
 
 
 def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of gradients whose parts several instances have."""
+    """Return the norm of gradients whose parts are on several instances."""
     if norm_type <= 0:
         raise GradientError(f"{text}: norm_type must be greater than 0 where several instances share a model")
     replica = context.instances_of_replica()
-    within = list[Tensor]()  # what this replica has, and others have alike
+    within = list[Tensor]()  # gradients of this replica, equal on the other replicas
     norms_across = list[float]()
     parameter: Any
     for parameter in parameters:
@@ -156,7 +156,7 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
 
 
 def _holders(text: str, parameter: Any) -> list[int]:
-    """The instances over which a DTensor is placed; this one alone for a plain parameter."""
+    """Return the instances over which a DTensor is placed; for a plain parameter only this instance."""
     contract = context.environment().contract
     if is_distributed(parameter):
         ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
@@ -171,11 +171,11 @@ def _holders(text: str, parameter: Any) -> list[int]:
 
 
 def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:
-    """Whether this instance's part of ``parameter`` counts: of several equal ones the first does."""
+    """Whether this instance's part of ``parameter`` counts; of several equal parts only the first counts."""
     contract = context.environment().contract
     shards = {contract.parallelism.part_of(instance).shard for instance in instances}
     if len(shards) == 1 and contract.replica_part.shard:
-        return False  # the stage's first shard has it, too
+        return False  # the first shard of the stage has the same parameter
     if not is_distributed(parameter):
         return True
     places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
@@ -187,6 +187,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _joined(norms: Iterable[float], norm_type: float) -> float:
-    """The norm of several things together, from the ``norms`` of each."""
+    """Return the norm of several tensors together, from the ``norms`` of the tensors."""
     found = torch.tensor([0.0, *norms], dtype=torch.float64, device="cpu")
     return float(torch.linalg.vector_norm(found, norm_type))

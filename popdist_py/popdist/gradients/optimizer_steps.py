@@ -1,8 +1,8 @@
-"""The steps of a program's optimizers: counted, which shows where those of its loop end, and marked on gradients.
+"""The steps of a program's optimizers: a count, which shows the ends of the loop's steps, and marks on gradients.
 
-Two flags stand on a parameter's ``.grad``. Used: a step of an optimizer has read it, and nothing was added since
-(torch's count of writes shows that), so it may be dropped. Reduced: popdist has made it, so it is the same on all
-instances.
+A parameter's ``.grad`` may have two marks. *Used* means that a step of an optimizer has read the gradient, and
+nothing was added since (torch's count of writes shows that), so that the gradient may be dropped. *Reduced* means
+that popdist has made the gradient, so that it is equal on all instances.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,20 +18,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from popdist.ground.torch_private import num_writes
 
 _optimizers: Final[WeakSet[Optimizer]] = WeakSet()
-"""The optimizers that have ever made a step."""
+"""The optimizers that have made at least one step."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of all groups."""
+    """Return all parameters of all parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def mark_used(parameters: Iterable[Tensor]) -> None:
-    """Mark the gradients that these parameters have now as used."""
+    """Mark the present gradients of ``parameters`` as used."""
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
-            gradient._popdist_used = num_writes(gradient)  # noqa: SLF001 - ours
+            gradient._popdist_used = num_writes(gradient)  # noqa: SLF001 - an attribute of popdist, not of torch
 
 
 def mark_step(optimizer: Optimizer) -> None:
@@ -42,12 +42,15 @@ def mark_step(optimizer: Optimizer) -> None:
 
 
 def is_used(gradient: Any) -> bool:
-    """Whether ``gradient`` was used and not written since."""
+    """Whether ``gradient`` was used and has not been written since."""
     return getattr(gradient, "_popdist_used", None) == num_writes(gradient)
 
 
 def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
-    """Set every ``.grad`` to None; gives the unused ones by identity of the parameter, and whether others were."""
+    """Set every ``.grad`` to None; return the unused gradients, and whether any gradient was used.
+
+    The key of a gradient is the identity of its parameter.
+    """
     unused, are_some_used = dict[int, Tensor](), False
     for parameter in parameters:
         gradient = parameter.grad
@@ -61,14 +64,14 @@ def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], b
 
 
 def stepped_parameters() -> set[int]:
-    """Identities of the parameters of all optimizers that have ever made a step."""
+    """Return the identities of the parameters of all optimizers that have made at least one step."""
     return {id(parameter) for optimizer in tuple(_optimizers) for parameter in parameters_of(optimizer)}
 
 
 def digest_of_rates(parameters: Collection[int]) -> int:
     """Return a digest of the numbers, such as learning rates, in groups of ``parameters``, given by identity.
 
-    Only optimizers that have made a step count. A learning rate that is a tensor counts for nothing.
+    Only optimizers that have made a step count. A learning rate that is a tensor is ignored.
     """
     groups = (group for optimizer in tuple(_optimizers) for group in optimizer.param_groups)
     return sum(
@@ -79,24 +82,24 @@ def digest_of_rates(parameters: Collection[int]) -> int:
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:
-    """Say whether popdist has made ``gradient``, and nothing of one instance was added to it since."""
-    gradient._popdist_reduced = is_reduced  # noqa: SLF001 - ours
+    """Mark whether popdist has made ``gradient``, and nothing of a single instance was added to it since."""
+    gradient._popdist_reduced = is_reduced  # noqa: SLF001 - an attribute of popdist, not of torch
 
 
 def is_reduced(gradient: Tensor) -> bool:
-    """Whether popdist has made ``gradient``, the same on all instances."""
+    """Whether popdist has made ``gradient``, so that it is equal on all instances."""
     return bool(getattr(gradient, "_popdist_reduced", False))
 
 
 class TrainingLoop:
-    """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each."""
+    """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each end."""
 
     def __init__(self) -> None:
-        self.on_step_end: Callable[[], None] | None = None  # it may leave by an exception
-        self.leaving_signals: tuple[int, ...] = ()  # those by which the program may be asked to leave
+        self.on_step_end: Callable[[], None] | None = None  # may raise an exception that ends the loop
+        self.leaving_signals: tuple[int, ...] = ()  # signals by which the program may be asked to end
         self.num_step_ends = 0
-        self.num_optimizer_steps = 0  # calls of ``step()`` of any optimizer
-        self.num_loader_passes = 0  # the same on all instances, unless one reads a loader alone
+        self.num_optimizer_steps = 0  # number of calls of ``step()`` of any optimizer
+        self.num_loader_passes = 0  # equal on all instances, unless an instance reads a loader alone
         self.in_closure_of = ""  # the name of the optimizer whose closure runs
         self._num_open_loaders = 0
         self._begun: set[object] = set()
@@ -104,10 +107,11 @@ class TrainingLoop:
 
     @contextmanager
     def read_loader(self) -> Iterator[Callable[[], None]]:
-        """The time in which a loader is read; gives what is to be called before each next batch."""
+        """A context in which a loader is read; yields the function to call before each next batch."""
         num_steps_before = self.num_optimizer_steps
 
-        # optimizer.step() is no end of a step: what the loop counts is up to date where it asks for its next batch
+        # optimizer.step() is not the end of a step, because the loop updates its own counters before its next
+        # batch
         def ask() -> None:
             nonlocal num_steps_before
             if self.num_optimizer_steps != num_steps_before:
@@ -122,10 +126,11 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """A step of ``model`` begins: the end of the step before, unless a loader tells of ends."""
+        """Record that a step of ``model`` begins, which ends the step before, unless a loader shows the ends."""
         if self._num_open_loaders:
             return
-        # of several models in turn all have had theirs; those of a closure begin before the optimizer has stepped
+        # if several models take turns, each has had its step; a closure's steps begin before the optimizer has
+        # stepped
         if model in self._begun and self.num_optimizer_steps != self._num_steps_before:
             self.end_step()
         if not self._begun:
@@ -133,7 +138,7 @@ class TrainingLoop:
         self._begun.add(model)
 
     def end_step(self) -> None:
-        """A step has ended here."""
+        """Record that a step has ended, and call ``on_step_end``."""
         self.num_step_ends += 1
         self._begun.clear()
         if self.on_step_end is not None:
@@ -146,7 +151,7 @@ training_loop = TrainingLoop()
 
 @cache
 def watch_optimizers() -> None:
-    """From now on count the steps of torch's optimizers, and mark the gradients that they use."""
+    """Count the steps of torch's optimizers, and mark the gradients that they use, from now on."""
     register_optimizer_step_pre_hook(_wrap_closure)
     register_optimizer_step_post_hook(_count_step)
 
@@ -166,7 +171,7 @@ def _wrap_closure(
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an optimizer's step with ``do_after`` called after its closure; None without one."""
+    """Return the arguments of a step with a closure that calls ``do_after`` at its end; None without closure."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return None
@@ -187,6 +192,6 @@ def with_closure(
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure among the arguments of an optimizer's step, which makes the gradients; None without one."""
+    """Return the closure, which makes the gradients, in the arguments of an optimizer's step; None if absent."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None

@@ -1,8 +1,8 @@
-"""Shards: the elements of parameters that each instance has, and the messages that bring them to the others.
+"""Shards: the elements of parameters that each instance has, and the messages that send them to other instances.
 
-The elements of a list of parameters, laid end to end, are cut into runs of about equal length. Cuts lie at
-multiples of :data:`ALIGNMENT` within a parameter: torch computes the last few elements of a tensor with other
-instructions than those before them, and no element may get other instructions by being in a slice.
+The elements of a list of parameters, in a row, are cut into runs of about equal length. Inside a parameter, cuts
+are at multiples of :data:`ALIGNMENT`: torch computes the last few elements of a tensor with other instructions
+than the elements before, and being in a slice must not change the instructions of an element.
 """
 
 import weakref
@@ -18,14 +18,14 @@ from popdist.errors import OptimizerError
 from popdist.exchange.groups import Backend
 
 Ranges: TypeAlias = tuple[range, ...]
-"""For each instance the elements of a parameter that it has, in the order of memory; empty for none."""
+"""For each instance, the elements of a parameter that it has, in the order of memory; an empty range for none."""
 
 ALIGNMENT: Final = 128
-"""In elements: a multiple of what torch's loops take at once on any CPU."""
+"""Number of elements; a multiple of the elements that torch's loops process at once on any CPU."""
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """The elements of each parameter that each share has; all shares are about as long, and have each once."""
+    """Return the elements of each parameter in each share; shares are about equal and have each element once."""
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
     for size, can_cut in zip(sizes, may_cut, strict=True):
@@ -37,7 +37,7 @@ def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bo
 
 
 def _cut(position: int, size: int, *, can_cut: bool) -> int:
-    """Where a cut that should be at ``position`` of a parameter is made."""
+    """Return the position of the cut that is nearest to ``position`` and allowed in a parameter."""
     if position <= 0 or position >= size:
         return min(max(position, 0), size)
     if can_cut:
@@ -46,14 +46,14 @@ def _cut(position: int, size: int, *, can_cut: bool) -> int:
 
 
 def may_be_cut(parameter: Tensor) -> bool:
-    """Whether the bits of ``parameter`` stay the same when parts of it are computed apart."""
-    # several threads cut a tensor at places of their own, and rounding to half precision shows the instructions
+    """Whether the elements of ``parameter`` keep their bits if parts of it are computed separately."""
+    # several threads cut a tensor at other places, and rounding to half precision makes the instructions visible
     is_wide = parameter.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
     return parameter.device.type != "cpu" or is_wide or torch.get_num_threads() == 1
 
 
 def flat_view(tensor: Tensor, name: str) -> Tensor:
-    """All elements of ``tensor`` in the order of its memory, as one flat tensor that shares its memory."""
+    """Return all elements of ``tensor`` as a flat view, in the order of memory."""
     dense = torch.empty_like(tensor, device="meta", requires_grad=False)
     if dense.stride() != tensor.stride():
         raise OptimizerError(
@@ -72,11 +72,11 @@ class _Owned:
 
 
 _owned: dict[int, _Owned] = {}
-"""By identity of the parameter."""
+"""The key is the identity of the parameter."""
 
 
 def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer: object) -> None:
-    """Remember which elements of its parameters each instance updates, as long as there is the ``optimizer``."""
+    """Record which elements of its parameters each instance updates, as long as ``optimizer`` exists."""
     for parameter, ranges in ranges_of_parameters:
         key = id(parameter)
         reference = weakref.ref(parameter, lambda _, key=key: _owned.pop(key, None))  # type: ignore[misc] # mypy takes no defaults here
@@ -84,7 +84,7 @@ def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer
 
 
 def ranges_of(parameter: Tensor) -> Ranges | None:
-    """The elements of ``parameter`` that each instance updates; None where no sharded optimizer has it."""
+    """Return the elements of ``parameter`` that each instance updates; None without a sharded optimizer."""
     known = _owned.get(id(parameter))
     if known is None or known.parameter() is not parameter or known.optimizer() is None:
         return None
@@ -92,7 +92,7 @@ def ranges_of(parameter: Tensor) -> Ranges | None:
 
 
 CHUNK_BYTES: Final = 1 << 22
-"""How much an instance sends at once: bounds the memory for what arrives from all of them."""
+"""Number of bytes that an instance sends at once, which limits the memory for the data of all instances."""
 
 Run = TypeVar("Run", Tensor, range)
 
@@ -102,18 +102,18 @@ class ShardedTensor(Protocol):
 
     @property
     def content(self) -> Tensor:
-        """Room for all elements, dense in memory."""
+        """Memory for all elements, without gaps."""
 
     @property
     def ranges(self) -> Ranges:
-        """For each instance the elements that it has."""
+        """For each instance, the elements that it has."""
 
 
 Sharded = TypeVar("Sharded", bound=ShardedTensor)
 
 
 class ShardExchange:
-    """The exchange that gives every instance all elements of tensors of one kind, in messages of bounded size."""
+    """The exchange after which every instance has all elements of tensors of one kind; message size is limited."""
 
     def __init__(self, tensors: Sequence[ShardedTensor], backend: Backend) -> None:
         self._backend = backend
@@ -129,7 +129,7 @@ class ShardExchange:
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Overwrite the elements of all other instances with what these have."""
+        """Overwrite the elements of all other instances with the values of these instances."""
         own = self._backend.instances.index(self._backend.instance_index)
         for runs in self._rounds:
             lengths = [sum(map(len, views)) for views in runs]
@@ -145,7 +145,7 @@ class ShardExchange:
 
 
 def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
-    """``tensors``, those of each device and dtype in a list of their own."""
+    """Return ``tensors`` in lists, one list for each device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Sharded]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.content.device, tensor.content.dtype), []).append(tensor)
@@ -153,7 +153,7 @@ def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
 
 
 def in_rounds(runs: Sequence[Run], width: int) -> list[list[Run]]:
-    """``runs`` in order, cut so that each list but the last has ``width`` elements; none is empty."""
+    """Return ``runs`` in order, cut into lists with ``width`` elements each; the last list may have fewer."""
     rounds: list[list[Run]] = []
     room = 0
     for run in runs:

@@ -1,8 +1,8 @@
-"""What the instances say to each other in a step, and what may be checked in it.
+"""The headers that instances exchange in a step, and the interface of the checks of a step.
 
-A step has two headers: one where a loop over a whole batch begins, and one where the step ends. What the replicas
-have used and changed is almost always the same on all instances: so each sends a digest of it in the last header,
-and all that it stands for only where digests differ.
+A step has two headers: one when a loop over a whole batch begins, and one when the step ends. The parameters that
+replicas have used and the buffers that they have changed are almost always equal on all instances. So each
+instance sends a digest of the changes in the last header, and the full list only if digests differ.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from popdist.job.weights import bytes_of
 R = TypeVar("R")
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
-"""What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
+"""Whether the weighted gradients are only added, or also divided by the sum of the weights."""
 
 CANNOT_SPLIT: Final = -1.0
 IN_ANOTHER_LOOP: Final = -2.0
@@ -30,53 +30,53 @@ REFUSALS: Final = {
     CANNOT_SPLIT: "could not split the batch into micro batches (see the error there)",
     IN_ANOTHER_LOOP: "began this loop in the middle of another one over the same model (see the error there)",
 }
-"""What an instance that cannot make the step sends in place of the heaviest weight, with the meaning of each."""
+"""Values that replace the heaviest weight if an instance cannot make the step, with their meanings."""
 
 STATES: Final = ("mean", "sum", "abandoned", "not finite", "fault")
-"""What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
+"""The states of an instance at the end of its step: how to reduce its gradients, or why it has none."""
 
 NOT_DEALT: Final = -1
 
 
 class BatchPosition(NamedTuple):
-    """The place of a batch in a loader of popdist; the epoch of a program's own batch is ``NOT_DEALT``."""
+    """The position of a batch in a loader of popdist; the epoch of a program's own batch is ``NOT_DEALT``."""
 
     epoch: int = NOT_DEALT
     stop: int = 0
 
 
 class BeginHeader(NamedTuple):
-    """What an instance says where a loop over a whole batch begins."""
+    """The header that an instance sends when a loop over a whole batch begins."""
 
-    heaviest: int  # the weight of its heaviest micro batch, as a word
-    early: int = 0  # stands for the gradients that it would send while the backward pass runs
-    old: int = 0  # stands for gradients of before that nothing has used
+    heaviest: int  # the weight of the heaviest micro batch, as a 64-bit word
+    early: int = 0  # a digest of the gradients that would be sent during the backward pass
+    old: int = 0  # a digest of earlier gradients that no optimizer has used
     epoch: int = NOT_DEALT
     stop: int = 0
-    checksum: int = 0  # of the weights; this and the rest is 0 where nothing is checked
+    checksum: int = 0  # of the weights; 0, like the following numbers, if nothing is checked
     digest: int = 0  # of the samples
     num_loader_passes: int = 0
-    writes: int = 0  # a digest of how the weights were written since the step before
+    writes: int = 0  # a digest of the writes to the weights since the step before
 
     @property
     def heaviest_weight(self) -> float:
-        """The weight, or the reason why the instance makes no step."""
+        """The heaviest weight, or a negative number that says why the instance makes no step."""
         return as_floats([self.heaviest])[0]
 
 
 class EndHeader(NamedTuple):
-    """What an instance says where its step ends, before the weights of its tree nodes."""
+    """The header that an instance sends when its step ends, before the weights of its tree nodes."""
 
-    state: int  # its position in ``STATES``
-    changes: int  # a digest of what was used and changed
-    way: int  # gradients are added: 0 at the end, above in parts, below 0 sums that are there already
-    checksum: int  # this, ``old`` and ``writes`` as in `BeginHeader`, if there was none
+    state: int  # index in ``STATES``
+    changes: int  # a digest of used parameters and changed buffers
+    way: int  # when gradients are added: 0 at the end, above 0 in parts, below 0 already added
+    checksum: int  # this, ``old`` and ``writes`` as in `BeginHeader`, if there was no such header
     old: int
     writes: int
 
 
 def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None:
-    """Refuse batches that loaders of popdist have dealt in different steps: all must bring those of one step."""
+    """Raise CollectiveError if the instances' batches from popdist's loaders belong to different steps."""
     owners: dict[tuple[int, int], list[int]] = {}
     for instance, header in zip(group.instances, headers, strict=True):
         if header.epoch != NOT_DEALT:
@@ -96,9 +96,9 @@ def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None
 
 
 class StepChecks:
-    """What is checked in one step. This one checks nothing."""
+    """The checks of one step. This base class checks nothing."""
 
-    is_on = False  # whether checks are made that cost time
+    is_on = False  # whether to make the checks that cost time
     checksum = 0
     digest = 0
     num_loader_passes = 0
@@ -107,36 +107,36 @@ class StepChecks:
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Compare the weights of all instances, each of which has sent a checksum, or 0."""
+        """Compare the weights of all instances, each of which has sent a checksum, or 0 for none."""
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
         """Compare the weights if the instances have sent different digests of writes."""
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
-        """Compare what the instances say of their batches and loaders."""
+        """Compare the instances' batches and loaders by their headers."""
 
     def compare_inputs(self, group: Group) -> None:
-        """Compare what the instances have passed to the model, in a step of one backward pass outside the loop."""
+        """Compare the inputs of the model on all instances, in a step of one backward pass outside the loop."""
 
     def fault(self) -> str | None:
-        """What was found wrong on this instance by the end of the step, in words."""
+        """Return in words what was wrong on this instance in the step; None if nothing was wrong."""
         return None
 
     def begin_loop(self) -> None:
-        """Begin to watch what the loop over micro batches writes."""
+        """Begin to record the writes of the loop over micro batches."""
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Watch no more, and warn of what was found if the loop came to its end."""
+        """Stop recording, and warn of wrong writes if the loop was complete."""
 
 
 NO_CHECKS: Final = StepChecks()
 
 
 class ModelChecks:
-    """What is checked in the steps of one model. This one checks nothing."""
+    """The checks of the steps of one model. This base class checks nothing."""
 
     def begin_step(self, batch: object = None) -> StepChecks:
-        """The checks of the step that begins; None stands for a step without a whole batch."""
+        """Return the checks of the step that begins; ``batch`` is None for a step without a whole batch."""
         del batch
         return NO_CHECKS
 
@@ -144,25 +144,25 @@ class ModelChecks:
         """Count a step that has ended with a gradient on all instances."""
 
     def note_inputs(self, inputs: object) -> None:
-        """Note what is passed to the model outside of micro batches, in a pass with a gradient."""
+        """Record the inputs of the model outside of micro batches, in a pass with a gradient."""
 
     def watch(self, forward: Callable[[], R]) -> R:
-        """Call the module's forward pass, and find out what it changes."""
+        """Call the module's forward pass, and record what it changes."""
         return forward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChanges:
-    """What was used and changed in a step."""
+    """The parameters used and the buffers changed in a step."""
 
-    mask: int = 0  # bits of the parameters that had a gradient, above them of the model's buffers that changed
+    mask: int = 0  # bits of the parameters with a gradient, then of the model's changed buffers
     others: tuple[str, ...] = ()  # keys of changed buffers of other models
-    irregular: tuple[tuple[str, str], ...] = ()  # keys of buffers made or changed in form, and what each is
-    starts: tuple[tuple[str, int], ...] = ()  # checksums of the model's buffers as a checked step began
+    irregular: tuple[tuple[str, str], ...] = ()  # keys and descriptions of buffers made or changed in form
+    starts: tuple[tuple[str, int], ...] = ()  # checksums of the model's buffers at the beginning of a checked step
 
     @property
     def digest(self) -> int:
-        """Equal numbers, of 56 bits, mean equal changes."""
+        """A number of 56 bits that is equal for equal changes."""
         return _digest(self.mask, self.others, self.irregular, self.starts)
 
 
@@ -171,7 +171,7 @@ NO_CHANGES: Final = StepChanges()
 
 @lru_cache(maxsize=64)
 def _digest(mask: int, *others: object) -> int:
-    """The digest of changes, most of which come again in each step."""
+    """Return the digest of changes; cached, because most steps have the same changes."""
     data = mask.to_bytes(mask.bit_length() // 8 + 1, "little")
     if any(others):
         data += repr(others).encode()
@@ -180,12 +180,12 @@ def _digest(mask: int, *others: object) -> int:
 
 @lru_cache(maxsize=64)
 def _only(used: int) -> StepChanges:
-    """The changes of a step in which no buffer has changed."""
+    """Return the changes of a step in which no buffer has changed."""
     return StepChanges(mask=used)
 
 
 def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -> StepChanges:
-    """What this instance's replicas have used and changed, when all have ended."""
+    """Return what the replicas of this instance have used and changed in the step, after all have ended."""
     if buffers is None:
         return _only(used)
     own, others = buffers.changed()
@@ -204,7 +204,7 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
 def agree_on_changes(
     group: Group, own: StepChanges, digests: Iterable[int], buffers: ReplicaBuffers | None
 ) -> StepChanges:
-    """What the replicas of all instances have used and changed; a WeightsError if a buffer differs."""
+    """Return what the replicas of all instances have used and changed. Raises WeightsError if a buffer differs."""
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels
@@ -232,7 +232,7 @@ def agree_on_changes(
 
 
 def _compare_starts(group: Group, starts: Sequence[Sequence[tuple[str, int]]]) -> None:
-    """Raise, on every instance, if a buffer differed between instances when the step began."""
+    """Raise WeightsError on every instance if a buffer differed between instances when the step began."""
     for (name, first), *others in zip(*starts, strict=False):
         if differing := [i for i, (_, it) in zip(group.instances[1:], others, strict=True) if it != first]:
             raise WeightsError(
@@ -245,7 +245,7 @@ def _compare_starts(group: Group, starts: Sequence[Sequence[tuple[str, int]]]) -
 
 
 def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None:
-    """Raise, on every instance, unless the instances have the same of each buffer, as far as they have it."""
+    """Raise WeightsError on every instance if a buffer differs between instances that have it."""
     tensors = [buffers.tensor_of(key) for key in keys]
     forms = [None if tensor is None else [str(tensor.dtype), *tensor.shape] for tensor in tensors]
     text = "compare buffers that were made in a step"
@@ -273,7 +273,7 @@ def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None
 
 
 def _describe(tensor: Tensor | None) -> str:
-    """Form and contents of a buffer: equal texts are equal bits."""
+    """Return form and contents of a buffer as text; equal texts mean bitwise equal buffers."""
     if tensor is None:
         return "none"
     digest = hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
@@ -281,7 +281,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def raise_fault(group: Group, fault: str | None) -> None:
-    """Raise, on every instance, the fault of the first instance that has one; all call it."""
+    """Raise, on every instance, the fault of the first instance that has a fault; all must call this."""
     received = gather_bytes(group, "exchange what is wrong", (fault or "").encode())
     faults = {instance: data.decode() for instance, data in zip(group.instances, received, strict=True) if data}
     raise WeightsError(f"{next(iter(faults.values()))} (found on {group.name(faults)})")

@@ -1,8 +1,8 @@
-"""BatchNorm over more samples than one replica has.
+"""BatchNorm over the samples of several replicas.
 
 With ``batch_norm_group_size=k`` a layer normalises over k consecutive replicas, as if their samples were one
-batch. Forward they exchange means and variances (`popdist.step.training.norm_sync`), backward the sums for the
-gradient of these, times what each counts in the loss.
+batch. In the forward pass the replicas exchange means and variances (`popdist.step.training.norm_sync`). In the
+backward pass they exchange the sums for the gradients of means and variances, weighted like the loss.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,16 +41,16 @@ _NUM_DIMENSIONS: Final[dict[type, tuple[int, ...]]] = {
     nn.BatchNorm2d: (4,),
     nn.BatchNorm3d: (5,),
 }
-"""Of the inputs of torch's own layers."""
+"""Allowed numbers of dimensions of the inputs of torch's own layers."""
 
 
 if TYPE_CHECKING:
     BatchNorm: TypeAlias = SyncBatchNorm
 else:
-    BatchNorm = SyncBatchNorm.__base__  # what torch's own layers, and those of many libraries, are derived from
+    BatchNorm = SyncBatchNorm.__base__  # the base class of torch's own layers and of many libraries' layers
 
 _calibrated: Final[list[nn.Module]] = []
-"""The models whose statistics :func:`update_bn` makes: there each replica is a group of its own."""
+"""The models whose statistics :func:`update_bn` is computing; each of their replicas is its own group."""
 
 
 class GroupedNorm:
@@ -59,7 +59,7 @@ class GroupedNorm:
     def __init__(self, layer: BatchNorm, size: int, name: str) -> None:
         self.layer = layer
         self.size = size
-        self.name = name  # the same on all instances
+        self.name = name  # equal on all instances
         self.number = layer_number(name)
 
     @skip_tracing
@@ -83,7 +83,7 @@ class GroupedNorm:
 
     @torch.no_grad()
     def track(self, mean: ReplicaValues, variance: ReplicaValues, count: float) -> None:
-        """Update the running statistics of the layer as those of one batch."""
+        """Update the running statistics of the layer with the statistics of one batch."""
         buffers: Any = self.layer
         buffers.num_batches_tracked.add_(1)
         momentum = self.layer.momentum
@@ -95,12 +95,12 @@ class GroupedNorm:
 
 
 def _array_of(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
-    """One array with all of these."""
+    """Return one flat array of the elements of ``tensors``, followed by ``numbers``."""
     return np.concatenate([*(it.cpu().numpy() for it in tensors), numbers], dtype=np.float64)
 
 
 def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
-    """Mean, variance and count of all participants' values together, by channel (Chan, Golub and LeVeque 1979)."""
+    """Return mean, variance and count by channel over all participants (Chan, Golub and LeVeque 1979)."""
     num_channels, counts = values.shape[1] // 2, values[:, -1:]
     means, variances = values[:, :num_channels], values[:, num_channels:-1]
     count = float(tree_sum_of_values(counts)[0])
@@ -110,7 +110,7 @@ def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
 
 
 class _Normalise(torch.autograd.Function):
-    """A BatchNorm layer over the samples of a group; every participant calls it, and its backward pass."""
+    """A BatchNorm layer over the samples of a group; all participants call its forward and backward pass."""
 
     @staticmethod
     def forward(
@@ -143,13 +143,13 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of this participant's loss, with what the others' losses owe its samples."""
+        """Return the gradients for this participant's samples, from the losses of all participants."""
         x, weight, mean, variance = ctx.saved_tensors
         norm, turn, wide = ctx.norm, ctx.turn, mean.dtype
         eps, dtype = norm.layer.eps, x.dtype
         x, slope = x.to(wide), _laid_out_as(slope.to(wide), x)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
-        nothing = x.new_empty(0, dtype=wide)  # as kernels of accelerators want it, and those of the CPU take it
+        nothing = x.new_empty(0, dtype=wide)  # kernels of accelerators need an empty tensor in place of None
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             slope,
             x,
@@ -179,7 +179,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` in the order of memory for which torch's kernels are fast."""
+    """Return ``tensor`` in the memory format for which torch's kernels are fast."""
     is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
     if is_last and not like.is_contiguous():
         return tensor.contiguous(memory_format=torch.channels_last)
@@ -187,7 +187,7 @@ def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def group_norms(module: nn.Module, size: int) -> None:
-    """Have the BatchNorm layers of ``module`` normalise over groups of ``size`` replicas; 1 changes nothing."""
+    """Make the BatchNorm layers of ``module`` normalise over groups of ``size`` replicas; 1 changes nothing."""
     model = type(module).__name__
     for path, layer in module.named_modules():
         if not isinstance(layer, BatchNorm):
@@ -220,26 +220,28 @@ _STEP = "update_bn(), a batch"
 
 
 def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | int | str | None = None) -> None:
-    """Make the running statistics of each BatchNorm layer of ``model`` anew, from the data of ``loader``.
+    """Compute the running statistics of each BatchNorm layer of ``model`` anew, from the data of ``loader``.
 
-    What ``torch.optim.swa_utils.update_bn`` does, for all replicas: each computes its micro batches, as in
-    ``ReplicatedModel.micro_batches``, and after every batch the statistics are the mean over them. Afterwards they
-    are the mean over all batches, equal on all instances and with the same bits for any split; in a job of one
-    replica those of torch. Random numbers that ``forward`` draws are those of replicas, and no state of training
-    goes on because of them. All instances call it.
+    Does the work of ``torch.optim.swa_utils.update_bn`` for all replicas: each replica computes its micro batches,
+    as in ``ReplicatedModel.micro_batches``, and after every batch the statistics are the mean over the replicas.
+    At the end the statistics are the mean over all batches, bitwise equal on all instances and for any number of
+    instances; in a job of one replica they are equal to torch's. Random numbers in ``forward`` come from the
+    replicas' own generators, and the random states of training do not change. All instances must call this
+    function.
 
     Args:
-        loader: One of ``popdist.data_loader``, or any other whose batches can be cut along dim 0; as many batches
-            on every instance. Of a micro batch that is a list or tuple the first item is handed to the model.
-        model: A module with equal weights on all instances, wrapped or not: an ``AveragedModel``, for example. One
-            without BatchNorm is left as it is.
-        device: Where the micro batches go; None for the device of the model's first parameter.
+        loader: A loader of ``popdist.data_loader``, or any other whose batches can be cut along dim 0; with equal
+            numbers of batches on every instance. If a micro batch is a list or tuple, only its first item is
+            passed to the model.
+        model: A module with equal weights on all instances, wrapped or not: an ``AveragedModel``, for example. A
+            model without BatchNorm stays unchanged.
+        device: The device for the micro batches; None for the device of the model's first parameter.
 
     Raises:
         BatchError: If a batch cannot be split.
         MicroBatchError: If another instance could not compute its part; then the batch has changed nothing.
         WeightsError: If ``model`` is no module.
-        CollectiveError, BackendError: If the instances do other things, or one was lost.
+        CollectiveError, BackendError: If the instances make other calls, or an instance was lost.
     """
     context.ensure_init()
     if not isinstance(model, nn.Module):
@@ -261,13 +263,13 @@ def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | i
 
 @contextmanager
 def _calibrating(model: nn.Module, norms: list[BatchNorm]) -> Iterator[None]:
-    """Within it ``model`` trains, and its statistics are the mean over all batches, from none."""
+    """A context in which ``model`` is in training mode, and its statistics become the mean over all batches."""
     modes = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
     model.train()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # torch's word for a mean in which all batches count alike
+        norm.momentum = None  # torch's setting for a mean in which all batches have equal weight
     _calibrated.append(model)
     try:
         yield
@@ -291,7 +293,7 @@ class _Passes:
         self._buffers = ReplicaBuffers(model, None)
 
     def run(self, batch: Nest) -> None:
-        """Compute a batch, and give the buffers what all replicas made of them."""
+        """Compute a batch, and set the buffers to the mean over the replicas."""
         self._buffers.begin_step()
         try:
             try:
@@ -324,7 +326,7 @@ class _Passes:
 
 
 def _check(group: Group, failed: list[int]) -> None:
-    """Raise if instances have ``failed``, after a moment in which they can end with their own errors."""
+    """Raise MicroBatchError if instances have ``failed``; first wait, so that their own errors come first."""
     if failed:
         wait_for_first_error()
         raise MicroBatchError(

@@ -1,4 +1,4 @@
-"""What is written for DistributedDataParallel and means nothing here, each with what to write instead.
+"""Options and attributes of DistributedDataParallel that popdist does not need, and what to write instead.
 
 docs/from-ddp.md gives the same answers.
 """
@@ -42,7 +42,7 @@ _OPTIONS: Final = {
     "device_mesh": f"{_NOTHING}: the model trains on all instances of the job",
     "skip_all_reduce_unused_params": _UNUSED,
 }
-"""Keyword arguments of DistributedDataParallel."""
+"""For each keyword argument of DistributedDataParallel, what to write instead."""
 
 ATTRIBUTES: Final = {
     "require_backward_grad_sync": _ACCUMULATION,
@@ -50,7 +50,7 @@ ATTRIBUTES: Final = {
     "reducer": _MEMORY,
     "register_comm_hook": f"{_MEMORY}; for bf16_compress_hook write ReplicatedModel(net, gradient_dtype=...)",
 }
-"""Attributes of DistributedDataParallel that programs use, each with what to write instead."""
+"""For each attribute of DistributedDataParallel that programs use, what to write instead."""
 
 _SHARDED: Final = "give it the bare module, and have popdist.ShardedOptimizer share the optimizer's state"
 _WRAPPERS: Final = {
@@ -60,11 +60,11 @@ _WRAPPERS: Final = {
     "ReplicatedModel": "wrap the module once",
     "PhasedModel": "it trains with the replicas of the job itself",
 }
-"""Classes of modules that reduce gradients themselves, by name: most are not loaded in most programs."""
+"""For each class of modules that reduces gradients itself, what to do; by name, because most are not imported."""
 
 
 def refuse_options(options: Mapping[str, object]) -> None:
-    """Refuse keyword arguments that ``ReplicatedModel`` does not have."""
+    """Raise WeightsError for an option of DistributedDataParallel; raise TypeError for any other option."""
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"ReplicatedModel.__init__() got an unexpected keyword argument {name!r}")
@@ -86,10 +86,10 @@ def refuse_wrappers(model_class: type[nn.Module]) -> None:
 
 
 def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:
-    """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet.
+    """Raise WeightsError if the module reduces gradients itself, or a parameter has no shape yet.
 
-    ``instances`` are those of this one's replica, and ``of_stage`` those of them that may share a parameter: what
-    is cut over others is not added over the replicas.
+    ``instances`` are the instances of this instance's replica. The instances ``of_stage`` are a part of them, and
+    may share a parameter: a parameter that is cut over other instances cannot be added over the replicas.
     """
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
@@ -121,7 +121,10 @@ def _refuse_mesh(
     instances: range,
     of_stage: range,
 ) -> None:
-    """Refuse a parameter on a mesh of several replicas or stages: its gradients are added over them, or never."""
+    """Raise WeightsError if a parameter is on a mesh of several replicas or stages.
+
+    Its gradients would be added twice over the replicas, or never.
+    """
     mesh = parameter.device_mesh
     ranks = mesh.mesh.flatten().tolist()
     if all(rank in of_stage for rank in ranks):

@@ -1,8 +1,9 @@
-"""Batches, split into the micro batches of this instance's replicas, each of which weighs its samples.
+"""Batches, split into the micro batches of this instance's replicas; each micro batch is weighted by its samples.
 
-A nest is what a loader yields: tensors in tuples, lists, mappings, dataclasses and classes of torch's pytree. Its
-tensors and lists of strings are cut along dim 0; all else goes to every micro batch as it is. A batch of popdist's
-own loader brings its micro batches with it, and a function of the program's own may cut any other.
+A nest is the value that a loader yields: tensors in tuples, lists, mappings, dataclasses and classes of torch's
+pytree. Tensors and lists of strings in a nest are cut along dim 0; every micro batch gets all other values
+unchanged. A batch of popdist's own loader already has micro batches, and a function of the program can cut any
+other batch.
 """
 
 import copy
@@ -22,16 +23,16 @@ from popdist.ground.torch_private import open_nest
 Nest = Any
 
 _ALIGNMENT_BYTES: Final = 64
-"""Where torch's allocator for the CPU has tensors begin; those for GPUs take multiples of it."""
+"""Number of bytes; tensors of torch's CPU allocator begin at its multiples, and GPU tensors at multiples too."""
 
 _LOADER: Final = "data_loader(dataset, micro_batch_size, accumulation={})"
 
 _CPU: Final = torch.device("cpu")
-"""Comparing a device with this one is faster than comparing its type as text."""
+"""The CPU, because comparing devices is faster than comparing device types as text."""
 
 
 def count_samples(batch: Nest) -> int:
-    """Size of dim 0 of every tensor in ``batch``, which must be one; 0 is legal."""
+    """Return the size of dim 0, which must be equal for every tensor in ``batch``; 0 is allowed."""
     if type(batch) in (tuple, list) and (size := _size_of_tensors(batch)) is not None:
         return size
     sizes = list(_sizes(batch, "batch"))
@@ -51,7 +52,7 @@ def count_samples(batch: Nest) -> int:
 
 
 def _size_of_tensors(tensors: Sequence[Any]) -> int | None:
-    """Size of dim 0 of each of ``tensors``, as most loaders give them; None if it is anything else."""
+    """Return the size of dim 0 if ``tensors`` are plain tensors of equal size, the usual case; otherwise None."""
     found = None
     for tensor in tensors:
         if type(tensor) is not Tensor or not (shape := tensor.shape) or found not in (None, shape[0]):
@@ -61,7 +62,7 @@ def _size_of_tensors(tensors: Sequence[Any]) -> int | None:
 
 
 def slice_batch(batch: Nest, samples: range) -> Nest:
-    """Some samples of ``batch``: a nest of the same types, whose tensors are views of the batch's."""
+    """Return some samples of ``batch`` as a nest of the same types, whose tensors are views."""
 
     def cut(nest: Nest) -> Nest:
         if isinstance(nest, torch.Tensor) or is_list_of_strings(nest):
@@ -72,7 +73,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
 
 
 def to_device(nest: Nest, device: torch.device) -> Nest:
-    """``nest`` with its tensors, and whatever else has a method ``to``, on ``device``."""
+    """Return ``nest`` with its tensors, and other objects that have a method ``to``, on ``device``."""
     if isinstance(nest, torch.Tensor):
         return _aligned(nest if nest.device == device else nest.to(device, non_blocking=device.type != "cpu"))
     if type(nest) in (tuple, list):
@@ -91,8 +92,9 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy of it with the same strides that begins at an even place."""
-    # where operands begin shows in the bits of products, and where a part of a batch begins depends on the split
+    """Return ``tensor``, or a copy with the same strides at an aligned address."""
+    # the address of an operand changes the bits of products, and where a part of a batch begins depends on the
+    # number of instances
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if not is_plain or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor
@@ -101,17 +103,17 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def is_list_of_strings(nest: Nest) -> bool:
-    """Whether ``nest`` is cut like a tensor, string by string."""
+    """Whether ``nest`` is a list of strings, which is cut like a tensor, string by string."""
     if not isinstance(nest, list | tuple) or not nest or isinstance(nest[0], torch.Tensor):
         return False
     return all(isinstance(item, str | bytes) for item in nest)
 
 
 def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
-    """A nest like ``nest`` with ``function`` of each child; a leaf as it is."""
+    """Return a nest like ``nest`` with ``function`` applied to each child; a leaf stays unchanged."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         kind: Any = type(nest)
-        return kind._make(map(function, nest))  # a subclass, as PackedSequence, may have another constructor
+        return kind._make(map(function, nest))  # a subclass such as PackedSequence may have another constructor
     if isinstance(nest, list | tuple):
         return type(nest)(map(function, nest))
     if isinstance(nest, MutableMapping):
@@ -129,7 +131,7 @@ def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
 
 
 def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
-    """Place and size of everything in ``nest`` that is cut."""
+    """Yield the place and the size of every tensor or list of strings in ``nest``, which will be cut."""
     if isinstance(nest, torch.Tensor):
         if nest.dim() == 0:
             raise BatchError(
@@ -145,7 +147,7 @@ def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
 
 
 def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
-    """Each child of ``nest`` and how Python reaches it, such as ``[1]``, ``['mask']`` or ``.mask``."""
+    """Yield each child of ``nest`` after its access in Python, such as ``[1]``, ``['mask']`` or ``.mask``."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         yield from ((f".{name}", value) for name, value in zip(nest._fields, nest, strict=True))
     elif isinstance(nest, list | tuple):
@@ -159,7 +161,7 @@ def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
 
 
 def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of ``nest``, empty containers too, with its place as Python reaches it."""
+    """Yield each leaf of ``nest``, also empty containers, after its access in Python."""
     children = [] if isinstance(nest, Tensor) else [*children_of(nest)]
     if not children:
         yield place, nest
@@ -168,11 +170,11 @@ def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 Split = Callable[[Nest], Sequence[Nest]]
-"""Gives this instance's micro batches of a batch, replica by replica; None for one without samples."""
+"""A function from a batch to this instance's micro batches, replica by replica; None for an empty one."""
 
 
 Splitting: TypeAlias = tuple[int, list[Nest], Sequence[float]]
-"""The micro batches of each local replica: their number, their contents (None without samples), their weights."""
+"""Number of micro batches per local replica, their contents (None without samples), and their weights."""
 
 
 def split_batch(
@@ -183,12 +185,12 @@ def split_batch(
     split: Split | None = None,
     weights: Sequence[float] | None = None,
 ) -> Splitting:
-    """The micro batches of ``batch``; each weighs its samples, unless ``weights`` says more."""
+    """Split ``batch`` into micro batches; the weight of each is its number of samples, or is in ``weights``."""
     is_whole = num_replicas == 1 and type(accumulation) is int and accumulation == 1
     if is_whole and split is None and weights is None and type(batch) in (tuple, list):
         size = _size_of_tensors(batch)
         if size:
-            return 1, [batch], [size]  # as below, with fewer calls
+            return 1, [batch], [size]  # the same result as the general code below, with fewer calls
     accumulation = whole_number("accumulation", accumulation, BatchError, maximum=MOST_PARTS)
     sizes: list[int]
     if split is not None:
@@ -218,19 +220,19 @@ def split_batch(
 
 
 def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
-    """The batch of a loader, or those that a tuple or list is made of; none if it is anything else."""
+    """Return the loader's batch ``batch``, or the loaders' batches in a tuple or list; empty for anything else."""
     batches = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     return batches if all(hasattr(it, "micro_batches") for it in batches) else ()
 
 
 def accumulation_of(batch: Nest, num_replicas: int, accumulation: int) -> int:
-    """The micro batches of each local replica: 1 also stands for the number that a loader's batch has."""
+    """Return the micro batches per local replica; for a loader's batch 1 means the batch's own number."""
     dealt = batches_of_loaders(batch)
     return max(1, len(dealt[0].micro_batches) // num_replicas) if dealt and accumulation == 1 else accumulation
 
 
 def _paired(batches: Sequence[Batch]) -> list[Nest]:
-    """The contents of each micro batch, one of each of ``batches``; the first says which are empty."""
+    """Return each micro batch's contents as a tuple over ``batches``; the first batch says which are empty."""
     numbers = [len(batch.micro_batches) for batch in batches]
     if len(set(numbers)) > 1:
         raise BatchError(
@@ -250,14 +252,14 @@ def _paired(batches: Sequence[Batch]) -> list[Nest]:
 
 
 def check_weight(weight: float) -> float:
-    """Check that ``weight`` is not negative and finite; gives it as a float."""
+    """Check that ``weight`` is finite and not negative; return it as a float."""
     if not 0 <= as_float(weight) < math.inf:
         raise BatchError(f"weight {weight!r} is not possible: a micro batch weighs a finite number from 0 up")
     return float(weight)
 
 
 def _apply(split: Split, batch: Nest) -> list[Nest]:
-    """What the program's own ``split`` makes of ``batch``."""
+    """Call the program's own function ``split`` on ``batch``; return the micro batches."""
     if not callable(split):
         raise BatchError(f"split={split!r} must be a function that gives the micro batches of a batch")
     contents = split(batch)
@@ -269,7 +271,7 @@ def _apply(split: Split, batch: Nest) -> list[Nest]:
 
 
 def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest], list[int]]:
-    """The parts of a nest of tensors, and how many samples each has."""
+    """Return the parts of a nest of tensors, and the number of samples of each part."""
     num_samples = count_samples(batch)
     if num_replicas == accumulation == 1:
         return [batch], [num_samples]
@@ -278,7 +280,7 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:
-    """The samples of a micro batch of ``split``; where weights are given, it need not be a nest of tensors."""
+    """Return the samples of a micro batch of ``split``; 1 if weights are given and it is not None."""
     if content is None:
         return 0
     return 1 if is_weighed else count_samples(content)

@@ -1,8 +1,9 @@
-"""Exchange of values among the replicas of a batch norm group: at each layer, forward and backward.
+"""The exchange of values between the replicas of a batch norm group: at each layer, forward and backward.
 
-The participants of a group, its replicas with samples, bring an array to each call and get the arrays of all.
-Those of one instance take turns, and the last exchanges for them: first where each is, then the arrays, or an
-error on all. An instance that leaves its step says so, so nobody waits for a replica that is gone.
+The participants of a group, which are its replicas with samples, each pass an array in each call and get the
+arrays of all participants. The participants of one instance take turns, and the last participant exchanges for all
+of them: first where each participant is, then the arrays, or an error for all. An instance that leaves its step
+tells the other instances, so that none waits for a replica that has left.
 """
 
 import hashlib
@@ -23,10 +24,10 @@ from popdist.job.collectives import gather_bytes
 Kind = Literal["forward", "backward", "end", "left"]
 
 ReplicaValues: TypeAlias = NDArray[np.float64]
-"""The array that a replica brings to an exchange."""
+"""The array that a replica passes to an exchange."""
 
 GroupValues: TypeAlias = NDArray[np.float64]
-"""The arrays of all participants, one below the other."""
+"""The arrays of all participants, as rows."""
 
 _KINDS: Final[tuple[Kind, ...]] = ("forward", "backward", "end", "left")
 
@@ -35,25 +36,25 @@ _TEXT: Final = "exchange among batch norm groups"
 _WEIGHTS: Final = "exchange the weights of micro batches"
 
 _layers: Final[dict[int, str]] = {}
-"""The names of grouped layers, for messages, by their numbers."""
+"""The names of grouped layers, for messages; the key is the layer's number."""
 
 
 def layer_number(name: str) -> int:
-    """A number that stands for the layer ``name`` on all instances."""
+    """Return a number for the layer ``name``, equal on all instances."""
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
     _layers[number] = name
     return number
 
 
 class SyncPoint(NamedTuple):
-    """Where a replica waits for others: in a pass of a layer with ``width`` numbers, or at its end."""
+    """The point at which a replica waits for others: in a layer's pass with ``width`` numbers, or at its end."""
 
     kind: Kind
-    layer: int = 0  # the number of the layer that it calls; 0 for none
+    layer: int = 0  # the number of the layer; 0 for no layer
     width: int = 0
 
     def __str__(self) -> str:
-        """In words, after the replica's name."""
+        """Return the point in words, to follow the replica's name."""
         if self.kind == "end":
             return "has ended its micro batch"
         if self.kind == "left":
@@ -70,10 +71,10 @@ class GroupSync:
 
     def __init__(
         self,
-        weights: Mapping[int, float],  # of its participants, by job-wide number of the replica
-        local: Sequence[int],  # those of this instance
-        group: Group | None,  # the instances with participants, None where it is this one alone
-        owners: Sequence[Sequence[int]],  # the participants of each of these
+        weights: Mapping[int, float],  # of the participants, by job-wide number of the replica
+        local: Sequence[int],  # the participants of this instance
+        group: Group | None,  # the instances with participants; None if this is the only instance
+        owners: Sequence[Sequence[int]],  # the participants of each of these instances
     ) -> None:
         heaviest = max(weights.values(), default=1.0)
         self.local = local
@@ -88,7 +89,7 @@ class GroupSync:
         self._is_cancelled = False
 
     def arrive(self, replica: int, point: SyncPoint, values: ReplicaValues | None = None) -> None:
-        """Note that a local participant is at ``point``; after the last of them, exchange with other instances."""
+        """Record that a local participant is at ``point``; if it is the last, exchange with other instances."""
         if self.is_over:
             return
         if self._is_cancelled:
@@ -108,17 +109,17 @@ class GroupSync:
             self.is_over = True
 
     def values(self) -> GroupValues:
-        """The arrays of all participants, in the order of the replicas, when all local ones have arrived."""
+        """Return the arrays of all participants, in replica order, after all local participants have arrived."""
         self.check()
         return self._found
 
     def check(self) -> None:
-        """Raise what has ended the exchanges, if it was not the end of the micro batch."""
+        """Raise the error that has ended the exchanges; do nothing if they have ended normally."""
         if self._trouble is not None:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
     def abandon(self) -> None:
-        """Say to the other instances, if they may still expect this one, that it is gone. Never raises."""
+        """Tell the other instances, if they may still wait, that this instance has left. Never raises."""
         if not self.is_over:
             points = dict.fromkeys(self.local, LEFT)
             self.is_over = True
@@ -126,11 +127,11 @@ class GroupSync:
                 self._exchange(points, [])
 
     def cancel(self) -> None:
-        """Have all local participants raise an error at their next layer; waits for nobody."""
+        """Make all local participants raise an error at their next layer; waits for none of them."""
         self._is_cancelled = True
 
     def has_ended_by(self, error: BaseException) -> bool:
-        """Whether ``error`` has ended the exchanges; another replica may know the cause."""
+        """Whether ``error`` is the error that has ended the exchanges; another replica may have the cause."""
         return self._trouble is not None and error.args == self._trouble.args
 
     def _exchange(self, points: Mapping[int, SyncPoint], arrays: Sequence[ReplicaValues]) -> GroupValues:
@@ -155,7 +156,7 @@ class GroupSync:
 
 
 def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
-    """The sum of at least one array, in the tree of `popdist.ground.tree` over their numbers."""
+    """Return the sum of at least one array, in the order of `popdist.ground.tree` over the rows."""
     while len(values) > 1:
         rest = values[len(values) // 2 * 2 :]
         pairs = values[0 : len(values) - len(rest) : 2] + values[1::2]
@@ -165,20 +166,20 @@ def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
 
 
 def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
-    """The first replica, and the first that is elsewhere or has left, if there is one."""
+    """Return the first replica, and the first replica at another point, if there is one."""
     first = min(points)
     others = [it for it in sorted(points) if points[it] != points[first]]
     return [first, *others[:1]]
 
 
 def _points_in(headers: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
-    """Where replicas are, from the headers of all instances: four numbers for each of them."""
+    """Return where replicas are, from the headers of all instances: four numbers for each replica."""
     found = [words[i : i + 4] for words in headers for i in range(0, len(words), 4)]
     return {replica: SyncPoint(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
 
 
 def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
-    """Raise unless all replicas are at the same place; first wait a moment if another instance has the cause."""
+    """Raise MicroBatchError unless all replicas are at the same point; wait first if the cause is elsewhere."""
     if len(set(points.values())) == 1 and next(iter(points.values())) != LEFT:
         return
     if own is not None and LEFT in points.values() and LEFT not in own.values():
@@ -195,7 +196,7 @@ def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormTurn:
-    """The replica that computes now, as far as its batch norm layers are concerned."""
+    """The replica that computes now, in its relation to the batch norm layers."""
 
     size: int
     replica: int
@@ -208,7 +209,7 @@ class NormTurn:
         NormTurn.current = self
 
     def __exit__(self, kind: object, *_error: object) -> None:
-        """End the micro batch, or leave it by an error."""
+        """End the micro batch, or leave it because of an error."""
         if NormTurn.current is self:
             NormTurn.current = None
         self.sync.arrive(self.replica, END if kind is None else LEFT)
@@ -217,11 +218,11 @@ class NormTurn:
 
     @property
     def share(self) -> float:
-        """What the replica counts in the step's loss, over the heaviest participant of its group."""
+        """Weight of the replica in the step's loss, divided by the weight of its group's heaviest participant."""
         return self.sync.shares[self.replica]
 
     def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
-        """The arrays of all participants, in their order; a MicroBatchError if one is not at ``point``."""
+        """Return all participants' arrays, in their order. Raises MicroBatchError if one is elsewhere."""
         self.sync.check()
         if self.sync.is_over:
             raise MicroBatchError(
@@ -236,7 +237,7 @@ class NormTurn:
 
 
 class LocalMicroBatches(NamedTuple):
-    """What this instance computes at once: micro batch ``step`` of each local replica of one group."""
+    """The micro batches that this instance computes together: number ``step`` of each replica in one group."""
 
     replicas: range
     step: int
@@ -244,7 +245,7 @@ class LocalMicroBatches(NamedTuple):
 
 
 class NormGroups:
-    """The batch norm groups of one model, and what this instance computes in the step that is open, in order."""
+    """The batch norm groups of one model, and the micro batches of the open step on this instance, in order."""
 
     def __init__(self, size: int, layout: ReplicaLayout) -> None:
         self.size = size
@@ -254,7 +255,7 @@ class NormGroups:
         self._parts: dict[tuple[int, ...], Group] = {}
 
     def check_batch(self, contents: Sequence[object], weights: Sequence[float]) -> None:
-        """Check that each micro batch with samples counts, as its samples are part of the statistics."""
+        """Check that each micro batch with samples has a weight, because its samples count in the statistics."""
         for index, (content, weight) in enumerate(zip(contents, weights, strict=True)):
             if content is not None and not weight:
                 raise BatchError(
@@ -264,7 +265,7 @@ class NormGroups:
                 )
 
     def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
-        """Exchange what each micro batch counts, 0 without samples, after all instances have begun."""
+        """Exchange the weights of all micro batches, 0 without samples, after all instances have begun."""
         data = torch.tensor(weights, dtype=torch.float64, device="cpu").numpy().tobytes()
         gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
         by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()
@@ -294,19 +295,19 @@ class NormGroups:
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:
-        """A context manager for micro batch ``index`` of an instance that has one replica."""
+        """Return a context manager for micro batch ``index``, for an instance that has one replica."""
         part = self.plan[index]
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 
     def abandon(self) -> None:
-        """Say to those that may still expect this instance that the step is lost. Never raises."""
+        """Tell instances that may wait for this instance that the step is lost. Never raises."""
         for part in self.plan:
             part.sync.abandon()
         self.plan = []
 
 
 def check_group_size(size: object, num_replicas: int) -> int:
-    """Check that ``size`` replicas can share the statistics of batch norm layers."""
+    """Check that groups of ``size`` replicas can share batch norm statistics; return ``size`` as an int."""
     size = whole_number("batch_norm_group_size", size, BatchError)
     if num_replicas % size:
         fitting = [it for it in range(1, num_replicas + 1) if num_replicas % it == 0]

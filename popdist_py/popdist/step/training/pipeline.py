@@ -1,7 +1,7 @@
 """One step of a pipeline: torch's schedule runs this instance's stages over the samples of its replica.
 
-The schedule adds the gradients of its own micro batches, in its own order. What it leaves in ``.grad`` is, for the
-step, the gradient of one micro batch of the replica.
+The schedule adds the gradients of its own micro batches, in its own order. For popdist's step, the result in
+``.grad`` is the gradient of one micro batch of the replica.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from weakref import WeakKeyDictionary
 
 Arguments: TypeAlias = Callable[[Nest], tuple[Sequence[Any], Mapping[str, Any], Tensor]]
-"""Gives for samples what ``schedule.step`` is called with: inputs, keyword arguments and the target."""
+"""A function from samples to the arguments of ``schedule.step``: inputs, keyword arguments and the target."""
 
 _SUCH_AS: Final = "such as ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRun:
-    """What one run of a schedule computes on: inputs of the first stage, keywords of all, and the target."""
+    """The data of one run of a schedule: first stage's inputs, keyword arguments of all stages, and the target."""
 
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -43,7 +43,7 @@ class PipelineRun:
 
 
 class Pipeline:
-    """A schedule whose stages belong to a model, as far as this instance has them."""
+    """A schedule whose stages on this instance belong to a model."""
 
     def __init__(self, parts: PipelineParts, module: nn.Module) -> None:
         if is_older_than(2, 8):
@@ -56,21 +56,21 @@ class Pipeline:
         self._is_last = any(stage.is_last for stage in stages)
         self._stages = stages
         self._own = stages[0]
-        self._trained: bool | None = None  # whether the last run did; None before the first, and after an error
+        self._trained: bool | None = None  # whether the last run trained; None before any run, and after an error
         places = [stages[0].stage_index_to_group_rank[index] for index in range(stages[0].num_stages)]
         self._last_rank = places[-1]
         self._can_evaluate = all(here != after for here, after in pairwise(places))
-        # of what the first run computed on, and of the first one without gradients
+        # shapes in the first run, and in the first run without gradients
         self._forms: dict[bool, list[str]] = {}
 
     def num_runs(self, batch: Nest, num_local_replicas: int, accumulation: int) -> int:
-        """How often the schedule runs for each replica in a step on ``batch``."""
+        """Return the number of runs of the schedule for each replica in a step on ``batch``."""
         dealt = batches_of_loaders(batch)
         number = len(dealt[0].micro_batches) // num_local_replicas if dealt else 1
         return max(1, number // self.num_micro_batches) if number > 1 else accumulation
 
     def split(self, num_local_replicas: int, accumulation: int, arguments: Arguments | None) -> Split:
-        """A function that gives the runs of a batch, replica by replica."""
+        """Return a function that returns the runs of a batch, replica by replica."""
         return partial(self._runs, num_local_replicas, accumulation, arguments or _inputs_and_target)
 
     def _runs(
@@ -82,7 +82,7 @@ class Pipeline:
                 "ScheduleZBVZeroBubble and ScheduleDualPipeV: call pipeline_step outside torch.no_grad()"
             )
         number, contents, sizes = split_batch(batch, num_local_replicas, accumulation)
-        together = 1  # what the batch has of micro batches in each run
+        together = 1  # number of the batch's micro batches in each run
         if batches_of_loaders(batch) and number > 1:
             together = self.num_micro_batches
             if number % together:
@@ -106,9 +106,9 @@ class Pipeline:
         return runs
 
     def _check_forms(self, run: PipelineRun) -> None:
-        """Refuse tensors of other shapes than in the first run: the stages keep memory for these only."""
+        """Raise BatchError if tensors have other shapes than in the first run, as stages allocate memory once."""
         forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
-        has_own_forms = torch.is_grad_enabled() or not is_older_than(2, 13)  # without gradients
+        has_own_forms = torch.is_grad_enabled() or not is_older_than(2, 13)  # for passes without gradients
         expected = self._forms.setdefault(torch.is_grad_enabled() if has_own_forms else True, forms)
         if forms != expected:
             raise BatchError(
@@ -118,9 +118,9 @@ class Pipeline:
             )
 
     def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
-        """Call ``step`` of a schedule; gives the losses of its micro batches where the last stage is here."""
+        """Call ``step`` of a schedule; return the losses of its micro batches, empty without the last stage."""
         losses: list[Tensor] | None = [] if self._is_last else None
-        # torch learns shapes by a pass on memory that nothing has written, when it begins to train or to evaluate
+        # torch learns shapes by a pass over uninitialized memory, when it begins to train or to evaluate
         learns, self._trained = self._trained is not torch.is_grad_enabled(), None
         options = {"return_outputs": False} if "return_outputs" in signature(step).parameters else {}
         try:
@@ -129,10 +129,10 @@ class Pipeline:
                     *(run.inputs if self._is_first else ()),
                     target=run.target if self._is_last else None,
                     losses=losses,
-                    **options,  # before torch 2.11 a schedule takes it for an argument of the stages
+                    **options,  # before torch 2.11 a schedule passes such an option to the stages
                     **run.keywords,
                 )
-        except RuntimeError as error:  # where the last stage is, torch misses the losses
+        except RuntimeError as error:  # on the last stage torch raises this error if losses are missing
             self._check_loss(error)
             raise
         self._check_loss(None)
@@ -140,7 +140,7 @@ class Pipeline:
         return [loss.detach() for loss in losses or ()]
 
     def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:
-        """As :meth:`run` without a backward pass, at whose end torch would divide the ``.grad`` of before all."""
+        """Do the same as :meth:`run` without a backward pass; keep torch from dividing existing ``.grad``."""
         if not hasattr(schedule, "eval"):
             raise BatchError(needs(2, 9, "to evaluate a pipeline"))
         divides, schedule.scale_grads = schedule.scale_grads, False
@@ -150,12 +150,12 @@ class Pipeline:
             schedule.scale_grads = divides
 
     def _check_loss(self, error: RuntimeError | None) -> None:
-        """Refuse a schedule without a loss, which the first run of a step shows: it has no backward pass."""
+        """Raise BatchError if a schedule has no loss: its first run of a step then has no backward pass."""
         if torch.is_grad_enabled() and not self._own.has_backward:
             raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
     def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
-        """The losses of a step's ``number`` micro batches; None without the last stage, unless all get them."""
+        """Return the losses of ``number`` micro batches; None without the last stage, unless ``share`` is True."""
         if self._is_last:
             found = torch.stack([loss.double() for losses in runs for loss in losses])
         elif share:
@@ -169,7 +169,7 @@ class Pipeline:
 
 @contextmanager
 def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
-    """Give ``stages`` copies of their buffers, and of the random states, until they run the first micro batch."""
+    """A context that gives ``stages`` copies of buffers and random states until the first real micro batch."""
     with ExitStack() as attributes, ExitStack() as aside:
         aside.callback(remember_states())
         for stage in stages:
@@ -198,11 +198,11 @@ def _copy_buffers(module: nn.Module, until: ExitStack) -> None:
 
 
 Pipelines: TypeAlias = "WeakKeyDictionary[object, Pipeline]"
-"""What is known of the schedules that have run over a model."""
+"""The pipelines of the schedules that have run over a model."""
 
 
 def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeline:
-    """The pipeline that ``schedule`` runs; checked before its first step."""
+    """Return the pipeline that ``schedule`` runs; check it before its first step."""
     parts = parts_of_schedule(schedule)
     if parts is None:
         raise BatchError(
@@ -222,7 +222,7 @@ def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeli
 
 
 def _check_places(parts: PipelineParts, contract: Contract) -> None:
-    """Check that the stages lie on the instances of this replica, as many on each."""
+    """Check that the stages are on the instances of this replica, with equal numbers on each instance."""
     stages, sharing, place = parts.stages, contract.parallelism, contract.replica_part
     ranks = dist.get_process_group_ranks(stages[0].group)
     first = place.replica * sharing.instances_per_replica
@@ -248,7 +248,7 @@ def _check_places(parts: PipelineParts, contract: Contract) -> None:
 
 
 def _check_weights(parts: PipelineParts, module: nn.Module) -> None:
-    """Check that the stages' parameters are the model's, and that no other stage has them too."""
+    """Check that the stages' parameters belong to the model, and that no other stage has them."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for stage in parts.stages:
         where = f"stage {stage.stage_index} of {stage.num_stages}"
@@ -285,7 +285,7 @@ def _inputs_and_target(content: Nest) -> tuple[Sequence[Any], Mapping[str, Any],
 
 
 def _joined(asked: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
-    """One run on all samples of what is ``asked``, which the schedule cuts into as many micro batches again."""
+    """Join the arguments in ``asked`` to one run, which the schedule cuts into as many micro batches again."""
     inputs, keywords, targets = zip(*asked, strict=True)
     return PipelineRun(
         inputs=tuple(map(_join, zip(*inputs, strict=True))),

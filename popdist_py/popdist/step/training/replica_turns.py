@@ -1,8 +1,8 @@
 """Replicas of one instance that take turns: threads of which exactly one runs at a time.
 
-The turn passes from replica to replica where the one that runs waits for the others, at a batch norm layer, and
-where it ends, in the order of the replicas. With it goes what belongs to a replica: its random states, buffers and
-gradients. Each thread begins with the grad mode, the autocast and the context variables of the caller.
+The turn passes from replica to replica, in replica order, when the running replica waits at a batch norm layer or
+ends. Before its turn, a replica gets its random states, buffers and gradients. Each thread begins with the grad
+mode, the autocast and the context variables of the caller.
 """
 
 import contextvars
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class Turns:
-    """Threads of which exactly one runs at a time; ``enter`` and ``exit_`` are called in it around its turn."""
+    """Threads of which exactly one runs at a time; each turn begins with ``enter`` and ends with ``exit_``."""
 
     def __init__(self, enter: Callable[[int], None], exit_: Callable[[int], None]) -> None:
         self._enter = enter
@@ -40,7 +40,7 @@ class Turns:
         self._errors: list[BaseException] = []
 
     def run(self, bodies: Sequence[Callable[[], None]], interrupt: Callable[[], None]) -> None:
-        """Call each of ``bodies`` in a thread of its own, wait until all have ended, and raise the first error."""
+        """Run each of ``bodies`` in its own thread, wait until all have ended, and raise the first error."""
         self._living = list(range(len(bodies)))
         self._gates = [threading.Semaphore(0) for _ in bodies]
         threads: list[threading.Thread] = []
@@ -60,7 +60,7 @@ class Turns:
             try:
                 for thread in threads:
                     thread.join()
-            except BaseException as error:  # noqa: BLE001 - of the handler of a signal, raised below
+            except BaseException as error:  # noqa: BLE001 - an error of a signal handler, raised below
                 self._errors.insert(0, error)
                 interrupt()
         if self._errors:
@@ -83,7 +83,7 @@ class Turns:
         self._gates[after].release()
 
     def pass_on(self, number: int) -> None:
-        """Thread ``number``, which runs, lets the others run; returns when it is its turn again."""
+        """Let the other threads run; called by thread ``number``, returns when its next turn begins."""
         after = self._after(number)
         if after != number:
             self._end_turn(number)
@@ -96,18 +96,18 @@ class Turns:
         self._is_entered = True
 
     def _end_turn(self, number: int) -> None:
-        if self._is_entered:  # else that went wrong, or has been tried
+        if self._is_entered:  # otherwise entering has failed, or the turn has already ended
             self._is_entered = False
             self._exit(number)
 
     def _after(self, number: int) -> int:
-        """The thread whose turn is next, of those that have not ended."""
+        """Return the next thread in turn among the threads that have not ended."""
         place = self._living.index(number) + 1
         return self._living[place % len(self._living)]
 
 
 class ThreadModes:
-    """The modes of torch in the thread that makes this, for other threads."""
+    """The modes of torch in the thread that makes this object, for use in other threads."""
 
     def __init__(self) -> None:
         self._is_grad_enabled = torch.is_grad_enabled()
@@ -124,7 +124,7 @@ class ThreadModes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it this thread has these modes, and a backward pass runs in it alone, on accelerators too."""
+        """A context in which this thread has these modes, and runs backward passes alone, also on accelerators."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
@@ -139,7 +139,7 @@ class ThreadModes:
 
 
 class ReplicaTurns(Generic[R]):
-    """The local replicas of one step, while those of each group compute in turns."""
+    """The local replicas of one step, while the replicas of each group compute in turns."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ReplicaTurns(Generic[R]):
     def run_all(
         self, groups: NormGroups, bodies: Sequence[Callable[[], R] | None], weights: Sequence[float]
     ) -> list[R]:
-        """Compute all micro batches, None for one without samples; gives what the bodies return, in order."""
+        """Compute all micro batches (None: without samples); return the results of ``bodies``, in order."""
         found: dict[int, R] = {}
         first, accumulation = groups.plan[0].replicas.start, self._step.accumulation
         for part in groups.plan:
@@ -174,7 +174,7 @@ class ReplicaTurns(Generic[R]):
         return [found[index] for index in sorted(found)]
 
     def _run(self, size: int, sync: GroupSync, bodies: Mapping[int, Callable[[], R]]) -> dict[int, R]:
-        """What the bodies of a group's local participants return, by replica; their gradients are kept."""
+        """Run the bodies of a group's local participants; return the results by replica, and keep gradients."""
         if not bodies:
             return {}
         results: dict[int, R] = {}
@@ -215,7 +215,7 @@ class ReplicaTurns(Generic[R]):
         return results
 
     def _load_replica(self, replica: int) -> None:
-        """Give ``replica`` its buffers and its gradients."""
+        """Give the model the buffers and gradients of ``replica``."""
         self._buffers.load(self._made.pop(replica, {}))
         gradients = self._kept.pop(replica, None)
         if gradients is not None:
@@ -223,7 +223,7 @@ class ReplicaTurns(Generic[R]):
                 parameter.grad = gradient
 
     def _store_replica(self, replica: int) -> None:
-        """Keep what ``replica`` has; then the model has no gradients, and the buffers of the step's start."""
+        """Store buffers and gradients of ``replica``; reset buffers to the step's start, and remove gradients."""
         self._made[replica] = self._buffers.store()
         parameters = self._gradients.parameters()
         gradients = [parameter.grad for parameter in parameters]
