@@ -45,7 +45,7 @@ _PREEMPTED_AT: Final = 4
 """The byte that says whether the sender was asked to end; the bytes before are the number of integers."""
 
 _FORMS: Final = [struct.Struct(f"<i?3x{count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
-"""The formats of the bytes before the text; the index is the number of integers."""
+"""The formats of a header's bytes before the text; the index is the number of integers."""
 
 _WORD: Final = struct.Struct("=q")
 _FLOAT: Final = struct.Struct("=d")
@@ -187,7 +187,7 @@ class Backend(Protocol):
 
 
 def host_group_of(backend: Backend) -> "HostGroup | None":
-    """Return the instances that share this instance's memory, of the job or of its host; None if none do."""
+    """Return the instances that share this instance's memory: all, or its host's; None if sharing is off."""
     return backend.host_group or (
         backend.local_collectives.group if backend.local_collectives is not None else None
     )
@@ -325,13 +325,13 @@ class Group:
         return Group(self.backend.subgroup(instances), job_numbers=job_numbers, whole=self)
 
     def name(self, instances: Iterable[int] | None) -> str:
-        """Return the names of the members ``instances``; for None, the names of all members, one by one."""
+        """Return the names of the members ``instances`` as text; for None, the names of all members."""
         if instances is None:
             return self.backend.names.of(self.instances, max_runs=None)
         return self.backend.names.of(instances)
 
     def agree(self, text: str) -> None:
-        """Wait until every member is in the collective ``text``. Raises CollectiveError if one is in another."""
+        """Wait until every member is in the collective ``text``. Raises CollectiveError otherwise."""
         self.start(text).wait()
 
     def run(
@@ -348,7 +348,7 @@ class Group:
             received = exchange.wait()
         except (BackendError, CollectiveError):
             raise
-        except BaseException:  # an error of a signal handler; the collective is finished before the next one
+        except BaseException:  # a signal handler's error; the collective is finished before the next collective
             exchange.send_later = partial(self._send, text, send, deepcopy(data))
             raise
         return self._send(text, send, data, received)

@@ -72,7 +72,7 @@ class _Owned:
 
 
 _owned: dict[int, _Owned] = {}
-"""The key is the identity of the parameter."""
+"""The parameters of sharded optimizers; the key is the identity of the parameter."""
 
 
 def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer: object) -> None:
@@ -129,7 +129,7 @@ class ShardExchange:
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Overwrite the elements of all other instances with the values of these instances."""
+        """Overwrite the elements that belong to other instances with the values of these instances."""
         own = self._backend.instances.index(self._backend.instance_index)
         for runs in self._rounds:
             lengths = [sum(map(len, views)) for views in runs]

@@ -70,7 +70,7 @@ class EndHeader(NamedTuple):
     state: int  # index in ``STATES``
     changes: int  # a digest of used parameters and changed buffers
     way: int  # when gradients are added: 0 at the end, above 0 in parts, below 0 already added
-    checksum: int  # this, ``old`` and ``writes`` as in `BeginHeader`, if there was no such header
+    checksum: int  # like ``old`` and ``writes`` as in `BeginHeader`, if no `BeginHeader` was sent
     old: int
     writes: int
 

@@ -1,1 +1,1 @@
-"""What all rooms of popdist stand on: the contract, the tree of additions, the names that torch hides."""
+"""The lowest folder of popdist, which all others use: contract, tree of additions, torch's private names."""

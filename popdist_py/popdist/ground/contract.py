@@ -199,7 +199,7 @@ class Contract:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The replicas of each instance, counting only the instances that hold the same part of a replica."""
+        """The assignment of replicas to the instances that hold the same part of a replica, in replica order."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 

@@ -60,7 +60,7 @@ _current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool | None:
-    """Whether autograd runs in this thread; None if torch lacks the name, because the answer is then unknown."""
+    """Whether autograd runs in this thread; None, for unknown, if torch lacks the private name."""
     return None if _current_graph_task_id is None else _current_graph_task_id() >= 0
 
 
@@ -68,12 +68,12 @@ _storage_use_count: Final = _find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
-    """Whether only the caller's object refers to the storage. Without the name: False, so no memory is reused."""
+    """Whether no other object refers to the storage; False if torch lacks the name: no memory is reused."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
 def address_of(reference: StorageWeakRef) -> int:
-    """Return the address of the storage of a weak reference; 0 if the storage is gone or torch lacks the name."""
+    """Return the address of a weak reference's storage; 0 if the storage is gone or torch lacks the name."""
     # before torch 2.10 Python's own weak references to storages become invalid when a storage ends
     make = _find(UntypedStorage, "_new_with_weak_ptr")
     storage = None if make is None else make(reference.cdata)
@@ -84,7 +84,7 @@ _share_fd_cpu: Final = _find(UntypedStorage, "_share_fd_cpu_")
 
 
 def descriptor_of(storage: UntypedStorage) -> int:
-    """Return the descriptor of a shared storage's file. Without the name: BackendError; nothing is shared."""
+    """Return the descriptor of a shared storage's file. Raises BackendError if torch lacks the private name."""
     if _share_fd_cpu is None:
         raise BackendError(_lacks("UntypedStorage._share_fd_cpu_"))
     return int(_share_fd_cpu(storage)[0])
@@ -96,7 +96,7 @@ can_swap_memory: Final = _swap_data_ptr is not None
 
 
 def swap_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
-    """Exchange the memory of two storages. Without the name: raises BackendError, and all-reduces copy tensors."""
+    """Exchange the memory of two storages. Raises BackendError if torch lacks the name; all-reduces then copy."""
     if _swap_data_ptr is None:
         raise BackendError(_lacks("UntypedStorage._swap_data_ptr_"))
     _swap_data_ptr(storage, other)
@@ -110,7 +110,7 @@ _create_work_from_future: Final = _find(_find(torch._C, "_distributed_c10d"), "_
 
 
 def done_work(results: list[Any]) -> Any:
-    """Return a finished work of torch's own class, with ``results``. Without the name: raises RuntimeError."""
+    """Return a finished work of torch's own class with ``results``. RuntimeError if torch lacks the name."""
     if _create_work_from_future is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
     future: Future[list[Any]] = Future()
@@ -119,7 +119,7 @@ def done_work(results: list[Any]) -> Any:
 
 
 def arguments_of(operator: str) -> list[str]:
-    """Return the names of the arguments of a collective's ``operator``. Without the name: RuntimeError."""
+    """Return the argument names of a collective's ``operator``. Raises RuntimeError if torch lacks it."""
     schema = _find(_find(_find(torch.ops.c10d, operator), "default"), "_schema")
     if schema is None:
         raise RuntimeError(f"torch {torch.__version__} lacks c10d::{operator}: use the backend gloo")
@@ -127,7 +127,7 @@ def arguments_of(operator: str) -> list[str]:
 
 
 def tcp_store(*where: Any, **named: Any) -> TCPStore:
-    """Make a TCPStore; before torch 2.8 without libuv, because libuv cannot use an open socket there."""
+    """Make a TCPStore; without libuv before torch 2.8, where libuv cannot use a socket that already listens."""
     named["use_libuv"] = not is_older_than(2, 8)
     return TCPStore(*where, **named)
 
@@ -146,7 +146,7 @@ def with_async_op(options: Any) -> Any:
 
 
 def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
-    """Return the reduction of an operator. Before torch 2.11 kernels do not get it: look among the arguments."""
+    """Return the reduction of an operator; before torch 2.11 it is found among the method's ``arguments``."""
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
@@ -196,7 +196,7 @@ _set_unwrap_func: Final = _find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:
-    """Finish a future whose ``wait()`` then calls ``reveal(value)``, which raises; without the name: ``value``."""
+    """Finish ``future``: ``wait()`` raises by ``reveal(value)``, or gives ``value`` if torch lacks the name."""
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)
@@ -220,7 +220,7 @@ def skip_tracing(function: F) -> F:
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
-    """Whether autograd's engine, in C++, has called the Python function of this frame. Without the name: False."""
+    """Whether autograd's C++ engine has called the function of this frame; False if torch lacks the name."""
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
     # the engine is called directly by torch's function that starts the engine, or runs in its own thread
@@ -283,12 +283,12 @@ def call_after_backward(function: Callable[[], None]) -> bool:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Return how many writes to ``tensor`` torch has counted. Without the name: 0; small buffers are compared."""
+    """Return how many writes to ``tensor`` torch has counted; 0 if torch lacks the private name."""
     return getattr(tensor, "_version", 0)
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:
-    """Return the number of hooks on the gradient of the leaf ``tensor``. Without the names: 0; none is refused."""
+    """Return the number of hooks on the gradient of the leaf ``tensor``; 0 if torch lacks the private names."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return sum(len(getattr(tensor, name, None) or ()) for name in names)
 
@@ -307,7 +307,7 @@ def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 _make_wrapper_subclass: Final = _find(Tensor, "_make_wrapper_subclass")
 has_wrapper_tensors: Final = _make_wrapper_subclass is not None
-"""Whether :func:`wrapper_tensor` works; False without the name: every instance then gets whole gradients."""
+"""Whether :func:`wrapper_tensor` works; if torch lacks the name, every instance gets whole gradients."""
 
 T = TypeVar("T", bound=Tensor)
 
@@ -323,17 +323,17 @@ _unscale_operator: Final = _find(torch.ops.aten, "_amp_foreach_non_finite_check_
 
 
 def unscaler_of(operator: object) -> Callable[..., None] | None:
-    """Return GradScaler's function for unscaling, if ``operator`` is that function; None without the name."""
+    """Return GradScaler's function for unscaling if ``operator`` is that function; None otherwise."""
     return _unscale if _unscale is not None and operator is _unscale_operator.default else None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
+    """Whether torch.compile has compiled ``module`` as a whole; False if torch lacks the names."""
     return type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether the method ``compile()`` of ``module`` was called. Without the name: False."""
+    """Whether the method ``compile()`` of ``module`` was called; False if torch lacks the name."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -342,7 +342,7 @@ _set_profiling_executor: Final = _find(torch._C, "_jit_set_profiling_executor")
 
 @cache
 def compile_scripts_at_once() -> None:
-    """Make torch.jit compile in the first call, without observing calls first. Without the name: one warning."""
+    """Make torch.jit compile in the first call, without observing calls; warn if torch lacks the private name."""
     # observed calls give other bits, and the replicas that run in such calls depend on the number of instances
     if _set_profiling_executor is not None:
         _set_profiling_executor(False)  # noqa: FBT003 - its own signature
@@ -356,7 +356,7 @@ def compile_scripts_at_once() -> None:
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    """Make a gloo group at ``address`` of this host; gloo chooses one for None, or without the options' names."""
+    """Make a gloo group at ``address`` of this host; gloo chooses one for None, or if torch lacks the options."""
     gloo: Any = dist.ProcessGroupGloo
     make_options = _find(gloo, "_Options")
     options: Any = None if make_options is None else make_options()
@@ -367,7 +367,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address
 
 
 def connect_direct(kind: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a group of the class ``kind``, such as NCCL's, with ``timeout``; without the name, with its default."""
+    """Make a group of the class ``kind``, such as NCCL's, with ``timeout``, if torch has this option."""
     options = kind.Options()
     if hasattr(options, "_timeout"):
         options._timeout = timeout
@@ -378,7 +378,7 @@ _world: Final = _find(distributed_c10d, "_world")
 
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
-    """Return how many collectives this process has called, except among ``apart_from``. Without the name: 0."""
+    """Return the number of collectives so far, except among ``apart_from``; 0 if torch lacks the private name."""
     number, groups = 0, _find(_world, "pg_map") or ()
     for group in groups:
         with suppress(RuntimeError):  # a backend that does not count collectives raises this error
@@ -391,7 +391,7 @@ _worker: Final = _find(_find(data, "_utils"), "worker")
 
 
 def hide_worker_info() -> None:
-    """Make ``get_worker_info()`` return None in this worker. Without the name: raises RuntimeError."""
+    """Make ``get_worker_info()`` return None in this worker. Raises RuntimeError if torch lacks the name."""
     # if a stream divides itself among workers, and popdist divides the stream once more, items are lost
     if _find(_worker, "_worker_info") is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
@@ -401,7 +401,7 @@ def hide_worker_info() -> None:
 def set_numbers_of_dtensors(
     numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
 ) -> None:
-    """Make DTensors draw in the context ``numbers(mesh, placements, generator)``. Without the name: a warning."""
+    """Make DTensors draw inside ``numbers(mesh, placements, generator)``; warn if torch lacks the private name."""
     random = _module("torch.distributed.tensor._random")
     if not hasattr(random, "_rng_tracker"):
         warnings.warn(
@@ -438,7 +438,7 @@ class _Numbers:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """A context in which tensors have shapes and devices but no memory. Without the name: DescriptionError."""
+    """A context where tensors have shapes but no memory. Raises DescriptionError if torch lacks the name."""
     mode = _mode("torch.fx.passes.fake_tensor_prop", "FakeTensorMode")(allow_non_fake_inputs=True)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which logs the traceback of an error that is raised
     disabled, log.disabled = log.disabled, True
@@ -452,7 +452,7 @@ def fake_tensors() -> Iterator[None]:
 def seen_operations(
     see: Callable[[Any, tuple[Any, ...], dict[str, Any]], object],
 ) -> AbstractContextManager[object]:
-    """Return a context that calls ``see(operator, args, kwargs)`` in place of each operation."""
+    """Return a context that calls ``see(operator, args, kwargs)`` in place of each operation of torch."""
 
     def dispatch(
         self: object,

@@ -295,7 +295,7 @@ def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
 
 
 def _encode(value: object) -> tuple[bytes, str | None]:
-    """Return ``value`` as JSON and None; or, if JSON cannot contain ``value``, no bytes and the reason."""
+    """Return ``value`` as JSON bytes, and None; if JSON cannot contain ``value``, no bytes, and the reason."""
     try:
         return json.dumps(value, allow_nan=False).encode(), None
     except (TypeError, ValueError, RecursionError) as error:

@@ -94,7 +94,7 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """Return the instances that take part in collectives now. Raises in micro batches, and before ``init()``."""
+    """Return the instances in collectives now. Raises CollectiveError inside a micro batch of several replicas."""
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 
@@ -276,7 +276,7 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_
         return None
     store = None if _state.store is None else _numbered_store(_state.store)
     made = default_group.DefaultGroup(store, contract.instance_index, contract.num_instances, timeout_seconds)
-    # Gloo fails on an instance that still connects when another one destroys its group.
+    # gloo fails on an instance that still connects when another instance destroys its group
     group.start("the default group of torch.distributed is made", [True]).wait()
     return made
 

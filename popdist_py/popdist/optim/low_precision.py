@@ -135,7 +135,7 @@ class LowPrecision(PieceOptimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Return the names of the elementwise state, which are the names of the inner optimizer."""
+        """Return the names of the inner optimizer's elementwise state."""
         given = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
         inside = _check_class(defaults.get("optimizer_class"))
         return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")

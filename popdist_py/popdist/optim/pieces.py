@@ -31,7 +31,7 @@ class Piece:
     """Consecutive elements of a whole parameter, in the order of memory."""
 
     position: int  # index of the whole parameter, counted over the parameter groups
-    elements: range  # the first one is a multiple of 128
+    elements: range  # begins at a multiple of 128
     num_elements: int  # number of elements of the whole parameter
 
     @property

@@ -28,7 +28,7 @@ _NUM_ROUNDS: Final = 10
 _WORDS_OF_A_CALL: Final = 4
 
 _INFINITY: Final = 0x7F800000
-"""Bits of infinity in float32; larger bits are NaN. The next three constants are bits of float32 too."""
+"""Bits of infinity in float32; larger numbers are bits of NaN. The next constants are bits of float32 too."""
 _LARGEST_BFLOAT16: Final = 0x7F7F0000
 _LARGEST_FLOAT16: Final = 0x477FE000
 _LEAST_NORMAL_FLOAT16: Final = 0x38800000

@@ -32,7 +32,7 @@ _CACHED_ELEMENTS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
-    """Parameters, with a tensor for each whose norm is compared with the parameter's norm: ``measured``."""
+    """Parameters, and for each parameter the tensor in ``measured`` whose norm is compared with its norm."""
 
     group: Settings
     parameters: list[Tensor]

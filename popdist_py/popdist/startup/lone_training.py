@@ -21,7 +21,7 @@ _CLUSTER = "PADDLE_TRAINER_ENDPOINTS"
 """The variable by which Paddle connects processes."""
 
 _SERVERS = ("_collective_ops_server_def", "_server_def")
-"""Attributes of TensorFlow's context for servers that connect it to other workers in a strategy."""
+"""Attributes of TensorFlow's context that are set if a strategy has connected TensorFlow's workers."""
 
 _NODES = ("--nnodes", "--node_rank", "--node-rank")
 
@@ -46,7 +46,7 @@ def has_trained_alone(
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
     """Return whether this process made a torch optimizer (torch then marks the class), or is a torchrun."""
     if "torch.distributed.run" in modules:
-        return not any(word.startswith(_NODES) for word in words)  # one with such words connects to torchruns
+        return not any(word.startswith(_NODES) for word in words)  # such a torchrun connects to torchruns
     optim = modules.get("torch.optim")
     kinds = [optim.Optimizer] if optim is not None else []
     for kind in kinds:

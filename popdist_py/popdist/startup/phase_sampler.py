@@ -203,7 +203,7 @@ class PhaseSampler:
             signal.SIGBUS,
             signal.SIGFPE,
             signal.SIGILL,
-        }  # where one is blocked, nobody says
+        }  # a blocked crash signal would end the program silently
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - crashes)
         moments = random.Random()  # noqa: S311 - moments are no secrets
         has_told = False

@@ -39,7 +39,7 @@ def begin(
     make_pause: Callable[[], AbstractContextManager[None]],
     used_device: Callable[[], Any],
 ) -> None:
-    """Begin recording, as the environment asks, after torch's import; read frames in ``make_pause()``."""
+    """Record what the environment asks for, after torch's import; read frames while ``make_pause()`` is open."""
     settings = json.loads(os.environ[SETTINGS])
     try:
         if os.lstat(os.path.dirname(settings["file"])).st_uid != os.geteuid():
@@ -298,7 +298,7 @@ class ProgramsProfilers:
         self._tell = tell
 
     def watch(self) -> None:
-        """Call this object whenever a profiler begins or ends, from now on."""
+        """Make torch call this object's methods when a profiler begins or ends."""
         from torch.autograd.profiler import profile as inner
         from torch.profiler import profile
 

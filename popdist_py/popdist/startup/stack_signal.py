@@ -72,7 +72,7 @@ def announce_jax(descriptor: int) -> None:
 
 
 def register(descriptor: int) -> int:
-    """Register a free real-time signal at which this process writes stacks to ``descriptor``; return it, or 0."""
+    """Register and return a free signal at which this process writes stacks to ``descriptor``; 0 if none."""
     signum = _free_signal()
     if signum:
         faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)

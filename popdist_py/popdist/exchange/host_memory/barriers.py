@@ -36,7 +36,7 @@ def make_fence(machine: str | None = None) -> Fence | None:
 
 
 def membarrier() -> Fence:
-    """Return a full memory barrier for all running threads of all processes that have called this function."""
+    """Return a function: a full memory barrier for all threads of the processes that have called this."""
     number = _MEMBARRIER_NUMBERS.get(platform.machine())
     call = ctypes.CDLL(None, use_errno=True).syscall
     if number is None or call(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
@@ -180,7 +180,7 @@ class Barriers:
             self._fence()
 
     def wait_for(self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until ``is_done()`` because of an action of ``ranks``; False after ``timeout_seconds``.
+        """Wait until ``is_done()``, which depends on ``ranks``; return False after ``timeout_seconds``.
 
         Raises BackendError if a rank in ``ranks`` was lost, or all have left.
         """
@@ -263,13 +263,13 @@ _KINDS: list[str] = [""]
 
 
 def operation(name: str) -> int:
-    """Return the number of an operation, equal in every process with this version of popdist."""
+    """Register an operation; return its number, equal in every process with this version of popdist."""
     _OPERATIONS.append(name)
     return len(_OPERATIONS) - 1
 
 
 def kind(name: str) -> int:
-    """Return the number of a kind of elements, equal in every process with this version of popdist."""
+    """Register a kind of elements; return its number, equal in every process with this version of popdist."""
     _KINDS.append(name)
     return len(_KINDS) - 1
 

@@ -89,7 +89,7 @@ class Slots:
 
 
 class _PreparedSum(NamedTuple):
-    """A prepared all-reduce of tensors of one shape and dtype with one barrier; pairs have a value per parity."""
+    """A prepared all-reduce of tensors of one shape and dtype with one barrier."""
 
     purpose: int
     mine: tuple[Tensor, Tensor]
@@ -341,7 +341,7 @@ class HostCollectives:
             combine(rows, out, [held[:length] for held in memory])
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Copy what each rank has at this rank's index in its ``tensors`` to ``outputs``; lengths may differ."""
+        """Receive into ``outputs[i]`` what rank *i* has in ``tensors`` for this rank; lengths may differ."""
         if self._is_alone:
             outputs[0].copy_(tensors[0])
             return

@@ -149,7 +149,7 @@ class InPlace:
         return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
-        """Make all ranks map the storages that are posted first; return whether all ranks could."""
+        """Make all ranks map newly posted storages; return whether every rank could map them."""
         self._unmap_gone()
         rank = self._group.rank
         new = [other for other, place in enumerate(posted) if place & _NEW]

@@ -149,7 +149,7 @@ class GroupCalls:
         return scatter_reduced(self._gloo, outputs, inputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Copy, from each rank's ``inputs``, the tensor for this rank into ``outputs[rank]``."""
+        """Receive into ``outputs[i]`` the tensor that rank *i* has in ``inputs`` for this rank."""
         check_exchange(outputs, inputs, self._host.size)
         check_written("alltoall", outputs)
         return self._do(_all_to_all, opts, list(outputs), bare(outputs), bare(inputs))
@@ -210,7 +210,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Copy, from each rank's ``inputs``, the tensor for this rank into ``outputs[rank]``."""
+    """Receive into ``outputs[i]`` the tensor that rank *i* has in ``inputs`` for this rank."""
     places = [place_of(output) for output in outputs]
     host.all_to_all(places, [_apart(flat_values(tensor), places) for tensor in inputs])
     give_back(outputs, places)
@@ -309,7 +309,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-    """Reduce and scatter each of ``inputs`` with torch's own backend; several are done on return."""
+    """Reduce and scatter each of ``inputs`` with torch's own backend; wait if there are several inputs."""
     call = torch_private.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:

@@ -63,7 +63,7 @@ class MessageWork(dist.Work):
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Return what a kernel returns for a message that is done."""
+        """Return the result of a kernel for a message that is done."""
         self.wait()
         return torch_private.done_work([]).boxed()
 

@@ -53,7 +53,7 @@ _CPU: Final = torch.device("cpu")
 _GLOO: Final = dist.ProcessGroup.BackendType.GLOO
 
 _ProcessGroupGloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its methods
-_ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
+_ProcessGroup: Any = dist.ProcessGroup  # no single method fits the calling forms in torch's stubs
 
 Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
 

@@ -50,7 +50,7 @@ class _Work(dist.Work):
         return list(self._outcome() if callable(self._outcome) else self._outcome)
 
     def boxed(self) -> Any:
-        """Return what a kernel returns for a finished collective: torch's own work, which needs no Python."""
+        """Return the result of a kernel for a finished collective: torch's own work, which needs no Python."""
         return torch_private.done_work(self.result()).boxed()
 
 
@@ -156,7 +156,7 @@ class WorkQueue:
         self._tasks: deque[tuple[PendingWork, Callable[..., None], Sequence[Any]]] = deque()
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._thread: Thread | None = None
-        self._turn, self._issue = RLock(), Lock()  # for running a collective with its callbacks; for adding one
+        self._turn, self._issue = RLock(), Lock()  # to run a collective with callbacks; to add a collective
         self._doer: int | None = None  # the thread that now runs a collective
         self._pending: set[PendingWork] = set()
         _queues.add(self)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """A context that waits for other instances, and converts torch's errors to BackendErrors after ``what``.
+    """A context that waits for other instances, and converts torch's errors to BackendErrors that name ``what``.
 
     NCCL gives the reason only in the last line of its error. If no device is visible, torch raises ValueError.
     """
@@ -182,7 +182,7 @@ class Channel:
             self.local_collectives.abort()
 
     def close(self) -> None:
-        """End the thread and waits for instances, because an accelerator waits even after the program's end."""
+        """End the thread and all waits for instances, or an accelerator would wait after the program's end."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.abort()
@@ -202,7 +202,7 @@ class Channel:
         self.abort()
 
     def _work(self) -> None:
-        """Run issued work; run its last parts in order, when no newer work is there."""
+        """Run issued work; run the last parts of collectives in order, when there is no newer work."""
         follow_ups: deque[FollowUp] = deque()
         is_open = True
         while is_open or follow_ups:

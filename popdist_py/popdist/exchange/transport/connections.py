@@ -113,7 +113,7 @@ class Connections:
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     def direct(self, device: torch.device) -> Any:
-        """Return the backend that sends between all instances' accelerators; all call it the first time.
+        """Return the backend between accelerators. All instances must make the first call together.
 
         None if there is no such backend, or if two instances share an accelerator.
         """
@@ -135,7 +135,7 @@ class Connections:
             return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """Return the channel for tensors on ``devices``; None for several device types or shared memory."""
+        """Return the channel for tensors on ``devices``; None for several device types, or on a single host."""
         types = {device.type for device in devices}
         if len(types) > 1:
             return None

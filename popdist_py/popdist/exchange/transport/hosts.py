@@ -120,7 +120,7 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """Return boot and network, which processes must share to share memory; empty if unknown."""
+    """Return the ids of boot and network, which are equal for processes that can share memory; else empty."""
     try:  # processes of other networks, such as of another pod, cannot send descriptors
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
@@ -320,7 +320,7 @@ class SeveralHosts:
             output.copy_(self._reduction.reduce_scatter(shares, op))
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Copy what each rank has at this rank's index in its ``tensors`` to ``outputs``; lengths may differ."""
+        """Receive into ``outputs[i]`` what rank *i* has in ``tensors`` for this rank; lengths may differ."""
         rank, members = self._place.rank, self._place.members
         with self._call():
             outputs[rank].copy_(tensors[rank])

@@ -304,7 +304,7 @@ class ShardedOptimizer(Optimizer):
         return self._completed_settings().state
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores this instance's state and settings of this moment."""
+        """Return a function that restores this instance's state and settings to their values at this call."""
         inside = self._completed_settings()
         states = {piece: copy_state(state) for piece, state in inside.state.items()}
         settings = [settings_of(group) for group in self.param_groups]

@@ -147,7 +147,7 @@ def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
 
 
 def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
-    """Yield each child of ``nest`` after its access in Python, such as ``[1]``, ``['mask']`` or ``.mask``."""
+    """Yield, for each child of ``nest``, its access in Python, such as ``[1]`` or ``.mask``, and the child."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         yield from ((f".{name}", value) for name, value in zip(nest._fields, nest, strict=True))
     elif isinstance(nest, list | tuple):
@@ -161,7 +161,7 @@ def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
 
 
 def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of ``nest``, also empty containers, after its access in Python."""
+    """Yield, for each leaf of ``nest`` or empty container, its access in Python, and the leaf."""
     children = [] if isinstance(nest, Tensor) else [*children_of(nest)]
     if not children:
         yield place, nest

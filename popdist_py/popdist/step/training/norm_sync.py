@@ -47,7 +47,7 @@ def layer_number(name: str) -> int:
 
 
 class SyncPoint(NamedTuple):
-    """The point at which a replica waits for others: in a layer's pass with ``width`` numbers, or at its end."""
+    """The point at which a replica waits: in a layer's pass with ``width`` numbers, or at its end."""
 
     kind: Kind
     layer: int = 0  # the number of the layer; 0 for no layer
@@ -74,7 +74,7 @@ class GroupSync:
         weights: Mapping[int, float],  # of the participants, by job-wide number of the replica
         local: Sequence[int],  # the participants of this instance
         group: Group | None,  # the instances with participants; None if this is the only instance
-        owners: Sequence[Sequence[int]],  # the participants of each of these instances
+        owners: Sequence[Sequence[int]],  # the participants of each instance in ``group``
     ) -> None:
         heaviest = max(weights.values(), default=1.0)
         self.local = local
@@ -196,7 +196,7 @@ def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormTurn:
-    """The replica that computes now, in its relation to the batch norm layers."""
+    """The state of the replica that computes now, for its batch norm layers."""
 
     size: int
     replica: int

@@ -51,7 +51,7 @@ class Pipeline:
         stages = parts.stages
         _check_places(parts, context.environment().contract)
         _check_weights(parts, module)
-        self.num_micro_batches = parts.num_micro_batches  # of one run
+        self.num_micro_batches = parts.num_micro_batches  # number of micro batches of one run
         self._is_first = any(stage.is_first for stage in stages)
         self._is_last = any(stage.is_last for stage in stages)
         self._stages = stages

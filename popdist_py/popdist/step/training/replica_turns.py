@@ -83,7 +83,7 @@ class Turns:
         self._gates[after].release()
 
     def pass_on(self, number: int) -> None:
-        """Let the other threads run; called by thread ``number``, returns when its next turn begins."""
+        """Let the other threads run; return when it is the turn of thread ``number`` again."""
         after = self._after(number)
         if after != number:
             self._end_turn(number)
