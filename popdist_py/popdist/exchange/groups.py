@@ -221,7 +221,7 @@ def wait_for_first_error() -> None:
 class PreemptionNotice:
     """A request to end, because the machine will be taken away; every header of the whole job contains it."""
 
-    is_given: bool = False  # whether this process was asked
+    is_given: bool = False  # whether this process was asked to end
     is_known: bool = False  # whether all instances know of a request; equal on all at one place of a program
 
 

@@ -54,7 +54,7 @@ class BeginHeader(NamedTuple):
     epoch: int = NOT_DEALT
     stop: int = 0
     checksum: int = 0  # of the weights; 0, like the following numbers, if nothing is checked
-    digest: int = 0  # of the samples
+    digest: int = 0  # a digest of the samples
     num_loader_passes: int = 0
     writes: int = 0  # a digest of the writes to the weights since the step before
 

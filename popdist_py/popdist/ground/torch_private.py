@@ -244,7 +244,7 @@ def _caller(function_frame: FrameType) -> FrameType | None:
     caller = function_frame.f_back
     while (
         caller is not None and caller.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-    ):  # of skip_tracing()
+    ):  # the wrapper of skip_tracing()
         caller = caller.f_back
     return caller
 
@@ -345,7 +345,7 @@ def compile_scripts_at_once() -> None:
     """Make torch.jit compile in the first call, without observing calls; warn if torch lacks the private name."""
     # observed calls give other bits, and the replicas that run in such calls depend on the number of instances
     if _set_profiling_executor is not None:
-        _set_profiling_executor(False)  # noqa: FBT003 - its own signature
+        _set_profiling_executor(False)  # noqa: FBT003 - torch's signature
         return
     warnings.warn(
         f"torch {torch.__version__} lacks _jit_set_profiling_executor: what torch.jit has scripted or traced may "

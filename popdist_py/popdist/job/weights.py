@@ -94,7 +94,7 @@ def checksum(weights: Weights) -> str:
 def is_in_memory(weight: Tensor) -> bool:
     """Whether the elements of ``weight`` are in memory; a phased model may keep them in its store."""
     part = part_itself(weight)
-    absent = getattr(part, "_popdist_absent", None)  # of popdist.phases.phased_layers.make_absent
+    absent = getattr(part, "_popdist_absent", None)  # set by popdist.phases.phased_layers.make_absent
     return absent is None or absent.data_ptr() != part.data_ptr()
 
 

@@ -196,7 +196,7 @@ def _square_sum(row: Tensor, arithmetic: Any) -> float | Tensor:
     if arithmetic is None or row.device.type != "cpu" or row.is_complex():
         return _sum_by_torch(row)
     if row.dtype not in (torch.float32, torch.float64):
-        row = row.to(torch.float32)  # exact
+        row = row.to(torch.float32)  # half dtypes fit float32 exactly
     total: float = arithmetic.square_sum(row.data_ptr(), row.numel(), row.dtype == torch.float64)
     return total
 

@@ -224,7 +224,7 @@ class LAMB(TrustRatioOptimizer):
         torch._foreach_lerp_(means, gradients, 1 - beta_1)
         torch._foreach_mul_(squares, beta_2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta_2)
-        below = torch._foreach_sqrt(squares)  # noqa: SLF001
+        below = torch._foreach_sqrt(squares)  # noqa: SLF001 - torch's own optimizers call it
         if group["bias_correction"]:
             steps = [float(it["step"]) for it in states]
             roots = [(1 - beta_2**step) ** 0.5 for step in steps]
@@ -234,8 +234,8 @@ class LAMB(TrustRatioOptimizer):
         else:
             torch._foreach_add_(below, float(group["eps"]))
         if not group["weight_decay"]:
-            return list(torch._foreach_div(means, below))  # noqa: SLF001
-        updates = list(torch._foreach_mul(parameters, float(group["weight_decay"])))  # noqa: SLF001
+            return list(torch._foreach_div(means, below))  # noqa: SLF001 - torch's own optimizers call it
+        updates = list(torch._foreach_mul(parameters, float(group["weight_decay"])))  # noqa: SLF001 - torch's own optimizers call it
         torch._foreach_addcdiv_(updates, means, below)
         return updates
 
@@ -331,7 +331,7 @@ class LARS(TrustRatioOptimizer):
             moves = list(torch._foreach_add(prepared.measured, parameters, alpha=decay))  # noqa: SLF001 - torch's own optimizers call it
             torch._foreach_mul_(moves, rates)
         else:
-            moves = list(torch._foreach_mul(prepared.measured, rates))  # noqa: SLF001
+            moves = list(torch._foreach_mul(prepared.measured, rates))  # noqa: SLF001 - torch's own optimizers call it
         if momentum:
             speeds = [self._speed_of(parameter) for parameter in parameters]
             torch._foreach_mul_(speeds, momentum)

@@ -33,7 +33,7 @@ class ShardedParameter:
     ranges: Ranges  # the elements of each instance's shard
     mine: range
     shard: Parameter  # shares memory with `whole`; the optimizer inside updates it
-    address: int  # of `whole` when it was cut
+    address: int  # the address of `whole` when it was cut
 
     @property
     def content(self) -> Tensor:
