@@ -139,7 +139,7 @@ _MEANT = {
     ),
     **dict.fromkeys(("size", "world_size", "get_world_size"), _BY_SIZE),
 }
-"""Hints for names of other libraries: the names of popdist that were probably meant."""
+"""For names that other libraries use, the names of popdist to write instead."""
 
 _WITHOUT_TORCH = ("compat", "job.context", "errors", "job.instances", "launching", "metrics.reported_numbers")
 """Prefixes of the modules that need no torch."""

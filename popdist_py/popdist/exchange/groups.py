@@ -162,7 +162,7 @@ class Backend(Protocol):
         """Return a channel for tensors on ``devices`` that works in parallel. All instances must call this."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
-        """Start sending a header to every instance, which must send one of equal length; does not wait."""
+        """Start sending a header to every instance; all headers must have equal length. Does not wait."""
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
         """Combine the flat ``tensor`` of every instance in place; length, dtype and device type must be equal."""
@@ -187,7 +187,7 @@ class Backend(Protocol):
 
 
 def host_group_of(backend: Backend) -> "HostGroup | None":
-    """Return the instances that share this instance's memory: all, or its host's; None if sharing is off."""
+    """Return the group of instances that share memory with this instance; None if there is no such group."""
     return backend.host_group or (
         backend.local_collectives.group if backend.local_collectives is not None else None
     )
@@ -198,7 +198,7 @@ replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``. Raises CollectiveError in a micro batch of one of several replicas of an instance."""
+    """Return ``group``. Raises CollectiveError while one of several replicas of this instance computes."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "

@@ -185,7 +185,7 @@ def _only(used: int) -> StepChanges:
 
 
 def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -> StepChanges:
-    """Return what the replicas of this instance have used and changed in the step, after all have ended."""
+    """Return the parameters used and the buffers changed by this instance's replicas in the step."""
     if buffers is None:
         return _only(used)
     own, others = buffers.changed()
@@ -204,7 +204,7 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
 def agree_on_changes(
     group: Group, own: StepChanges, digests: Iterable[int], buffers: ReplicaBuffers | None
 ) -> StepChanges:
-    """Return what the replicas of all instances have used and changed. Raises WeightsError if a buffer differs."""
+    """Return the parameters used and buffers changed by all replicas. Raises WeightsError if a buffer differs."""
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels

@@ -32,10 +32,10 @@ REQUIRED: Final = (
     REPLICA_OFFSET,
     LOCAL_INSTANCE_INDEX,
 )
-"""The variables of poprun: if one variable is set, all must be set, except where only ``SHAPE`` is set."""
+"""The variables of poprun's contract; an environment must set all, none, or only the ones in ``SHAPE``."""
 
 SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
-"""Variables that are equal in all instances; if no more variables are set, another launcher sets the ranks."""
+"""Variables with equal values in all instances; if only these are set, another launcher sets the ranks."""
 
 INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
 INDEX_IN_REPLICA: Final = "POPDIST_INSTANCE_INDEX_IN_REPLICA"
@@ -98,7 +98,7 @@ def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: 
 
 
 def read_share_tensors(env: Mapping[str, str]) -> bool | None:
-    """Return whether any tensor may move into shared memory; None if only DistributedDataParallel's may."""
+    """Return whether tensors may move into shared memory; None: only those of DistributedDataParallel may."""
     text = env.get(SHARE_TENSORS, "").strip()
     if text not in {"", "0", "1"}:
         raise ContractError(

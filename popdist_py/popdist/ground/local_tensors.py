@@ -109,7 +109,7 @@ class TensorForm:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor of this form that shares memory with the beginning of ``memory``, flat bytes."""
+        """Return a tensor of this form that is a view of the beginning of ``memory``, which is flat bytes."""
         return memory[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
 
     def __str__(self) -> str:

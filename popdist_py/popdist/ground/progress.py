@@ -30,7 +30,7 @@ _COUNTERS: Final = struct.Struct(phase_sampler.COUNTERS_FORMAT)
 _SAMPLES: Final = struct.Struct("=Q")
 _SAMPLES_AT: Final = phase_sampler.COUNTERS_AT + _COUNTERS.size
 COUNTED_BYTES: Final = _SAMPLES_AT + _SAMPLES.size
-"""Number of bytes of the page that an agent sends every second; the whole page is sent if calls are asked for."""
+"""Number of bytes of the page that an agent sends every second; for a report on calls it sends the whole page."""
 
 _STAMP: Final = struct.Struct("=IId")
 _ENDS: Final = struct.Struct(phase_sampler.ENDS_FORMAT)
@@ -44,10 +44,10 @@ MAX_MEMBER_RUNS: Final = 12
 """Maximum number of ranges of consecutive instances on the page; a group of more ranges means all instances."""
 
 AFTER_LEAVING: Final = "the next step after one that an exception has ended"
-"""The text that replaces a collective's name where an instance that shares a replica waits after an exception."""
+"""The text on the page, in place of a collective's name, while an instance of a replica waits after an exception."""
 
 FINALIZE: Final = "MPI_Finalize"
-"""The text that replaces a collective's name where a program waits in MPI_Finalize for all other instances."""
+"""The text on the page, in place of a collective's name, while a program waits in MPI_Finalize."""
 
 ANNOUNCEMENT_AT: Final = 8
 ANNOUNCEMENT_FORMAT: Final = "=qi"
@@ -164,7 +164,7 @@ class PhaseCounters:
 
 
 def read_places(page: bytes) -> dict[str, str]:
-    """Return, for each phase, the line of the program's code seen most often, as ``file:line``, if any was."""
+    """Return the line of the program's code seen most often in each phase, as ``file:line``."""
     size = phase_sampler.PLACE_BYTES
     fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, phase_sampler.ENDS_AT, size)]
     texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)

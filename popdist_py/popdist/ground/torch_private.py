@@ -157,7 +157,7 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
 
 
 def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:
-    """Call an operator with the backend of another ``group``, before torch 2.11: see :func:`reduce_op`."""
+    """Call torch's kernel of an operator for a ``group`` that is not popdist's; used before torch 2.11."""
     device = torch.device("privateuseone")  # the device of torch's own kernel, which calls the registered backend
     gloo = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))

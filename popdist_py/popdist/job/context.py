@@ -94,7 +94,7 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """Return the instances in collectives now. Raises CollectiveError inside a micro batch of several replicas."""
+    """Return the instances in collectives now. Raises CollectiveError while one of several replicas computes."""
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 
@@ -114,7 +114,7 @@ def notice() -> PreemptionNotice:
 
 @contextmanager
 def limited_to(members: tuple[int, ...]) -> Iterator[None]:
-    """A context whose collectives are limited to the instances ``members``, or to the replicas if shared."""
+    """A context whose collectives are limited to ``members``: instances, or replicas if they are shared."""
     job = current_job()
     outer, outer_part = job.group, job.data_parallel
     size = job.environment.contract.parallelism.instances_per_replica

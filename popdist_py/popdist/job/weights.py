@@ -134,7 +134,7 @@ def _describe(name: str, tensor: Tensor) -> bytes:
 
 
 def _place(name: str, tensor: Tensor) -> bytes:
-    """Describe a tensor and its type of device, because tensors of CPU and accelerator are sent differently."""
+    """Return a description of a tensor with its type of device, because CPU tensors are sent differently."""
     return _describe(name, tensor).replace(b"\n", f" on {tensor.device.type}\n".encode())
 
 

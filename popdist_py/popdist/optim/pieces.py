@@ -132,7 +132,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def is_piece_optimizer(optimizer_class: type[Optimizer]) -> bool:
-    """Whether ``optimizer_class`` is popdist's own and accepts pieces; False for a subclass of the program."""
+    """Whether ``optimizer_class`` is popdist's own and accepts pieces; False for a subclass in a program."""
     return issubclass(optimizer_class, PieceOptimizer) and optimizer_class.__module__ in _OWN
 
 

@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 @cache
 def number_of(name: str) -> int:
-    """Return the number of the tensor ``name`` in the counter of the random generator."""
+    """Return a number for the tensor ``name``, which is a part of the random generator's counter."""
     return zlib.crc32(name.encode())
 
 
@@ -68,7 +68,7 @@ def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed
 
 
 def philox(counter: Words, seed: int) -> Words:
-    """Return four random words for each counter: Philox4x32-10; the two halves of ``seed`` are the key."""
+    """Return four random words for each counter: Philox4x32-10 with the two halves of ``seed`` as key."""
     a, b, c, d = counter
     key, other_key = seed & _MASK, seed >> 32 & _MASK
     for _ in range(_NUM_ROUNDS):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AfterImport:
-    """The first finder in ``sys.meta_path``; it leaves finding to the others, and calls back after an import."""
+    """The first finder in ``sys.meta_path``: finds no module itself, but calls functions after imports."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[Call]] = {}

@@ -1,4 +1,4 @@
-"""The test whether a program of a job with several processes has trained alone; its imports show it at its end.
+"""A test at the end of a program in a job of several processes: its imports show whether it trained alone.
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
 for Python 3.8 and imports nothing. Pure.

@@ -64,7 +64,7 @@ _OWN_PARTS = {
     "/exchange/": {"": COMMUNICATION},
     "/job/collectives.py": {"": COMMUNICATION},
 }
-"""The phases of functions in torch's and in popdist's files, by a part of the file's path."""
+"""The phases of functions in popdist's files, as in ``_PARTS`` for torch; the key is a part of the path."""
 
 _AROUND = {FORWARD: (DATA, BACKWARD, CHECKPOINT, START), COMMUNICATION: (START,)}
 """Phases that replace an inner phase, such as backward around a forward pass that is computed again."""
@@ -79,7 +79,7 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", os.path.dirname(o
 
 
 class StackReader:
-    """A reader of a stack's phase and of the last line of the program's own code in the stack."""
+    """A reader of stacks: finds the phase and the innermost line of the program's own code."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[Phases, bool]] = {}

@@ -74,7 +74,7 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
 
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""The server's names of torch's recorders: of gloo, and of NCCL, which only some builds have."""
+"""The server's names for torch's recorders of gloo and of NCCL; only some builds of torch have NCCL."""
 
 
 def read_recorder(descriptor: int) -> bytes:

@@ -87,7 +87,7 @@ def load_module(*place: str) -> ModuleType:
 
 
 def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
-    """Make JAX read poprun's variables to find its job; write this on the page if the page is this process's."""
+    """Make JAX find its job in poprun's variables; announce the use of JAX on this process's page."""
 
     def announce() -> None:
         if signals.is_page(page) and signals.announced_pid(page) == os.getpid():

@@ -47,11 +47,11 @@ LEAST_BYTES: Final = 1 << 16
 """Minimum number of bytes of a block, because calls for shorter blocks take longer than the additions."""
 
 LINE_BYTES: Final = 64
-"""Shares begin at multiples of this number, so that no two ranks write into the same cache line."""
+"""Bytes of a cache line; shares begin at its multiples, so that two ranks never write to the same line."""
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (left, right) of rows to add, into the left row; row *i* is the node ``nodes[i]``."""
+    """Return pairs (left, right): row ``right`` is added to row ``left``. Row *i* is the node ``nodes[i]``."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -64,7 +64,7 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
 
 @cache
 def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of rows to add if the rows are the items of the tree; row 0 will be the sum."""
+    """Return the pairs (left, right) of rows to add in tree order; at the end row 0 is the sum."""
     return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
@@ -95,7 +95,7 @@ _COMBINERS: Final[dict[Op, Combine]] = {
 
 
 def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """Return the function of two tensors and ``out=`` that combines. Raises ValueError if there is none."""
+    """Return the function ``f(a, b, out=c)`` for ``op``. Raises ValueError if ``op`` cannot combine ``dtype``."""
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"a mean of {dtype} is no {dtype}")
     if dtype == torch.bool:  # sum means "or", product means "and"
@@ -186,7 +186,7 @@ class Reduction:
         )
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
-        """Combine the rows; all ranks must call it. ``over``, equal on all ranks, divides a sum of floats."""
+        """Combine the rows; all ranks must call it. A sum of floats is divided by ``over``, equal on all ranks."""
         self._barriers.wait(self._purpose, timeout_seconds)
         self._combine_share(over if self._divisor is None else self._divisor)
         self._barriers.wait(self._purpose, timeout_seconds)

@@ -197,7 +197,7 @@ class Barriers:
         self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
-        """Wait for the counter of one rank; a long wait also looks whether any other rank was lost."""
+        """Wait for the counter of one rank; raise BackendError in a long wait if any rank was lost."""
         for _ in self._reads:
             if words[COUNTER] >= number:
                 return
@@ -391,7 +391,7 @@ def wait_until(
 
 
 def is_crowded(pids: Collection[int]) -> bool:
-    """Return whether these processes, each perhaps bound to some cores, have fewer cores than processes."""
+    """Return whether the processes ``pids`` are more than the cores on which they may run."""
     cores: set[int] = set()
     for pid in pids:
         with suppress(OSError):  # a process that the kernel does not let us ask about counts as without cores
@@ -400,7 +400,7 @@ def is_crowded(pids: Collection[int]) -> bool:
 
 
 class CrowdedYields:
-    """How long to yield in a wait if there are more processes than cores: after long waits, not at all."""
+    """The durations of yields in waits if there are more processes than cores: 0 after long waits."""
 
     def __init__(self) -> None:
         self._distrust = self._num_sleeps = 0  # next to a computing process a yield takes a whole time slice
@@ -413,7 +413,7 @@ class CrowdedYields:
         return 0.0
 
     def record_wait(self, waited_seconds: float) -> None:
-        """Adapt to the duration of a wait that began with yielding."""
+        """Adapt later yields to the duration of a wait that began with a yield."""
         if waited_seconds < LONGEST_YIELD_SECONDS:
             self._distrust = max(self._distrust - 1, 0)
         else:

@@ -30,7 +30,7 @@ def call_in_children(method: Callable[[], None]) -> None:
 
 
 def call_at_exit(handler: Callable[[], None]) -> None:
-    """Call ``handler`` when this process exits, but not in forked children; a second call moves it to the end."""
+    """Call ``handler`` when this process exits, but not in forked children; a second call replaces the first."""
     atexit.unregister(handler)
     atexit.register(handler)
     if handler not in _exit_handlers:

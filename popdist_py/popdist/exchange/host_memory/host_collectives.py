@@ -24,7 +24,7 @@ FIRST_BYTES: Final = 1 << 16
 """Number of bytes of a slot until something larger is sent."""
 
 LARGEST_BYTES: Final = (1 << 21) + (1 << 16)
-"""Number of bytes of a slot afterwards; larger tensors are sent in pieces, which stay in the shared cache.
+"""Number of bytes of an enlarged slot; larger tensors are sent in pieces, which stay in the shared cache.
 
 The added 64 KiB have room for the bias of a layer whose weights fill the rest: a separate piece is not needed.
 """
@@ -72,7 +72,7 @@ class Slots:
 
     @property
     def whole_bytes(self) -> int:
-        """Largest size of which each rank adds everything itself, with one barrier."""
+        """Maximum number of bytes that each rank adds completely by itself, with one barrier."""
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
@@ -229,7 +229,7 @@ class HostCollectives:
         return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks in place; ``may_move`` says whether its memory may be moved."""
+        """Combine the tensors of all ranks in place; ``may_move`` says whether this rank's memory may move."""
         if not self._is_alone:
             self._all_reduce(tensor, op, may_move)
 
@@ -297,7 +297,7 @@ class HostCollectives:
                 combine(rows, piece, [held[:length] for held in memory])
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
-        """Combine the tensors that all ranks have at this rank's index in ``tensors``, into ``output``."""
+        """Combine ``tensors[i]`` of all ranks, where *i* is the number of this rank, into ``output``."""
         if self._is_alone:
             output.copy_(tensors[0])
             return

@@ -111,7 +111,7 @@ class HostGroup:
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Reserve memory of this rank for :meth:`allocate` or :meth:`part`, until its views end. No collective."""
+        """Reserve ``num_bytes`` of this rank's memory, released when no view uses them. No collective."""
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
@@ -184,7 +184,7 @@ class HostGroup:
         self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group; the other ranks detect it. Memory stays only where views of blocks map it."""
+        """Leave the group; the other ranks detect it. Memory stays mapped while views of blocks exist."""
         self.barriers.close()
         if self._is_part:  # the segments belong to the whole group, which is closed later
             return

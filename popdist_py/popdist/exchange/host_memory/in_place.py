@@ -38,7 +38,7 @@ _NEW: Final = 1 << 61
 _MOST_PREPARED: Final = 1 << 8
 
 _MANY_REFUSALS: Final = 16
-"""After this many consecutive calls of a kind without places, only one call in this many asks for places."""
+"""Number of consecutive calls without places after which only every 16th call asks for places."""
 
 _MOST_KINDS: Final = 1 << 10
 """Maximum number of kinds of calls that are counted; then counting restarts, on all ranks at the same call."""
@@ -69,7 +69,7 @@ class InPlace:
         self._can_map = True
         """Whether all ranks could map every storage so far."""
         self._seen: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
-        """Lengths of storages that may be moved when they are used again."""
+        """The storages that may be moved at their next use, with their lengths at the last use."""
         self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
         self._num_refusals: dict[int, int] = {}
         """For each kind of call, how many consecutive calls had no place for a tensor; equal on all ranks."""
@@ -100,7 +100,7 @@ class InPlace:
         )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the memory in these places as flat tensors."""
+        """Return the memory at ``places`` as flat tensors."""
         found = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
@@ -108,7 +108,7 @@ class InPlace:
         return found
 
     def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
-        """Return the reduction of tensors like ``tensor`` in these places."""
+        """Return the reduction of tensors like ``tensor`` at ``places``."""
         key = (places, op, tensor.dtype, tensor.numel())
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:

@@ -114,7 +114,7 @@ class SharedBlock:
         self.rows = tuple(rows)
         self.mine = rows[rank]
         self.release: Callable[[], None] = partial(segment.release, offset, whole_pages(len(self.mine)))
-        """Release this rank's memory, when no rank reads it any more; the block may still be mapped."""
+        """The function that releases this rank's memory, to be called when no rank reads the memory any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

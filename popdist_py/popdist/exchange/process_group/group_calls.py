@@ -202,7 +202,7 @@ def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors:
 def _reduce_scatter(
     host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
 ) -> None:
-    """Combine over the ranks what ``inputs[i]`` has for this rank, into ``outputs[i]``."""
+    """Combine the parts that all ranks' ``inputs[i]`` have for this rank, into ``outputs[i]``."""
     for output, row in zip(outputs, inputs, strict=True):
         place = place_of(output)
         host.reduce_scatter(place, [_apart(flat_values(tensor), [place], place) for tensor in row], op)
@@ -351,7 +351,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:
-    """Return popdist's name of the operation; None if popdist cannot combine such tensors by it."""
+    """Return popdist's name of ``reduce_op``; None if popdist cannot combine ``tensors`` in this way."""
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None
@@ -449,7 +449,7 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
 
 
 def check_splits(output: Tensor, input: Tensor, lengths: Sequence[Sequence[int]], size: int) -> None:  # noqa: A002 - torch's name
-    """Raise RuntimeError unless ``lengths`` cut both tensors into a part per rank; empty means equal."""
+    """Raise RuntimeError unless ``lengths`` cut both tensors into a part per rank; empty means equal parts."""
     _check_dtypes([output, input])
     for tensor, parts in zip((output, input), lengths, strict=True):
         rows = len(tensor) if tensor.dim() else 0

@@ -38,7 +38,7 @@ class MessageWork(dist.Work):
         self._message = message
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the message is done. Raises RuntimeError after ``timeout``, if not 0; it may come later."""
+        """Wait until done. Raises RuntimeError after a ``timeout`` above 0; the message may come later."""
         seconds = timeout.total_seconds()
         if not outside_inference(self._message.wait, seconds if seconds > 0 else None):
             raise RuntimeError(f"timeout: the message did not come within {seconds:g} seconds")

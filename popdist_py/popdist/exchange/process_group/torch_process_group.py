@@ -336,7 +336,7 @@ _FIELDS: Final = {
     "timeout": "timeout",
     "device_ids": "device_ids",
 }
-"""Arguments of the operators, with the names of these arguments in the options of a method."""
+"""For each option that operators take as an argument, its name in the options of a method."""
 
 _NO_DATA: Final = {*_FIELDS, "process_group", "sparse_indices"}
 
@@ -370,7 +370,7 @@ class DispatchedCall:
 
 @cache
 def install_kernels(device_key: str = "CPU") -> Any:
-    """Set the kernels for CPU devices or for an accelerator's devices, once in a process."""
+    """Register popdist's kernels for the CPU or for an accelerator with torch, once in a process."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the kernels that are replaced
@@ -462,7 +462,7 @@ def _call_group(
     opts: tuple[Any, ...],
     call: DispatchedCall | None,
 ) -> Any:
-    """Run popdist's collective; return its work in the form of operators."""
+    """Run popdist's collective; return its work in the form that torch's operators return."""
     if method == "scatter":
         return calls.scatter(*data, *opts).boxed()
     if call is None:  # if the operator was called directly, its work is torch's and cannot fail later
@@ -482,7 +482,7 @@ def _placeholder() -> Any:
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Call torch's own backend; return its work in the form of operators."""
+    """Call torch's own backend; return its work in the form that torch's operators return."""
     if method == "allgather_into_tensor_coalesced":  # torch has no Python binding of this and the next method
         rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
         return backend.allgather_coalesced(list(map(list, rows)), data[1], *opts).boxed()

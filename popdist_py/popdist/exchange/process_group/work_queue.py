@@ -22,10 +22,10 @@ from popdist.exchange.host_memory.forks import call_at_exit
 from popdist.ground import torch_private
 
 _END_SECONDS: Final = 5.0
-"""How long the thread may take to notice that the group was left."""
+"""Seconds that the thread may take to end after this rank has left the group."""
 
 _HAND_OVER_SECONDS: Final = 0.001
-"""Time after which the group's thread runs calls for which no thread waits; next to a program it is slower."""
+"""Seconds until the group's thread runs a call for which no thread waits; a waiting thread is faster."""
 
 NO_TIMEOUT: Final = timedelta(0)
 
@@ -63,7 +63,7 @@ class PendingWork(_Work):
         self._queue = queue
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the collective is done. Raises RuntimeError after ``timeout``, if not 0; it still runs."""
+        """Wait until the collective is done. Raises RuntimeError after a ``timeout`` above 0; it still runs."""
         seconds = timeout.total_seconds()
         if seconds <= 0:
             self._queue.advance(self._future.done)
@@ -96,7 +96,7 @@ class PendingWork(_Work):
         return self._future
 
     def finish(self, error: BaseException | None) -> None:
-        """Finish the future with ``error``, with an error of making the results, or with the results."""
+        """Finish the future with ``error``; if ``error`` is None, with the results of the collective."""
         try:
             if error is None:
                 self._future.set_result(self.result())

@@ -48,7 +48,7 @@ def as_backend_error(what: str) -> Iterator[None]:
 
 
 END_SECONDS: Final = 5.0
-"""How long the thread may take to notice that the channel was closed."""
+"""Seconds that the thread may take to end after the channel was closed."""
 
 _NUM_LOOKS: Final = 5
 _LOOK_SECONDS: Final = 0.2

@@ -312,7 +312,7 @@ class SeveralHosts:
                 output.copy_(rows[rank % place.num_local][rank // place.num_local])
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
-        """Combine the tensors that all ranks have at this rank's index in ``tensors``, into ``output``."""
+        """Combine ``tensors[i]`` of all ranks, where *i* is the number of this rank, into ``output``."""
         with self._call():
             shares = self._reduction.empty_shares(output, len(output))
             for rank, tensor in enumerate(tensors):

@@ -227,7 +227,7 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
 
 
 class TorchBackend:
-    """A backend of two or more instances of a job, ascending, over the connections of the job."""
+    """A backend of two or more instances of a job, over the connections of the job."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class TorchBackend:
 
     @property
     def host_group(self) -> HostGroup | None:
-        """The group that shares this host's memory, for the whole job; otherwise None."""
+        """The group that shares this host's memory; None if this backend is of a part of the job."""
         is_used = self._is_whole_job and "cpu" in self.device_kinds
         return self._connections.host.group if is_used and self._connections.host is not None else None
 

@@ -58,7 +58,7 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the replicas of a model with ``num_local_replicas`` on each instance; None: as many as the job.
+        """Return the layout of a model with ``num_local_replicas`` per instance; None means as many as the job.
 
         Raises ContractError if poprun has given the instances another number.
         """
@@ -138,7 +138,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Contract | None:
 
 
 def _read_torch(env: Mapping[str, str]) -> Contract | None:
-    """Return the job that torch's rank and size describe; None if either is unset. Errors: ``_refuse_half``."""
+    """Return the job that torch's rank and size describe; None if either variable is unset."""
     if names.RANK not in env or names.WORLD_SIZE not in env:
         _refuse_half(env)
         return None

@@ -83,7 +83,7 @@ def _reach(path: str, *, makes: bool) -> tuple[int, str]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the names in a path, last name first; a path that is empty or ends with a slash ends with ``.``."""
+    """Return the names in a path, last name first; an empty path, or a slash at the end, adds ``.``."""
     names = list(filter(None, path.split("/")))
     return [*reversed(names)] if names and not path.endswith("/") else [".", *reversed(names)]
 

@@ -170,7 +170,7 @@ def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 Split = Callable[[Nest], Sequence[Nest]]
-"""A function from a batch to this instance's micro batches, replica by replica; None for an empty one."""
+"""A function from a batch to this instance's micro batches, replica by replica; a None has no samples."""
 
 
 Splitting: TypeAlias = tuple[int, list[Nest], Sequence[float]]
@@ -226,7 +226,7 @@ def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
 
 
 def accumulation_of(batch: Nest, num_replicas: int, accumulation: int) -> int:
-    """Return the micro batches per local replica; for a loader's batch 1 means the batch's own number."""
+    """Return the number of micro batches per local replica; 1 with a loader's batch means the batch's own."""
     dealt = batches_of_loaders(batch)
     return max(1, len(dealt[0].micro_batches) // num_replicas) if dealt and accumulation == 1 else accumulation
 

@@ -185,7 +185,7 @@ def _after(close: Callable[[], None], forward: Callable[..., object], *args: obj
 
 
 def _copy_buffers(module: nn.Module, until: ExitStack) -> None:
-    """Give ``module`` copies of its buffers until the stack closes."""
+    """Give ``module`` copies of its buffers until the stack ``until`` closes."""
     found = [
         (owner, *named)
         for owner in module.modules()
@@ -285,7 +285,7 @@ def _inputs_and_target(content: Nest) -> tuple[Sequence[Any], Mapping[str, Any],
 
 
 def _joined(asked: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
-    """Join the arguments in ``asked`` to one run, which the schedule cuts into as many micro batches again."""
+    """Return one run with the samples of all arguments in ``asked``; the schedule cuts the run again."""
     inputs, keywords, targets = zip(*asked, strict=True)
     return PipelineRun(
         inputs=tuple(map(_join, zip(*inputs, strict=True))),
