@@ -331,7 +331,7 @@ class Group:
         return self.backend.names.of(instances)
 
     def agree(self, text: str) -> None:
-        """Wait until every member is in the collective ``text``. Raises CollectiveError otherwise."""
+        """Wait until every member is in the collective ``text``. Raises CollectiveError if texts differ."""
         self.start(text).wait()
 
     def run(

@@ -44,7 +44,7 @@ MAX_MEMBER_RUNS: Final = 12
 """Maximum number of ranges of consecutive instances on the page; a group of more ranges means all instances."""
 
 AFTER_LEAVING: Final = "the next step after one that an exception has ended"
-"""The text on the page, in place of a collective's name, while an instance of a replica waits after an exception."""
+"""The text on the page, in place of a collective's name, while one instance of a replica waits after an error."""
 
 FINALIZE: Final = "MPI_Finalize"
 """The text on the page, in place of a collective's name, while a program waits in MPI_Finalize."""

@@ -47,7 +47,7 @@ _ELEMENTS_AT_ONCE: Final = 1 << 19
 """Elements per call on the CPU, which fit a usual last-level cache; a multiple of 128, a block of random bits."""
 
 _ELEMENTS_OF_ACCELERATORS: Final = 1 << 24
-"""Elements per call on accelerators: computing takes longer than the host needs to launch a step's kernels."""
+"""Elements per call on accelerators, so many that computing takes longer than launching a step's kernels."""
 
 
 class LowPrecision(PieceOptimizer):

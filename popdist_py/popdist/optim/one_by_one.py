@@ -187,7 +187,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return attributes in which a program's own optimizer may count; empty for torch's and popdist's own."""
+    """Return the attributes of a program's own optimizer, which may count steps there; otherwise none."""
     if is_known(type(optimizer)) or isinstance(optimizer, PieceOptimizer):
         return {}
     return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}

@@ -113,7 +113,7 @@ class Connections:
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     def direct(self, device: torch.device) -> Any:
-        """Return the backend between accelerators. All instances must make the first call together.
+        """Return the backend that sends between accelerators. All instances must make the first call together.
 
         None if there is no such backend, or if two instances share an accelerator.
         """

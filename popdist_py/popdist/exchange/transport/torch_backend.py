@@ -164,7 +164,7 @@ _SUBSET_MESSAGE: Final = struct.Struct("<16sq")
 
 
 class MemoryOfSubsets:
-    """The memory that subsets of the instances, including this one, share when they first send data."""
+    """The shared memory of subsets of the instances; a subset gets its memory when it first sends data."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
