@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from popdist.ground.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
 from poprun.hosts.probe.gpus import find_gpus
+from poprun.plan.render.table import terminal_text
 from poprun.plan.topology import Gpu
 from poprun.text.atomic_file import check_target, write_whole
 from poprun.text.input_files import parse_json, parse_yaml, read_text
@@ -37,10 +38,11 @@ from popsize.mapping import Mapping as SizeMapping
 from popsize.model import Model, Transformer
 from popsize.picture import cube_svg
 from popsize.search import Answer, Candidate, nearest_changes, predict, search
-from popsize.tables import answer_csv, answer_json, answer_table, explanation, wrapped
+from popsize.tables import answer_csv, answer_json, answer_table, explanation
 
 _MEASURE_SECONDS: Final = 60
 _MOST_ERRORS: Final = 20
+_LEAST_WIDTH: Final = 80  # columns of a table; a narrower terminal wraps its lines
 
 _EPILOG: Final = f"""
 Words of --fix and --explain: {", ".join(f.name for f in fields(SizeMapping))}.
@@ -280,7 +282,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
             log(f"warning: {first.mapping.text} does not fit; {asked.save} has it nevertheless")
         _save(asked.save, saved(first.mapping, workload))
     if asked.form == "table":
-        print_out(wrapped(table, width()))
+        print_out(terminal_text(*table, width=max(width(), _LEAST_WIDTH), has_color=False))
     elif asked.form == "svg":
         print_out(cube_svg(first))
     elif asked.form == "csv":

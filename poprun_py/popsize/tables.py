@@ -1,13 +1,14 @@
-"""What a search or one mapping is shown as: tables for people, JSON and CSV for programs."""
+"""What a search or one mapping is shown as: tables and lines for people, JSON and CSV for programs."""
 
 import csv
 import io
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
 from typing import Any, Final
+
+from rich.table import Table
 
 from popsize.duration import (
     Duration,
@@ -28,6 +29,9 @@ _KINDS: Final = tuple(f.name for f in fields(Memory) if f.name != "streaming")
 _TERMS: Final = tuple(f.name for f in fields(Duration))
 _WITHOUT_DIGITS: Final = 100
 
+Part = Table | str
+"""A table, or a line."""
+
 
 def peak_share(candidate: Candidate) -> float:
     """The share of the devices' peak that the model's own operations use (MFU); recomputation does not count."""
@@ -36,9 +40,8 @@ def peak_share(candidate: Candidate) -> float:
     return workload.model.flops_per_sample * workload.training.global_batch / (candidate.duration.total * peak)
 
 
-def answer_table(answer: Answer, workload: Workload, num_rows: int) -> str:
+def answer_table(answer: Answer, workload: Workload, num_rows: int) -> list[Part]:
     """The fastest mappings as a table, and why a faster one does not fit."""
-    lines = [heading(workload), ""]
     rows = [
         (
             str(place),
@@ -55,14 +58,34 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> str:
         )
         for place, one in enumerate(answer.fitting[:num_rows], 1)
     ]
-    head = ("", "a step", "peak", "bubble", "GiB", "tp", "pp", "dp", "batch", "accum", "and")
-    lines += columns([head, *rows])
+    head = ("", "a step", "peak", "bubble", "GiB", "tp", "pp", "dp", "batch", "accum")
     more = len(answer.fitting) - len(rows)
-    lines += [f"{more} more fit (--top {len(answer.fitting)} lists all)."] if more > 0 else []
     first = answer.fitting[0]
-    lines += ["", f"The first, on its fullest device ({where(first)}):", *memory_lines(first), *phase_lines(first)]
-    lines += why_not_faster(answer)
-    return "\n".join(lines) + "\n"
+    return [
+        heading(workload),
+        "",
+        _table(rows, *head, words="and"),
+        *([f"{more} more fit (--top {len(answer.fitting)} lists all)."] if more > 0 else []),
+        "",
+        f"The first, on its fullest device ({where(first)}):",
+        _memory_table(first),
+        *_phase_parts(first),
+        *why_not_faster(answer),
+    ]
+
+
+def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: str | None = None) -> Table:
+    """Rows of ``names`` and of numbers below these headings, which stand to the right, and maybe of words."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(numbers), header_style="bold")
+    for _ in range(names):
+        table.add_column(no_wrap=True)
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    if words is not None:
+        table.add_column(words, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def heading(workload: Workload) -> str:
@@ -116,17 +139,17 @@ def choices(mapping: Mapping) -> str:
     return " ".join(words[4:]) or "-"
 
 
-def memory_lines(candidate: Candidate) -> list[str]:
+def _memory_table(candidate: Candidate) -> Table:
     """The memory of the fullest device, by kind."""
-    memory = candidate.memory
-    rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB") for kind in _KINDS]
-    rows += [("  in all", f"{memory.total / GIB:.3f} GiB of {candidate.workload.limit_bytes / GIB:.3f}")]
-    rows += [("  in slower memory", f"{memory.streaming / GIB:.3f} GiB")] if memory.streaming else []
-    return columns(rows)
+    memory, limit = candidate.memory, candidate.workload.limit_bytes
+    rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB", "") for kind in _KINDS]
+    rows += [("  in all", f"{memory.total / GIB:.3f} GiB", f"of {limit / GIB:.3f}")]
+    rows += [("  in slower memory", f"{memory.streaming / GIB:.3f} GiB", "")] if memory.streaming else []
+    return _table(rows, "", names=1, words="")
 
 
-def phase_lines(candidate: Candidate) -> list[str]:
-    """Lines on phases of whole layers: how large these are, and what a step reads and writes."""
+def _phase_parts(candidate: Candidate) -> list[Part]:
+    """How large phases of whole layers are, and what a step reads and writes."""
     workload = candidate.workload
     if not candidate.mapping.has_layer_phases:
         return []
@@ -140,18 +163,17 @@ def phase_lines(candidate: Candidate) -> list[str]:
     ends = (*plan.cuts, len(phase_units(workload, candidate.mapping)))
     sizes = sorted({last - first for first, last in pairwise(ends)})
     number = f"{sizes[0]} to {sizes[-1]} layers" if len(sizes) > 1 else f"{sizes[0]} layer{'s' * (sizes[0] > 1)}"
+    shown = [
+        (name, f"{size / GIB:.3f} GiB", f"in {seconds(size / speed)}", f"waiting {seconds(waited)}")
+        for name, size, speed, waited in rows
+    ]
     return [
         f"Phases of {number}, two at once in memory. Between it and the slower memory, in a step:",
-        *columns(
-            [
-                (name, f"{size / GIB:.3f} GiB", f"in {seconds(size / speed)}", f"waiting {seconds(waited)}")
-                for name, size, speed, waited in rows
-            ]
-        ),
+        _table(shown, "", "", names=1, words=""),
     ]
 
 
-def explanation(candidate: Candidate) -> str:
+def explanation(candidate: Candidate) -> list[Part]:
     """One mapping: each term of its time, and its memory by kind."""
     workload, terms, total = candidate.workload, asdict(candidate.duration), candidate.duration.total
     peak = workload.machine.device.flops_at(workload.training.precision) / TERA
@@ -159,20 +181,19 @@ def explanation(candidate: Candidate) -> str:
         (f"  {name}", seconds(value), f"{value / total:.1%}", TERM_WORDS[name]) for name, value in terms.items()
     ]
     sent = [(f"  {name}", f"{size / GIB:.3f} GiB", link) for name, size, link in traffic(candidate)]
-    lines = [
+    return [
         heading(workload),
         candidate.mapping.text,
         "",
         f"A step takes {seconds(total)}, {peak_share(candidate):.1%} of the peak of {peak:.0f} TFLOP/s a device:",
-        *columns(times),
+        _table(times, "", "", names=1, words=""),
         "",
         f"Memory of {where(candidate)}: it {'fits' if candidate.fits else 'does not fit'}.",
-        *memory_lines(candidate),
-        *phase_lines(candidate),
+        _memory_table(candidate),
+        *_phase_parts(candidate),
         "Sent by a device in a step:",
-        *columns(sent),
+        _table(sent, "", names=1, words=""),
     ]
-    return "\n".join(lines) + "\n"
 
 
 TERM_WORDS: Final = {
@@ -270,38 +291,3 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms"
-
-
-def wrapped(text: str, width: int) -> str:
-    """``text`` with its lines no longer than ``width``: what is too long goes on below."""
-    return "".join(f"{part}\n" for line in text.splitlines() for part in _parts(line, width))
-
-
-def _parts(line: str, width: int) -> list[str]:
-    """A line cut between its columns, and behind spaces and commas of the last one, where it is too long."""
-    last = line.rstrip().rfind("  ") + 2
-    pieces = [*re.split(r"(?<=  )(?! )", line[:last]), *re.split(r"(?<=[ ,])(?![ 0-9])", line[last:])]
-    own = len(line) - len(line.lstrip()) + 2
-    longest = max(len(piece.rstrip()) for piece in pieces)
-    indent = " " * min(max(own, last), width // 2, max(0, width - longest))
-    parts = [""]
-    for piece in pieces:
-        if len(parts[-1]) + len(piece.rstrip()) > width and parts[-1].strip():
-            parts.append(indent)
-        parts[-1] += piece
-    return [part.rstrip() for part in parts]
-
-
-def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows with their columns below each other; numbers stand to the right."""
-    table = list(rows)
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))] if table else []
-    return [
-        "  ".join(
-            cell.rjust(width)
-            if cell[:1].isdigit() or (column and cell in table[0] and table[-1][column][:1].isdigit())
-            else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]

@@ -31,7 +31,7 @@ LEAN = words("__future__ _json _socket _struct os resource select stat") | {*sys
 
 PURE = words(
     "bisect collections.abc contextlib csv dataclasses difflib functools hashlib heapq html io itertools json"
-    " math operator re types typing"
+    " math operator re rich.table types typing"
 )
 """All that the planner of mappings may import of others."""
 

@@ -23,6 +23,7 @@ from popsize.model import RECOMPUTE
 from popsize.picture import cube_svg
 from popsize.search import Candidate, nearest_changes, predict, search
 from popsize.tables import answer_table, explanation, seconds
+from tests.unit.test_popsize_tables import printed
 
 
 def workload(model: str, machine: str, global_batch: int, limit_gib: float | None = None) -> Workload:
@@ -329,8 +330,8 @@ def test_a_cpu_with_a_store_trains_a_larger_model_in_phases() -> None:
     assert first.duration.streaming == plan.step.reading + plan.step.writing > 0
     assert first.duration.layers + first.duration.optimizer == pytest.approx(plan.step.computing)
     assert first.memory.streaming >= 12 * one.model.num_parameters
-    assert "  written " in answer_table(answer, one, 1)
-    assert f"waiting {seconds(plan.step.reading)}" in explanation(first)
+    assert "  written " in printed(answer_table(answer, one, 1))
+    assert f"waiting {seconds(plan.step.reading)}" in printed(explanation(first))
     assert f"{seconds(plan.step.writing)} for writes" in cube_svg(first)
     assert search(replace(one, memory_limit_bytes=GIB / 4), {}).fitting == ()
 
