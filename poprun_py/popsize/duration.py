@@ -58,6 +58,17 @@ def _way(workload: Workload, mapping: Mapping) -> _Way:
 
 def duration_of(workload: Workload, mapping: Mapping) -> Duration:
     """The seconds of a step of ``mapping``, by what they are spent on."""
+    return streamed(unstreamed_duration(workload, mapping), workload, mapping)
+
+
+def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
+    """`unstreamed_duration`, which was ``found``, with what the step waits for the slower memory."""
+    waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
+    return replace(found, streaming=waiting) if waiting else found
+
+
+def unstreamed_duration(workload: Workload, mapping: Mapping) -> Duration:
+    """`duration_of` a step that never waits for the slower memory."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
@@ -72,7 +83,7 @@ def duration_of(workload: Workload, mapping: Mapping) -> Duration:
         replicas=_exchange_seconds("replicas", workload, mapping),
         gathering=_exchange_seconds("gathering", workload, mapping),
         optimizer=_optimizer_seconds(parameters, workload, mapping),
-        streaming=_streaming_seconds(number * slowest.total, workload, mapping),
+        streaming=0.0,
     )
 
 

@@ -10,7 +10,7 @@ from heapq import nlargest
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 
-from popsize.duration import Duration, duration_of
+from popsize.duration import Duration, streamed, unstreamed_duration
 from popsize.errors import MappingError
 from popsize.footprint import Memory, memory_of
 from popsize.hardware import GIB, gib
@@ -24,14 +24,8 @@ _INTERLEAVE: Final = (1, 2, 3, 4, 6, 8)
 _MORE_DEVICES: Final = (2, 4, 8, 16, 32, 64)
 _FEW_SHARDS: Final = 4
 """Of so many sizes of groups of shards all are tried; of more only that of a host, and all replicas."""
-_STATE: Final = (
-    "sharding",
-    "weight_shards",
-    "optimizer_shards",
-    "offload_activations",
-    "offload_optimizer",
-    "phases",
-)
+_OFFLOADED: Final = ("offload_activations", "offload_optimizer")
+_STATE: Final = ("sharding", "weight_shards", "optimizer_shards", *_OFFLOADED, "phases")
 """The fields of a mapping that say how it keeps its state; the others are its shape."""
 
 _MOST_BETTER: Final = 100
@@ -55,7 +49,12 @@ class Candidate:
     @cached_property
     def duration(self) -> Duration:
         """Seconds of a step."""
-        return duration_of(self.workload, self.mapping)
+        return streamed(self.unstreamed, self.workload, self.mapping)
+
+    @cached_property
+    def unstreamed(self) -> Duration:
+        """Seconds of a step that never waits for the slower memory, which are found sooner."""
+        return unstreamed_duration(self.workload, self.mapping)
 
     @cached_property
     def _fullest(self) -> tuple[Memory, Stage]:
@@ -125,17 +124,29 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
     for least, shape, ways in sorted(waiting, key=itemgetter(0)):
         if len(seconds) >= num_fastest and seconds[num_fastest - 1] <= least:
             break
-        tried = [Candidate(workload, _keeping(shape, way)) for way in ways]
+        tried = _tried(workload, shape, ways)
         too_large += [(least, one) for one in tried if not one.fits]
         if fits := [one for one in tried if one.fits]:
-            fitting.append(min(fits, key=attrgetter("duration.total")))  # of equals the simplest
-            insort(seconds, fitting[-1].duration.total)
+            fitting.append(fits[-1])
+            insort(seconds, fits[-1].duration.total)
     fitting.sort(key=_rank)
     return Answer(
         fitting=tuple(fitting),
         faster=_next_better(workload, fitting[0].duration.total, too_large, hopeless) if fitting else None,
         num_mappings=len(fitting) + len(too_large) + len(hopeless),
     )
+
+
+def _tried(workload: Workload, shape: Mapping, ways: list[Mapping]) -> list[Candidate]:
+    """The candidates of ``shape`` that could be faster than those before them; the last that fits is fastest."""
+    tried, best = list[Candidate](), math.inf
+    for way in ways:
+        one = Candidate(workload, _keeping(shape, way))
+        if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simplest
+            continue
+        tried.append(one)
+        best = one.duration.total if one.fits else best
+    return tried
 
 
 def _next_better(
@@ -166,7 +177,7 @@ def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
 
 def _least_seconds(workload: Workload, shape: Mapping) -> float:
     """The seconds of a step without those that depend on how ``shape`` keeps its state."""
-    duration = duration_of(workload, shape)
+    duration = unstreamed_duration(workload, shape)
     return duration.layers + duration.tensor + duration.bubble + duration.stages
 
 
@@ -256,22 +267,21 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """``shape`` with each legal way to keep its state, the simplest first."""
+    """``shape`` with each legal way to keep its state, the simplest first.
+
+    Only programs that are compiled as a whole run parts of layers as phases, and move state to the slower memory
+    and back: torch does neither for `popdist.parallel.parallelize`, and such ways are tried if they are fixed.
+    """
     shardings = _shardings(shape, workload, fixed)
-    offloads: list[_Values] = [{}]
-    phases: list[_Values] = []
-    if workload.machine.device.streaming_bytes:
+    device, state = workload.machine.device, {name: value for name, value in fixed.items() if name in _STATE}
+    ways = [{**sharding, **state} for sharding in shardings]
+    if device.streaming_bytes and device.is_compiled_for:
         most = most_phases(workload.model, shape.pipeline, are_layers=False)
+        offloads = ({"offload_activations": True}, {"offload_optimizer": True}, dict.fromkeys(_OFFLOADED, True))
         phases = [{"phases": n} for n in sorted({2, 4, 8, 16, most // 2, most}) if 1 < n <= most]
-        offloads += [
-            {"offload_activations": True},
-            {"offload_optimizer": True},
-            {"offload_activations": True, "offload_optimizer": True},
-        ]
-    state = {name: value for name, value in fixed.items() if name in _STATE}
-    ways = [{**sharding, **way, **state} for way in offloads for sharding in shardings]
-    ways += [{**sharding, **way, **state} for way in phases for sharding in (shardings[0], shardings[-1])]
-    if phases and shape.pipeline == 1:
+        ways += [{**sharding, **way, **state} for way in offloads for sharding in shardings]
+        ways += [{**sharding, **way, **state} for way in phases for sharding in (shardings[0], shardings[-1])]
+    if device.streaming_bytes and shape.pipeline == 1:
         most = most_phases(workload.model, 1, are_layers=True)
         ways += [{"phases": n, **state} for n in numbers_of_phases(most) if n > 1]
     every = dict.fromkeys(replace(shape, **way) for way in ways)

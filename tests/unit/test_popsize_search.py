@@ -217,7 +217,25 @@ def every_mapping(one: Workload, recompute: tuple[Any, ...] = RECOMPUTE) -> list
                     )
                 ),
             )
-    return [candidate for candidate in found if candidate.mapping.num_devices == number]
+    return [it for it in found if it.mapping.num_devices == number and can_start(one, it.mapping)]
+
+
+def can_start(one: Workload, mapping: Mapping) -> bool:
+    """Whether torch runs it: only what is compiled as a whole moves state, or has parts of layers as phases."""
+    if one.machine.device.is_compiled_for:
+        return True
+    is_apart = mapping.offload_activations or mapping.offload_optimizer
+    return not is_apart and (mapping.phases == 1 or mapping.has_layer_phases)
+
+
+def test_what_torch_cannot_start_is_found_only_if_it_is_asked_for() -> None:
+    """State beside a GPU and phases of parts of layers, which `popdist.parallel.parallelize` refuses."""
+    one = workload("gpt2-xl", "4xA100-80GB", 16, 9.0)
+
+    assert all(can_start(one, found.mapping) for found in search(one, {}).fitting)
+    for name, value in (("offload_optimizer", True), ("phases", 4)):
+        (first, *_) = search(one, {name: value, "pipeline": 2}).fitting
+        assert getattr(first.mapping, name) == value
 
 
 @pytest.mark.parametrize(
@@ -281,7 +299,7 @@ def test_interleaved_stages_have_micro_batches_for_all() -> None:
 
 def test_a_batch_with_many_divisors_is_searched_in_few_tries() -> None:
     """17,000 shapes: those that cannot be among the fastest are not predicted in full."""
-    answer = search(workload("gpt3-175b", "55440xA100-80GB", 720720), {})
+    answer = search(workload("gpt3-175b", "55440xH200-141GB", 720720), {})
 
     assert len(answer.fitting) >= 500
     assert answer.num_mappings < 60_000
