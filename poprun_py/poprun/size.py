@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from popdist.ground.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
 from poprun.hosts.probe.gpus import find_gpus
+from poprun.plan.render.picture.documents import picture_css
 from poprun.plan.render.table import terminal_text
 from poprun.plan.topology import Gpu
 from poprun.text.atomic_file import check_target, write_whole
@@ -284,7 +285,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
     if asked.form == "table":
         print_out(terminal_text(*table, width=max(width(), _LEAST_WIDTH), has_color=False))
     elif asked.form == "svg":
-        print_out(cube_svg(first))
+        print_out(cube_svg(first, picture_css()))
     elif asked.form == "csv":
         print_out(answer_csv(answer, asked.top))
     else:

@@ -1,6 +1,5 @@
 """Pictures of a mapping in SVG: the cube of devices, and the phases over the layers."""
 
-from collections.abc import Iterator
 from itertools import accumulate, pairwise, product
 from typing import Final
 
@@ -11,58 +10,74 @@ from popsize.mapping import Mapping
 from popsize.model import Model
 from popsize.search import Candidate
 from popsize.stages import stages_of
-from popsize.svg import document, element, escaped, rect, text
+from popsize.svg import NUM_HUES, document, element, escaped, rect, text, text_width
 from popsize.tables import heading, seconds
 
-_WIDTH, _HEIGHT = 118, 52
-_RIGHT, _UP = 16, 14
-_MARGIN, _TOP = 24, 64
-_LEAST: Final = 640
+_MARGIN: Final = 24
+_TITLE, _WORDS, _LABEL = 16, 12, 11  # sizes of fonts
+_LINE: Final = 20  # from one line of words to the next
+_PADDING: Final = 8  # around the words of a device
+_BEHIND: Final = (16, 14)  # how far to the right and upwards a replica stands behind the one before it
+_BAR: Final = 28  # height of the bar of phases
+_LEAST: Final = 592
 _NARROWEST: Final = 20
 """A phase that is narrower bears no number."""
 _SHOWN: Final = {"stages": 8, "shards": 8, "replicas": 4}
 """How many of each are drawn."""
 
-_HUES: Final = ("#dbe9f6", "#fde6cf", "#def0d8", "#f6dcdc", "#e8e0f1", "#efe5e0", "#fbe3f0", "#eeeeee")
 
+def cube_svg(one: Candidate, style: str) -> str:
+    """Draw the cube of a mapping in the colours of the style sheet ``style``.
 
-def cube_svg(one: Candidate) -> str:
-    """Draw the cube of a mapping: stages to the right, shards of a layer downwards, replicas behind each other."""
+    Stages stand to the right, shards of a layer downwards, and replicas behind each other.
+    """
     mapping, workload = one.mapping, one.workload
     sizes = {"stages": mapping.pipeline, "shards": mapping.tensor, "replicas": mapping.replicas}
     drawn = {name: min(number, _SHOWN[name]) for name, number in sizes.items()}
-    width = max(_LEAST, 2 * _MARGIN + drawn["stages"] * _WIDTH + drawn["replicas"] * _RIGHT)
-    bottom = _TOP + drawn["replicas"] * _UP + drawn["shards"] * _HEIGHT + 24
+    hidden = [f"{number - drawn[name]} more {name}" for name, number in sizes.items() if number > drawn[name]]
     title = f"{workload.model.name} on {mapping.num_devices} x {workload.machine.device.name}"
-    words = (
+    found = (
         f"tensor {mapping.tensor} x pipeline {mapping.pipeline} x replicas {mapping.replicas}: "
         f"{seconds(one.duration.total)} a step, {one.memory.total / GIB:.1f} GiB on the fullest device"
     )
-    parts = [text(title, (_MARGIN, 28), 16), text(words, (_MARGIN, 48), 12), *_cells(one, drawn)]
-    if hidden := [f"{number - drawn[name]} more {name}" for name, number in sizes.items() if number > drawn[name]]:
-        parts.append(text(f"not drawn: {', '.join(hidden)}", (_MARGIN, bottom), 12))
-        bottom += 24
+    words = [found, *([f"not drawn: {', '.join(hidden)}"] if hidden else []), *_phase_words(one)]
+    lines = [text(title, (_MARGIN, _MARGIN + _PADDING), _TITLE, "title")]
+    for number, line in enumerate(words, 2):
+        lines.append(text(line, (_MARGIN, _MARGIN + number * _LINE - _PADDING), _WORDS, "line"))
+    top = _MARGIN + len(lines) * _LINE + _PADDING
+    cells, (width, height) = _cube(one, drawn, top)
+    width = max(width, _LEAST, text_width(title, _TITLE), *(text_width(line, _WORDS) for line in words))
     if mapping.phases > 1:
-        parts += _phases(one, bottom, width - 2 * _MARGIN)
-        bottom += 84
-    paper, font = rect((width, bottom), fill="#ffffff"), "Helvetica, Arial, sans-serif"
-    return document(heading(workload), (width, bottom), paper, *parts, font_family=font, fill="#222", role="img")
+        cells += _bar(one, top + height + _LINE, width)
+        height += 2 * _LINE + _BAR + _PADDING
+    size = (width + 2 * _MARGIN, top + height + _MARGIN)
+    paper = rect(size, class_="paper")
+    return document(heading(workload), size, element("style", "\n", style), paper, *lines, *cells, role="img")
 
 
-def _cells(one: Candidate, drawn: dict[str, int]) -> Iterator[str]:
-    """Draw the rectangle of each device; the first replica stands before the others, with words."""
+def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], tuple[int, int]]:
+    """Draw each device below ``top``, and say how large all are; the first replica is in front, with words."""
     words = [_stage_words(one.workload.model, one.mapping, stage) for stage in range(drawn["stages"])]
+    width = max(text_width(line, _LABEL) for lines in words for line in lines) + 2 * _PADDING
+    height = max(map(len, words)) * (_LABEL + 3) + 2 * _PADDING
     stages, shards, replicas = (range(drawn[name]) for name in ("stages", "shards", "replicas"))
+    cells = []
     for replica, stage, shard in product(reversed(replicas), stages, shards):
-        x = _MARGIN + replica * _RIGHT + stage * _WIDTH
-        y = _TOP + (len(replicas) - replica) * _UP + shard * _HEIGHT
+        x = _MARGIN + replica * _BEHIND[0] + stage * width
+        y = top + (len(replicas) - 1 - replica) * _BEHIND[1] + shard * height
         about = f"replica {replica}, stage {stage}, shard {shard}: {', '.join(words[stage])}"
-        yield element(
-            "g",
-            element("title", escaped(about)),
-            rect((_WIDTH, _HEIGHT), (x, y), fill=_HUES[stage % len(_HUES)], stroke="#555"),
-            *(text(line, (x + 8, y + 17 + 14 * row), 11) for row, line in enumerate(words[stage]) if not replica),
+        labels = enumerate(words[stage] if not replica else [], 1)
+        cells.append(
+            element(
+                "g",
+                element("title", escaped(about)),
+                rect((width, height), (x, y), "box"),
+                *(text(it, (x + _PADDING, y + 4 + row * (_LABEL + 3)), _LABEL, "line") for row, it in labels),
+                class_=f"h{stage % NUM_HUES}",
+            )
         )
+    behind = len(replicas) - 1
+    return cells, (len(stages) * width + behind * _BEHIND[0], len(shards) * height + behind * _BEHIND[1])
 
 
 def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
@@ -76,21 +91,30 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
     return [*words, f"1/{mapping.tensor} of each"] if mapping.tensor > 1 else words
 
 
-def _phases(one: Candidate, top: int, width: int) -> Iterator[str]:
+def _phase_words(one: Candidate) -> list[str]:
+    """What is said of the phases of a stage, where it has any."""
+    mapping = one.mapping
+    if mapping.phases == 1:
+        return []
+    words = [f"{mapping.phases} phases of a stage: one is in memory, the next is read meanwhile"]
+    if mapping.has_layer_phases:
+        step = phase_plan(one.workload, mapping).step
+        words += [f"a step waits {seconds(step.reading)} for reads, {seconds(step.writing)} for writes"]
+    return words
+
+
+def _bar(one: Candidate, top: int, width: int) -> list[str]:
     """Draw the layers of a stage as a bar, cut into phases."""
     mapping, workload = one.mapping, one.workload
-    words = f"{mapping.phases} phases of a stage: one is in memory, the next is read meanwhile"
-    layers = [1] * mapping.phases
+    layers, number = [1] * mapping.phases, -(-workload.model.num_layers // mapping.pipeline)
     if mapping.has_layer_phases:
-        plan = phase_plan(workload, mapping)
-        layers = [b - a for a, b in pairwise((*plan.cuts, len(phase_units(workload, mapping))))]
-        words += f"; a step waits {seconds(plan.step.reading)} for reads, {seconds(plan.step.writing)} for writes"
-    yield text(words, (_MARGIN, top), 12)
-    ends = [_MARGIN + round(width * layer / sum(layers)) for layer in accumulate(layers, initial=0)]
-    for phase, (x, end) in enumerate(pairwise(ends)):
-        yield rect((end - x, 28), (x, top + 10), fill=_HUES[phase % len(_HUES)], stroke="#555")
-        if end - x > _NARROWEST:
-            yield text(str(phase + 1), ((x + end) // 2 - 4, top + 28), 11)
-    number = sum(layers) if mapping.has_layer_phases else -(-workload.model.num_layers // mapping.pipeline)
-    yield text(f"layer 1 of {number}", (_MARGIN, top + 54), 11)
-    yield text(f"layer {number}", (_MARGIN + width - 60, top + 54), 11)
+        ends = (*phase_plan(workload, mapping).cuts, len(phase_units(workload, mapping)))
+        layers, number = [last - first for first, last in pairwise(ends)], ends[-1]
+    places = [_MARGIN + round(width * layer / sum(layers)) for layer in accumulate(layers, initial=0)]
+    parts = []
+    for phase, (x, end) in enumerate(pairwise(places)):
+        label = text(str(phase + 1), ((x + end) // 2, top + 18), _LABEL) if end - x > _NARROWEST else ""
+        box = rect((end - x, _BAR), (x, top), "box")
+        parts.append(element("g", box, label, class_=f"h{phase % NUM_HUES}"))
+    first, last = text(f"layer 1 of {number}", (_MARGIN, top + 46), _LABEL, "line"), f"layer {number}"
+    return [*parts, first, text(last, (_MARGIN + width - text_width(last, _LABEL) // 2, top + 46), _LABEL, "note")]

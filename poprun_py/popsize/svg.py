@@ -9,6 +9,9 @@ import re
 from html import escape
 from typing import Final
 
+NUM_HUES: Final = 8
+"""How many colours a style sheet of pictures has: the classes ``h0`` to ``h7``."""
+
 _CHARACTER: Final = 0.6  # width of a character over the size of its font, generously
 _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What no XML document may hold (XML 1.0, section 2.2): words of a command line may."""

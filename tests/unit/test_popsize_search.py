@@ -350,7 +350,7 @@ def test_a_cpu_with_a_store_trains_a_larger_model_in_phases() -> None:
     assert first.memory.streaming >= 12 * one.model.num_parameters
     assert "  written " in printed(answer_table(answer, one, 1))
     assert f"waiting {seconds(plan.step.reading)}" in printed(explanation(first))
-    assert f"{seconds(plan.step.writing)} for writes" in cube_svg(first)
+    assert f"{seconds(plan.step.writing)} for writes" in cube_svg(first, "")
     assert search(replace(one, memory_limit_bytes=GIB / 4), {}).fitting == ()
 
 

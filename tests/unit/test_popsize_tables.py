@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.table import Table
 
+from poprun.plan.render.picture.documents import picture_css
 from poprun.plan.render.table import terminal_text
 from popsize.catalogue import model_digest, named_model
 from popsize.hardware import named_machine
 from popsize.mapping import Mapping, Training, Workload, from_table, saved
 from popsize.picture import cube_svg
 from popsize.search import Answer, predict, search
+from popsize.svg import text_width
 from popsize.tables import (
     TERM_WORDS,
     Part,
@@ -127,8 +129,8 @@ def test_a_picture_is_well_formed(tensor: int, pipeline: int, replicas: int, pha
         phases=min(phases, 2 * (32 // pipeline)),
         recompute="layer",
     )
-    root = ET.fromstring(cube_svg(predict(WORKLOAD, mapping)))  # noqa: S314 - our own
-    cells = root.findall("{*}g")
+    root = ET.fromstring(cube_svg(predict(WORKLOAD, mapping), picture_css()))  # noqa: S314 - our own
+    cells = [group for group in root.findall("{*}g") if group.find("{*}title") is not None]
     words = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
 
     assert len(cells) == min(tensor, 8) * min(pipeline, 8) * min(replicas, 4)
@@ -138,12 +140,17 @@ def test_a_picture_is_well_formed(tensor: int, pipeline: int, replicas: int, pha
         if "x" in rect.attrib:
             assert 0 <= float(rect.attrib["x"]) <= float(root.attrib["width"]) - float(rect.attrib["width"])
             assert 0 <= float(rect.attrib["y"]) <= float(root.attrib["height"]) - float(rect.attrib["height"])
+    for cell in cells:
+        for label in cell.findall("{*}text"):
+            assert text_width(label.text or "", 11) < float(cell.find("{*}rect").attrib["width"])  # type: ignore[union-attr] # each has one
+    for word in root.findall("{*}text"):
+        assert text_width(word.text or "", int(word.attrib["font-size"])) < float(root.attrib["width"])
 
 
 def test_a_picture_shows_any_name_of_a_model() -> None:
     """A character that no XML document may contain is replaced, and markup stays text."""
     named = replace(WORKLOAD, model=replace(WORKLOAD.model, name="\x1b<b>&amp;"))
-    root = ET.fromstring(cube_svg(predict(named, Mapping(replicas=64))))  # noqa: S314 - our own
+    root = ET.fromstring(cube_svg(predict(named, Mapping(replicas=64)), ""))  # noqa: S314 - our own
 
     assert root.findtext("{*}title", "").startswith("\ufffd<b>&amp;, ")
     assert root.findtext("{*}text", "").startswith("\ufffd<b>&amp; on 64 x ")

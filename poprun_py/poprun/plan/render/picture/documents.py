@@ -42,7 +42,7 @@ def render_svg(plan: LaunchPlan) -> str:
     ]
     top = _MARGIN + len(heading) * _LINE_HEIGHT + 10
     paper = (width, top + drawing.size[1] + _MARGIN)
-    style = element("style", "\n", _file("picture.css"))
+    style = element("style", "\n", picture_css())
     return document(title, paper, style, rect(paper, class_="paper"), *heading, drawing.at(_MARGIN, top))
 
 
@@ -64,7 +64,7 @@ def render_html(plan: LaunchPlan) -> str:
         element("main", picture.replace('tabindex="-1"', 'tabindex="0"', 1)),  # where Tab comes in
         '<div id="tip" role="tooltip" hidden></div>',
     ]
-    return html_page(title, _file("picture.css") + _file("page.css"), body, _file("page.js"))
+    return html_page(title, picture_css() + _file("page.css"), body, _file("page.js"))
 
 
 def _picture(drawing: Block, role: str, label: str) -> str:
@@ -101,6 +101,11 @@ def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, ob
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
     """The elements and attributes that describe a group in a page: a label, which its script shows."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
+
+
+def picture_css() -> str:
+    """Return the colours of a picture in light and dark, as a style sheet."""
+    return _file("picture.css")
 
 
 def _file(name: str) -> str:
