@@ -16,7 +16,6 @@ import click
 from popdist.ground.contract import VERSION
 from poprun.devices.pool.clusters import choose_cluster, pod_of
 from poprun.devices.pool.folder import BUSY_SECONDS
-from poprun.devices.pool.holders import sole_server
 from poprun.devices.pool.listing import (
     Row,
     allocation_rows,
@@ -40,6 +39,7 @@ from poprun.devices.server.server_client import (
     read_token,
     token_file,
 )
+from poprun.devices.server.sole_server import sole_server
 from poprun.errors import PartitionError, PlanError, ServerError
 from poprun.hosts.probe.gpus import find_gpus
 from poprun.hosts.probe.machine import usable_cores

@@ -1,6 +1,6 @@
 """A pool that users share: what one of them can do to the others, played by a process of another user.
 
-Holds poprun.devices.pool.folder and poprun.devices.pool.place.
+Holds poprun.devices.pool.folder, poprun.devices.pool.place and poprun.devices.server.sole_server.
 """
 
 import json
@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from poprun.devices.lease.local_lease import _inherited
-from poprun.devices.pool.holders import is_served, sole_server, this_process
+from poprun.devices.pool.holders import this_process
 from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
+from poprun.devices.server.sole_server import is_served, sole_server
 from poprun.errors import PartitionError, PoolError
 from poprun.launch.process.process_tree import key_of
 from poprun.plan.inventory import cpu_cluster

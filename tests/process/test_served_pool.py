@@ -1,6 +1,6 @@
 """The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job.
 
-Holds poprun.devices.lease.renewal, poprun.devices.server.server, poprun.devices.server.token_proofs, poprun.vipu
+Holds poprun.devices.server.renewal, poprun.devices.server.server, poprun.devices.server.token_proofs, poprun.vipu
 and poprun.devices.server.server_client.
 """
 
@@ -470,7 +470,7 @@ def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
             await_line(running)
             (lease,) = server.pool.state().leases
-            Pool(str(tmp_path / "pool")).release(Ticket(id=lease.id, key=lease.holder.key or ""))
+            Pool(str(tmp_path / "pool")).release(Ticket(id=lease.id, key=lease.holder.client_key or ""))
             assert running.stderr is not None
             assert "the lease of this job has ended" in running.stderr.readline()
             running.communicate("\n", timeout=DEADLINE_SECONDS)

@@ -8,15 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.devices.lease.claims import (
-    Claim,
-    check_domains,
-    choose_partition,
-    cores_of_ipus,
-    devices_called,
-    held_lease,
-    request_ipus,
-)
+from poprun.devices.lease.claims import Claim, Granted, choose_partition, request_ipus
 from poprun.devices.pool.records import Partition, PoolState
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.plan.inventory import Cluster, VirtualIpu, cpu_cluster, gpu_cluster
@@ -130,12 +122,12 @@ def test_the_only_partition_is_used(partitions: list[Partition], vipu: VipuSetti
 
 def cores_on(plan: LaunchPlan, num_ipus: int, slot: int) -> tuple[int, ...]:
     """The cores for one of so many counted slots."""
-    return cores_of_ipus(plan, cpu_cluster("box", num_ipus), [f"cpu/{slot}"])
+    return Granted(plan=plan, cluster=cpu_cluster("box", num_ipus), names=[f"cpu/{slot}"]).cores
 
 
 def devices_of(plan: LaunchPlan, gpus: Sequence[Gpu], *names: str) -> tuple[str, ...]:
     """The devices of ``plan`` on those of the ``gpus`` that it was given."""
-    return devices_called(plan, gpu_cluster("box", gpus), names)
+    return Granted(plan=plan, cluster=gpu_cluster("box", gpus), names=names).devices
 
 
 def test_a_job_runs_on_what_it_was_given() -> None:
@@ -163,19 +155,21 @@ def test_each_domain_needs_an_instance() -> None:
     )
 
     with pytest.raises(PartitionError, match=r"lies in 2 IPU-Link domains.*give --num-instances 2 or more"):
-        check_domains(planned(LAPTOP), far, ["a", "b"], "p", num_hosts=1)
-    several = planned(LAPTOP, hosts=("n1", "n2"), num_instances=2)
-    check_domains(several, far, ["a", "b"], "p", num_hosts=2)
+        Granted(plan=planned(LAPTOP), cluster=far, names=["a", "b"], partition="p").check_domains(num_hosts=1)
+    plan = planned(LAPTOP, hosts=("n1", "n2"), num_instances=2)
+    several = Granted(plan=plan, cluster=far, names=["a", "b"], partition="p")
+    several.check_domains(num_hosts=2)
     with pytest.raises(PartitionError, match="give --num-instances 4 or more"):
-        check_domains(several, far, ["a", "b"], "p", num_hosts=1)
+        several.check_domains(num_hosts=1)
 
 
 def test_a_lease_is_told_as_people_read_it() -> None:
     """GPUs by their numbers, where they are visible here."""
-    here = held_lease(
-        planned(LAPTOP), gpu_cluster("box", [Gpu(name="1", uuid="GPU-ab012")]), ["GPU-ab012"], "/pool", None
+    box = gpu_cluster("box", [Gpu(name="1", uuid="GPU-ab012")])
+    here, elsewhere = (
+        Granted(plan=planned(LAPTOP), cluster=cluster, names=["GPU-ab012"]).lease("/pool")
+        for cluster in (box, cpu_cluster("box", 1))
     )
-    elsewhere = held_lease(planned(LAPTOP), cpu_cluster("box", 1), ["GPU-ab012"], "/pool", None)
 
     assert str(here) == "GPU 1 on localhost, from the pool /pool"
     assert str(elsewhere) == "GPU-ab012 on localhost, from the pool /pool"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from poprun.devices.lease import renewal
-from poprun.devices.lease.renewal import LeaseRenewal
+from poprun.devices.server import renewal
+from poprun.devices.server.renewal import LeaseRenewal
 from poprun.devices.server.server_connection import ServerAddress
 from poprun.errors import LeaseEndedError, ServerLostError
 

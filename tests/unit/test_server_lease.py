@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.devices.lease.server_lease import as_here, check_place, facts_under, given_ipus, hosts_in
+from poprun.devices.lease.claims import Granted
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
 from poprun.devices.pool.requests import IpuRequest, PartitionRequest
+from poprun.devices.server.server_lease import as_here, check_place, facts_under, given_ipus, hosts_in
 from poprun.devices.server.server_messages import (
     LeaseRequest,
     ServedPool,
@@ -40,6 +41,11 @@ def plan(hosts: tuple[str, ...] = ("localhost",), num_instances: int = 2, *, on_
     """A job with one IPU for each instance."""
     made = replace(planned(LAPTOP, num_instances=num_instances), hosts=hosts)
     return replace(made, devices=tuple(str(slot) for slot in range(made.num_gpus_per_host)) if on_gpus else ())
+
+
+def granted(job: LaunchPlan, cluster: Cluster, names: list[str]) -> Granted:
+    """What a server has granted a job."""
+    return Granted(plan=job, cluster=cluster, names=names)
 
 
 def test_the_gpus_of_the_servers_machine_are_known_by_their_uuids() -> None:
@@ -89,22 +95,22 @@ def test_hosts_are_called_as_the_pod_calls_them() -> None:
 def test_a_job_computes_on_what_the_server_gave() -> None:
     """On GPUs as this process calls them, in its order; on the GPUs of its own hosts where it was given a pod."""
     box = as_here(gpu_cluster("box", GPUS), tuple(reversed(GPUS)))
-    on_box = given_ipus(plan(on_gpus=True), box, (), ["GPU-1", "GPU-2"], None)
-    on_pod = given_ipus(plan(("n2",), on_gpus=True), LAB, ("n2",), ["lab/5", "lab/6"], None)
+    on_box = given_ipus(granted(plan(on_gpus=True), box, ["GPU-1", "GPU-2"]), ())
+    on_pod = given_ipus(granted(plan(("n2",), on_gpus=True), LAB, ["lab/5", "lab/6"]), ("n2",))
 
     assert (on_box.devices, on_pod.devices) == (("2", "1"), ("0", "1"))
     with pytest.raises(PartitionError, match="has 0 IPUs of n3, and the job uses 1 there"):
-        given_ipus(plan(("n2", "n3"), 2), LAB, ("n2", "n3"), ["lab/5", "lab/6"], None)
+        given_ipus(granted(plan(("n2", "n3"), 2), LAB, ["lab/5", "lab/6"]), ("n2", "n3"))
     hidden = as_here(gpu_cluster("box", GPUS), GPUS[2:])
     with pytest.raises(PlanError, match="the job was given GPU-0, and those GPUs are not here"):
-        given_ipus(plan(on_gpus=True), hidden, (), ["GPU-0", "GPU-2"], None)
+        given_ipus(granted(plan(on_gpus=True), hidden, ["GPU-0", "GPU-2"]), ())
 
 
 def test_counted_slots_of_a_cpu_are_a_share_of_its_cores() -> None:
     """As for a job that counts them itself."""
     job = replace(plan(num_instances=1), cores=(0, 1, 2, 3))
 
-    assert given_ipus(job, cpu_cluster("box", 4), (), ["cpu/2"], None).cores == (2,)
+    assert given_ipus(granted(job, cpu_cluster("box", 4), ["cpu/2"]), ()).cores == (2,)
 
 
 def test_a_request_takes_equally_many_ipus_of_each_host() -> None:

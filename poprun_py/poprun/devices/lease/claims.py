@@ -123,41 +123,45 @@ def choose_partition(
     return only.name
 
 
-def held_lease(
-    plan: LaunchPlan, cluster: Cluster, names: Sequence[str], pool: str, partition: str | None
-) -> HeldLease:
-    """The lease on the virtual IPUs called ``names``, as people read it."""
-    shown = {ipu.name: str(ipu) for ipu in cluster.ipus}
-    names = tuple(shown.get(name, name) for name in names)
-    return HeldLease(host=fold_hosts(plan.hosts), names=names, pool=pool, partition=partition)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """What a pool has granted a job: the virtual IPUs of ``cluster`` that are called ``names``."""
 
+    plan: LaunchPlan
+    cluster: Cluster
+    names: Sequence[str]
+    partition: str | None = None
 
-def devices_called(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[str, ...]:
-    """The devices for the GPUs called ``names``, the first ones where a partition has more than are used."""
-    by_name = {ipu.name: ipu for ipu in cluster.ipus}
-    return tuple(by_name[name].device for name in names[: plan.num_gpus_per_host])
+    def lease(self, pool: str) -> HeldLease:
+        """The lease on them, as people read it."""
+        shown = {ipu.name: str(ipu) for ipu in self.cluster.ipus}
+        names = tuple(shown.get(name, name) for name in self.names)
+        return HeldLease(host=fold_hosts(self.plan.hosts), names=names, pool=pool, partition=self.partition)
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices for GPUs, the first ones where a partition has more than are used."""
+        by_name = {ipu.name: ipu for ipu in self.cluster.ipus}
+        return tuple(by_name[name].device for name in self.names[: self.plan.num_gpus_per_host])
 
-def check_domains(
-    plan: LaunchPlan, cluster: Cluster, names: Sequence[str], partition: str | None, *, num_hosts: int
-) -> None:
-    """Check that ``names``, of so many hosts, lie in no more IPU-Link domains than those have instances."""
-    num_domains = len({ipu.domain for ipu in cluster.ipus if ipu.name in names})
-    if num_domains > plan.num_instances_per_host * num_hosts:
-        least = num_domains * len(plan.hosts) // num_hosts
-        raise PartitionError(
-            f"partition {partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
-            f"give --num-instances {least} or more"
-        )
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The cores that virtual IPUs of a CPU stand for: each for an equal share of those of the plan."""
+        number = {ipu.name: ipu.index for ipu in self.cluster.ipus}
+        num_ipus, num_cores = len(self.cluster.ipus), len(self.plan.cores)
+        cores: set[int] = set()
+        for index in (number[name] for name in self.names[: self.plan.num_ipus_per_host]):
+            first = min(index * num_cores // num_ipus, num_cores - 1)
+            last = max(first + 1, (index + 1) * num_cores // num_ipus)
+            cores.update(self.plan.cores[first:last])
+        return tuple(sorted(cores))
 
-
-def cores_of_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[int, ...]:
-    """The cores that virtual IPUs of a CPU stand for: each for an equal share of those of the plan."""
-    number = {ipu.name: ipu.index for ipu in cluster.ipus}
-    num_ipus, num_cores = len(cluster.ipus), len(plan.cores)
-    cores: set[int] = set()
-    for index in (number[name] for name in names[: plan.num_ipus_per_host]):
-        first = min(index * num_cores // num_ipus, num_cores - 1)
-        last = max(first + 1, (index + 1) * num_cores // num_ipus)
-        cores.update(plan.cores[first:last])
-    return tuple(sorted(cores))
+    def check_domains(self, num_hosts: int) -> None:
+        """Check that they, of so many hosts, lie in no more IPU-Link domains than those have instances."""
+        num_domains = len({ipu.domain for ipu in self.cluster.ipus if ipu.name in self.names})
+        if num_domains > self.plan.num_instances_per_host * num_hosts:
+            least = num_domains * len(self.plan.hosts) // num_hosts
+            raise PartitionError(
+                f"partition {self.partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
+                f"give --num-instances {least} or more"
+            )

@@ -12,23 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from poprun.devices.lease.claims import (
-    Claim,
-    LeasedPlan,
-    Log,
-    check_domains,
-    choose_partition,
-    cores_of_ipus,
-    devices_called,
-    held_lease,
-    request_ipus,
-)
+from poprun.devices.lease.claims import Claim, Granted, LeasedPlan, Log, choose_partition, request_ipus
 from poprun.devices.pool.clusters import choose_cluster, pod_of
-from poprun.devices.pool.holders import is_here, is_served, this_process
+from poprun.devices.pool.holders import is_here, this_process
 from poprun.devices.pool.place import pool_folder
-from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
+from poprun.devices.pool.pool import LockedTicket, Pool, wait_for_turn
 from poprun.devices.pool.records import HeldLease, PoolState
 from poprun.devices.pool.requests import PoolRequest, refusal
+from poprun.devices.server.sole_server import is_served
 from poprun.errors import PlanError, PoolError
 from poprun.hosts.probe.gpus import find_devices, find_gpus
 from poprun.launch.process.process_tree import ancestors, user_name
@@ -116,7 +107,7 @@ class LocalClaim(Claim):
         self.plan = plan
         self.cluster = cluster
         self._pool = _pool_of(plan)
-        self._ticket: Ticket | None = None
+        self._ticket: LockedTicket | None = None
 
     @abstractmethod
     def request(self) -> PoolRequest:
@@ -145,7 +136,7 @@ class LocalClaim(Claim):
         state = self._pool.state()
         shares, own = self.plan.vipu.shares_devices, 0 if self._ticket is None else self._ticket.id
         words = refusal(self._requested, self.cluster, state, own=own, shares=shares, advises=advises)
-        if all(lease.holder.key is None for lease in state.leases) or is_served(self._pool.path):
+        if all(lease.holder.client_key is None for lease in state.leases) or is_served(self._pool.path):
             return words
         return (
             f"{words}\n  no server hands out this pool now, and without one the leases of other hosts (user@host) "
@@ -154,8 +145,12 @@ class LocalClaim(Claim):
 
     def lease(self, names: Sequence[str]) -> HeldLease:
         """The lease on the virtual IPUs, GPUs or cores called ``names``."""
-        held = held_lease(self.plan, self.cluster, names, self._pool.path, self.partition)
+        held = self.granted(names).lease(self._pool.path)
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
+
+    def granted(self, names: Sequence[str]) -> Granted:
+        """The virtual IPUs, GPUs or cores called ``names`` as what this claim was granted."""
+        return Granted(plan=self.plan, cluster=self.cluster, names=names, partition=self.partition)
 
     def give_back(self, log: Log) -> None:
         """Give everything back; where that cannot be written any more, the end of this process ends the lease."""
@@ -188,10 +183,11 @@ class IpuClaim(LocalClaim):
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
         """``given`` with the cores that the virtual IPUs stand for, if they are counted shares of a CPU."""
-        check_domains(self.plan, self.cluster, names, self.partition, num_hosts=1)
+        granted = self.granted(names)
+        granted.check_domains(num_hosts=1)
         if self.plan.vipu.ipus_per_host is None or self.plan.devices or self.cluster.kind != CPU:
             return given
-        return replace(given, cores=cores_of_ipus(self.plan, self.cluster, names))
+        return replace(given, cores=granted.cores)
 
 
 class GpuClaim(LocalClaim):
@@ -216,7 +212,7 @@ class GpuClaim(LocalClaim):
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
         """``given`` with the GPUs as masks call them."""
-        return replace(given, devices=devices_called(self.plan, self.cluster, names))
+        return replace(given, devices=self.granted(names).devices)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         by_device = {ipu.device: ipu for ipu in self.cluster.ipus}

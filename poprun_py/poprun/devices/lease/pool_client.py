@@ -30,7 +30,7 @@ def facts_under_pool(
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
     if vipu.server_host is not None and asks_server and not vipu.is_offline:
-        from poprun.devices.lease.server_lease import under_server
+        from poprun.devices.server.server_lease import under_server
 
         facts, pod = under_server(vipu, facts)
         if pod is None:
@@ -49,7 +49,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
         if plan.asks_server:
-            from poprun.devices.lease.server_lease import leased_from_server
+            from poprun.devices.server.server_lease import leased_from_server
 
             job = stack.enter_context(leased_from_server(job))
         if job.network is None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from poprun.devices.pool.folder import PoolFolder
-from poprun.devices.pool.holders import lives
+from poprun.devices.pool.holders import is_alive
 from poprun.devices.pool.records import MAX_NUMBER, Lease, Partition, PoolState
 from poprun.errors import PlanError
 from poprun.launch.process.process_tree import user_name
@@ -80,7 +80,7 @@ def read_contents(folder: PoolFolder) -> Contents:
             lease = read_row(Lease, file.data, file.uid)
         except (ValueError, PlanError) as error:
             raise folder.damage(kind, key, file.uid, str(error)) from None
-        if lives(lease.holder, partial(folder.is_locked, LOCK, key, file.uid)):
+        if is_alive(lease.holder, partial(folder.is_locked, LOCK, key, file.uid)):
             leases.append(Stored(key=key, uid=file.uid, row=lease))
     leases.sort(key=lambda stored: (stored.row.id, stored.key))
     keys = {stored.key for stored in leases}
@@ -96,7 +96,9 @@ def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
     row = read_record(kind, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     if isinstance(row, Partition):
         return replace(row, user=row.user if "@" in row.user else user_name(uid), lease=None)
-    return row if row.holder.key is not None else replace(row, holder=replace(row.holder, user=user_name(uid)))
+    return (
+        row if row.holder.client_key is not None else replace(row, holder=replace(row.holder, user=user_name(uid)))
+    )
 
 
 def row_data(row: Lease | Partition) -> bytes:

@@ -1,4 +1,4 @@
-"""The processes behind leases, and whether they still live; and whether a server hands out the pool.
+"""The processes behind leases, and whether they still live.
 
 Each lease has a file that poprun and its agents keep locked with flock(2): the kernel takes the lock away when the
 last of them has gone. That holds between users and containers, where ids say nothing. If the file is gone, the
@@ -6,15 +6,10 @@ process's id, start time and pid namespace decide. The lease of a client of a se
 """
 
 import os
-import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from typing import Final
 
-from poprun.devices.pool.folder import BUSY_SECONDS, opened_folder
 from poprun.devices.pool.records import Holder, short_words
-from poprun.errors import PoolError
 from poprun.launch.process.process_tree import key_of, user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -52,14 +47,14 @@ def pid_namespace() -> str:
         return ""
 
 
-def lives(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
+def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
     """Whether the job of ``holder`` lives; ``is_locked`` tells of the lease's file, None where there is none."""
-    if holder.key is not None:
+    if holder.client_key is not None:
         return True
     if holder.boot_id != boot_id():
         return False
     found = is_locked()
-    return _process_lives(holder) if found is None else found
+    return _is_process_alive(holder) if found is None else found
 
 
 def is_here(holder: Holder) -> bool:
@@ -67,7 +62,7 @@ def is_here(holder: Holder) -> bool:
     return holder.boot_id == boot_id() and holder.pid_namespace == pid_namespace()
 
 
-def _process_lives(holder: Holder) -> bool:
+def _is_process_alive(holder: Holder) -> bool:
     """Whether the process lives, by its ids; one of another pid namespace cannot be seen, and is taken to live."""
     if not is_here(holder):
         return True
@@ -79,38 +74,3 @@ def _process_lives(holder: Holder) -> bool:
         pass
     key = key_of(holder.pid)
     return key is None or key.start_ticks == holder.start_ticks
-
-
-_SERVER: Final = "server"
-_MAX_DIGITS: Final = 10
-
-
-@contextmanager
-def sole_server(pool: str) -> Iterator[None]:
-    """Be the one server of the pool at ``pool``, or raise a PoolError: two would end each other's leases."""
-    key = secrets.token_hex(16)
-    with opened_folder(pool, makes=True) as folder:
-        with folder.alone(BUSY_SECONDS):
-            for kind, other in folder.keys(_SERVER):
-                file = folder.read(kind, other)
-                if file is not None and folder.is_locked(kind, other):
-                    process = file.data[:_MAX_DIGITS].decode(errors="replace")
-                    name = process if process.isdecimal() else "that says not which"
-                    raise PoolError(f"pool {pool} is served already, by process {name} of {user_name(file.uid)}")
-                if file is not None and file.is_own:
-                    folder.remove(kind, other)
-            descriptor = folder.make_lock(_SERVER, key, str(os.getpid()).encode())
-        try:
-            yield
-        finally:
-            folder.remove(_SERVER, key)
-            os.close(descriptor)
-
-
-def is_served(pool: str) -> bool:
-    """Whether a server hands out the pool at ``pool``."""
-    try:
-        with opened_folder(pool, makes=False) as folder:
-            return any(folder.is_locked(kind, key) for kind, key in folder.keys(_SERVER))
-    except (OSError, PoolError):
-        return False

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from poprun.devices.pool.clusters import check_names
 from poprun.devices.pool.contents import (
@@ -32,13 +32,28 @@ _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A lease, or a place in the queue for one, of this process or of a client of this server."""
+    """A lease, or a place in the queue for one, which lasts until somebody ends it: that of a server's client."""
 
     id: int
     key: str  # what its files in the pool are called
-    descriptor: int | None = None
-    """The locked file that is the lease, as long as a process has it open; None for a client of a server."""
     ipus: tuple[str, ...] = ()  # names of those that it holds, in slot order; none while it waits
+
+    def close(self) -> None:
+        """Close what this process has open of it: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockedTicket(Ticket):
+    """A lease of this process, or its place in the queue for one."""
+
+    descriptor: int  # the locked file that is the lease, as long as a process has it open
+
+    def close(self) -> None:
+        """Close the locked file: the lease ends with the last process that has it open."""
+        os.close(self.descriptor)
+
+
+AnyTicket = TypeVar("AnyTicket", bound=Ticket)
 
 
 class Pool:
@@ -59,31 +74,25 @@ class Pool:
         except FileNotFoundError:
             return PoolState()
 
-    def enqueue(self, holder: Holder, request: PoolRequest) -> Ticket:
+    def enqueue(self, holder: Holder, request: PoolRequest) -> LockedTicket:
         """Queue at the end for ``holder``, who has what is requested if nobody stands before it and it is free."""
+        key = secrets.token_hex(16)
         with self._writing() as (folder, contents):
-            key = holder.key or secrets.token_hex(16)
-            lease = Lease(
-                id=contents.next_number,
-                holder=holder,
-                since_epoch_seconds=time.time(),
-                num_ipus=request.num_ipus,
-                queue=request.queue,
-            )
-            descriptor = folder.make_lock(LOCK, key) if holder.key is None else None
+            descriptor = folder.make_lock(LOCK, key)
             try:
-                stored = Stored(key=key, uid=os.geteuid(), row=lease)
-                ipus = _grant(folder, contents, stored, request)
-                if not ipus:
-                    write(folder, stored)
+                lease, ipus = _enqueued(folder, contents, key, holder, request)
             except BaseException:
-                end_lease(folder, key)
-                if descriptor is not None:
-                    os.close(descriptor)
+                os.close(descriptor)
                 raise
-        return Ticket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
+        return LockedTicket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
-    def retry(self, ticket: Ticket, request: PoolRequest) -> Ticket:
+    def enqueue_client(self, key: str, holder: Holder, request: PoolRequest) -> Ticket:
+        """Queue for a client of this server as for this process; the client's lease is the server's to end."""
+        with self._writing() as (folder, contents):
+            lease, ipus = _enqueued(folder, contents, key, holder, request)
+        return Ticket(id=lease.id, key=key, ipus=ipus)
+
+    def retry(self, ticket: AnyTicket, request: PoolRequest) -> AnyTicket:
         """Take what is requested if nobody stands before ``ticket`` by now, and it is free."""
         with self._writing() as (folder, contents):
             return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
@@ -95,8 +104,7 @@ class Pool:
             with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
                 end_lease(folder, ticket.key)
         finally:
-            if ticket.descriptor is not None:
-                os.close(ticket.descriptor)
+            ticket.close()
 
     def create_partition(
         self,
@@ -158,6 +166,28 @@ class Pool:
             contents = read_contents(folder)
             clear(folder, contents)
             yield folder, contents
+
+
+def _enqueued(
+    folder: PoolFolder, contents: Contents, key: str, holder: Holder, request: PoolRequest
+) -> tuple[Lease, tuple[str, ...]]:
+    """Write a lease at the end of the queue; the lease, and the names of what it was granted at once."""
+    lease = Lease(
+        id=contents.next_number,
+        holder=holder,
+        since_epoch_seconds=time.time(),
+        num_ipus=request.num_ipus,
+        queue=request.queue,
+    )
+    try:
+        stored = Stored(key=key, uid=os.geteuid(), row=lease)
+        ipus = _grant(folder, contents, stored, request)
+        if not ipus:
+            write(folder, stored)
+    except BaseException:
+        end_lease(folder, key)
+        raise
+    return lease, ipus
 
 
 def _own(contents: Contents, key: str) -> Stored[Lease]:

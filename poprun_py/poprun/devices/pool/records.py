@@ -71,7 +71,7 @@ class Holder:
     words: Words
 
     @property
-    def key(self) -> str | None:
+    def client_key(self) -> str | None:
         """The key by which a client of a server names its lease; None for a process of this machine."""
         return self.pid_namespace if self.boot_id == REMOTE else None
 

@@ -122,9 +122,9 @@ class ClientLeases:
         if lease is None:
             if num_clients >= MAX_CLIENTS:
                 raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
-            ticket = self._pool.enqueue(request.holder, wanted)
+            ticket = self._pool.enqueue_client(request.key, request.holder, wanted)
         else:
-            ticket = _ticket(lease)
+            ticket = Ticket(id=lease.id, key=request.key, ipus=lease.ipus)
         num_before = sum(other.id < ticket.id for other in state.waiting(wanted.queue))
         if not ticket.ipus and not num_before:
             try:
@@ -147,14 +147,10 @@ class ClientLeases:
     def _end(self, key: str, how: str) -> None:
         lease = _by_key(self._pool.state()).get(key)
         if lease is not None:
-            self._pool.release(_ticket(lease))
+            self._pool.release(Ticket(id=lease.id, key=key))
             self._log(f"lease {lease.id}: {how} ({lease.holder})")
         self._renewals.remove(key)
 
 
 def _by_key(state: PoolState) -> dict[str, Lease]:
-    return {lease.holder.key: lease for lease in state.leases if lease.holder.key is not None}
-
-
-def _ticket(lease: Lease) -> Ticket:
-    return Ticket(id=lease.id, key=lease.holder.key or "", ipus=lease.ipus)
+    return {lease.holder.client_key: lease for lease in state.leases if lease.holder.client_key is not None}

@@ -22,12 +22,9 @@ from typing import Final
 from poprun.devices.lease.claims import (
     ATTEMPT_SECONDS,
     Claim,
+    Granted,
     LeasedPlan,
-    check_domains,
     choose_partition,
-    cores_of_ipus,
-    devices_called,
-    held_lease,
     request_ipus,
 )
 from poprun.devices.pool.clusters import check_hosts_of
@@ -80,9 +77,9 @@ def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
     hosts = hosts_in(plan.hosts, cluster, aliases)
 
     def held(names: Sequence[str], descriptor: int | None = None) -> LeasedPlan:
-        lease = replace(held_lease(plan, cluster, names, str(pool.server), partition), descriptor=descriptor)
-        given = given_ipus(plan, cluster, hosts, names, partition)
-        return replace(job.with_leases(given, lease), has_gpus=is_gpus)
+        granted = Granted(plan=plan, cluster=cluster, names=names, partition=partition)
+        lease = replace(granted.lease(str(pool.server)), descriptor=descriptor)
+        return replace(job.with_leases(given_ipus(granted, hosts), lease), has_gpus=is_gpus)
 
     above = _held_above(served.state)
     if num_ipus <= len(above):
@@ -226,32 +223,28 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
     return found if cluster.hosts else ()
 
 
-def given_ipus(
-    plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str], partition: str | None
-) -> LeasedDevices:
-    """The devices and cores of ``plan`` with the IPUs called ``names``; ``hosts`` bear the cluster's names."""
+def given_ipus(granted: Granted, hosts: Sequence[str]) -> LeasedDevices:
+    """The devices and cores of a plan with what it was granted; ``hosts`` bear the cluster's names."""
+    plan, cluster = granted.plan, granted.cluster
     if cluster.kind == GPU:
-        in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]
+        in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in granted.names]
         _check_visible(plan, cluster, in_slot_order[: plan.num_gpus_per_host])
-        return replace(plan.named_devices, devices=devices_called(plan, cluster, in_slot_order))
+        return replace(plan.named_devices, devices=replace(granted, names=in_slot_order).devices)
     for host in hosts:
-        _check_share(plan, cluster, host, names, partition)
-    check_domains(plan, cluster, names, partition, num_hosts=len(plan.hosts))
+        _check_share(granted, host)
+    granted.check_domains(num_hosts=len(plan.hosts))
     if cluster.kind != CPU or cluster.is_open:
         return plan.named_devices
-    return replace(plan.named_devices, cores=cores_of_ipus(plan, cluster, names))
+    return replace(plan.named_devices, cores=granted.cores)
 
 
-def _check_share(
-    plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str], partition: str | None
-) -> None:
+def _check_share(granted: Granted, host: str) -> None:
     """Check that the job was given as many IPUs of a host as it uses there."""
-    count = sum(ipu.name in names for ipu in share_of(cluster, host))
-    if count < plan.num_ipus_per_host:
+    count = sum(ipu.name in granted.names for ipu in share_of(granted.cluster, host))
+    if count < (used := granted.plan.num_ipus_per_host):
         raise PartitionError(
-            f"partition {partition} has {count} IPUs of {host}, and the job uses "
-            f"{plan.num_ipus_per_host} there: choose the hosts that it lies on with --host, or leave it to poprun "
-            "to make one"
+            f"partition {granted.partition} has {count} IPUs of {host}, and the job uses {used} there: choose the "
+            "hosts that it lies on with --host, or leave it to poprun to make one"
         )
 
 
