@@ -10,7 +10,7 @@ from popsize.hardware import Machine
 from popsize.mapping import Mapping, Training, Workload
 from popsize.model import Layer, Recompute
 from popsize.phases import PhasePlan, StoreSpeed, phase_cuts, plan_with
-from popsize.stages import Stage, shown_stages
+from popsize.stages import Stage, most_parameters, shown_stages
 
 _AGAIN = 4
 """Passes forward and backward of a layer that is computed again; a backward pass counts as two."""
@@ -24,10 +24,10 @@ class Duration:
     tensor: float  # sums over the tensor group
     bubble: float  # waiting for the pipeline to fill and to drain
     stages: float  # sending activations between stages
-    replicas: float  # sums of gradients over replicas
-    gathering: float  # gathering sharded weights
-    optimizer: float  # the update
-    streaming: float  # waiting for the slower memory, as far as nothing is computed meanwhile
+    replicas: float = 0.0  # sums of gradients over replicas
+    gathering: float = 0.0  # gathering sharded weights
+    optimizer: float = 0.0  # the update
+    streaming: float = 0.0  # waiting for the slower memory, as far as nothing is computed meanwhile
 
     @property
     def total(self) -> float:
@@ -58,33 +58,39 @@ def _way(workload: Workload, mapping: Mapping) -> _Way:
 
 def duration_of(workload: Workload, mapping: Mapping) -> Duration:
     """The seconds of a step of ``mapping``, by what they are spent on."""
-    return streamed(unstreamed_duration(workload, mapping), workload, mapping)
+    return streamed(updated(running_duration(workload, mapping), workload, mapping), workload, mapping)
 
 
-def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """`unstreamed_duration`, which was ``found``, with what the step waits for the slower memory."""
-    waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
-    return replace(found, streaming=waiting) if waiting else found
-
-
-def unstreamed_duration(workload: Workload, mapping: Mapping) -> Duration:
-    """`duration_of` a step that never waits for the slower memory."""
+def running_duration(workload: Workload, mapping: Mapping) -> Duration:
+    """The seconds of the passes of a step, which do not depend on how ``mapping`` keeps its state."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
     number = mapping.num_micro_batches(workload.training.global_batch)
-    parameters = max(stage.parameters_on_device(mapping.tensor) for stage in shown)
     return Duration(
         layers=number * slowest.layers,
         tensor=number * slowest.tensor,
         bubble=(_all_stages(mapping, stages) - slowest.total) * _waiting_share(mapping, number)
         + _drained_seconds(workload, mapping),
         stages=(number * mapping.interleave + mapping.pipeline - 1) * _transfer_seconds(workload, mapping),
+    )
+
+
+def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
+    """``running`` with the exchange of gradients and weights, and the update."""
+    parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
+    return replace(
+        running,
         replicas=_exchange_seconds("replicas", workload, mapping),
         gathering=_exchange_seconds("gathering", workload, mapping),
         optimizer=_optimizer_seconds(parameters, workload, mapping),
-        streaming=0.0,
     )
+
+
+def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
+    """``found`` with what the step waits for the slower memory."""
+    waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
+    return replace(found, streaming=waiting) if waiting else found
 
 
 def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
@@ -221,8 +227,7 @@ def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
     """
     if mapping.replicas == 1:
         return ()
-    stages = shown_stages(workload.model, mapping.pipeline)
-    size = max(stage.parameters_on_device(mapping.tensor) for stage in stages) * 2 * workload.width
+    size = most_parameters(workload.model, mapping.pipeline, mapping.tensor) * 2 * workload.width
     number = mapping.num_micro_batches(workload.training.global_batch) if mapping.pipeline == 1 else 1
 
     def among(name: str, rounds: float, devices: int) -> Exchange:
@@ -268,7 +273,7 @@ def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) 
 def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
     """Bytes to and from the slower memory in a step: those it waits for, and those behind its computing."""
     training, model = workload.training, workload.model
-    parameters = max(stage.parameters_on_device(mapping.tensor) for stage in shown_stages(model, mapping.pipeline))
+    parameters = most_parameters(model, mapping.pipeline, mapping.tensor)
     number = mapping.num_micro_batches(training.global_batch)
     waiting = behind = 0.0
     if mapping.has_layer_phases:

@@ -7,10 +7,10 @@ from collections.abc import Mapping as Table
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nlargest
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Final
 
-from popsize.duration import Duration, streamed, unstreamed_duration
+from popsize.duration import Duration, running_duration, streamed, updated
 from popsize.errors import MappingError
 from popsize.footprint import Memory, memory_of
 from popsize.hardware import GIB, gib
@@ -40,6 +40,7 @@ class Candidate:
 
     workload: Workload
     mapping: Mapping
+    running: Duration | None = None  # the seconds of its passes, where they are known
 
     @property
     def num_micro_batches(self) -> int:
@@ -54,7 +55,8 @@ class Candidate:
     @cached_property
     def unstreamed(self) -> Duration:
         """Seconds of a step that never waits for the slower memory, which are found sooner."""
-        return unstreamed_duration(self.workload, self.mapping)
+        running = self.running or running_duration(self.workload, self.mapping)
+        return updated(running, self.workload, self.mapping)
 
     @cached_property
     def _fullest(self) -> tuple[Memory, Stage]:
@@ -113,22 +115,22 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
     groups = _groups(workload, fixed)
     if not groups:
         raise MappingError(_why_none_is_legal(workload, fixed))
-    waiting: list[tuple[float, Mapping, list[Mapping]]] = []
-    hopeless: list[tuple[Mapping, list[Mapping]]] = []
+    waiting: list[_Try] = []
+    hopeless: list[_Try] = []
     for ways, shapes in groups:
-        if any(not one.missing_bytes for one in _smallest(workload, shapes, ways)):
-            waiting += [(_least_seconds(workload, shape), shape, ways) for shape in shapes]
-        else:
-            hopeless += [(shape, ways) for shape in shapes]
-    fitting, too_large, seconds = list[Candidate](), list[tuple[float, Candidate]](), list[float]()
-    for least, shape, ways in sorted(waiting, key=itemgetter(0)):
-        if len(seconds) >= num_fastest and seconds[num_fastest - 1] <= least:
+        fits = any(not one.missing_bytes for one in _smallest(workload, shapes, ways))
+        (waiting if fits else hopeless).extend(
+            _Try(running_duration(workload, shape), shape, ways) for shape in shapes
+        )
+    fitting, too_large, seconds = list[Candidate](), list[Candidate](), list[float]()
+    for one in sorted(waiting, key=attrgetter("running.total")):
+        if len(seconds) >= num_fastest and seconds[num_fastest - 1] <= one.running.total:
             break
-        tried = _tried(workload, shape, ways)
-        too_large += [(least, one) for one in tried if not one.fits]
-        if fits := [one for one in tried if one.fits]:
-            fitting.append(fits[-1])
-            insort(seconds, fits[-1].duration.total)
+        tried = _tried(workload, one)
+        too_large += [found for found in tried if not found.fits]
+        if fitting_ways := [found for found in tried if found.fits]:
+            fitting.append(fitting_ways[-1])
+            insort(seconds, fitting[-1].duration.total)
     fitting.sort(key=_rank)
     return Answer(
         fitting=tuple(fitting),
@@ -137,30 +139,40 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
     )
 
 
-def _tried(workload: Workload, shape: Mapping, ways: list[Mapping]) -> list[Candidate]:
-    """The candidates of ``shape`` that could be faster than those before them; the last that fits is fastest."""
-    tried, best = list[Candidate](), math.inf
-    for way in ways:
-        one = Candidate(workload, _keeping(shape, way))
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A shape with the ways in which it can keep its state; none is faster than its passes."""
+
+    running: Duration
+    shape: Mapping
+    ways: list[Mapping]
+
+    def candidates(self, workload: Workload) -> Iterator[Candidate]:
+        """The shape with each way; phases of whole layers have other passes."""
+        for way in self.ways:
+            mapping = _keeping(self.shape, way)
+            yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
+
+
+def _tried(workload: Workload, tried: _Try) -> list[Candidate]:
+    """The candidates that could be faster than those before them; the last that fits is fastest."""
+    found, best = list[Candidate](), math.inf
+    for one in tried.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simplest
             continue
-        tried.append(one)
+        found.append(one)
         best = one.duration.total if one.fits else best
-    return tried
+    return found
 
 
 def _next_better(
-    workload: Workload,
-    best: float,
-    too_large: list[tuple[float, Candidate]],
-    hopeless: list[tuple[Mapping, list[Mapping]]],
+    workload: Workload, best: float, too_large: list[Candidate], hopeless: list[_Try]
 ) -> Candidate | None:
     """The slowest of the mappings that are too large and take less than ``best`` seconds."""
-    bounded = [(_least_seconds(workload, shape), shape, ways) for shape, ways in hopeless]
-    near = nlargest(_MOST_BETTER, (one for one in bounded if one[0] < best), key=itemgetter(0))
-    every = [one for least, one in too_large if least < best]
-    every += [Candidate(workload, _keeping(shape, way)) for _, shape, ways in near for way in ways]
-    faster = (one for one in every if one.duration.total < best)
+    bounded = (one for one in hopeless if one.running.total < best)
+    near = nlargest(_MOST_BETTER, bounded, key=attrgetter("running.total"))
+    every = [*too_large, *(found for one in near for found in one.candidates(workload))]
+    faster = (one for one in every if one.unstreamed.total < best and one.duration.total < best)
     return max(faster, key=attrgetter("duration.total"), default=None)
 
 
@@ -173,12 +185,6 @@ def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) ->
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
     """Sorts that shape of a group first which needs least memory."""
     return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
-
-
-def _least_seconds(workload: Workload, shape: Mapping) -> float:
-    """The seconds of a step without those that depend on how ``shape`` keeps its state."""
-    duration = unstreamed_duration(workload, shape)
-    return duration.layers + duration.tensor + duration.bubble + duration.stages
 
 
 def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:

@@ -51,6 +51,12 @@ def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
     return tuple(dict.fromkeys(stage for stage in (stages[0], fullest, stages[-1]) if stage is not None))
 
 
+@lru_cache(maxsize=512)
+def most_parameters(model: Model, pipeline: int, tensor: int) -> float:
+    """Parameters of each device of the stage that has most."""
+    return max(stage.parameters_on_device(tensor) for stage in shown_stages(model, pipeline))
+
+
 def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
     """The largest number of phases: as many as the stage that has most has layers, or parts of layers."""
     return max(
