@@ -115,12 +115,12 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
     groups = _groups(workload, fixed)
     if not groups:
         raise MappingError(_why_none_is_legal(workload, fixed))
-    waiting: list[_Try] = []
-    hopeless: list[_Try] = []
+    waiting: list[_Shape] = []
+    hopeless: list[_Shape] = []
     for ways, shapes in groups:
         fits = any(not one.missing_bytes for one in _smallest(workload, shapes, ways))
         (waiting if fits else hopeless).extend(
-            _Try(running_duration(workload, shape), shape, ways) for shape in shapes
+            _Shape(running_duration(workload, shape), shape, ways) for shape in shapes
         )
     fitting, too_large, seconds = list[Candidate](), list[Candidate](), list[float]()
     for one in sorted(waiting, key=attrgetter("running.total")):
@@ -140,24 +140,24 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Try:
+class _Shape:
     """A shape with the ways in which it can keep its state; none is faster than its passes."""
 
     running: Duration
-    shape: Mapping
+    mapping: Mapping
     ways: list[Mapping]
 
     def candidates(self, workload: Workload) -> Iterator[Candidate]:
         """The shape with each way; phases of whole layers have other passes."""
         for way in self.ways:
-            mapping = _keeping(self.shape, way)
+            mapping = _keeping(self.mapping, way)
             yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
 
 
-def _tried(workload: Workload, tried: _Try) -> list[Candidate]:
+def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
     """The candidates that could be faster than those before them; the last that fits is fastest."""
     found, best = list[Candidate](), math.inf
-    for one in tried.candidates(workload):
+    for one in shape.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simplest
             continue
         found.append(one)
@@ -166,7 +166,7 @@ def _tried(workload: Workload, tried: _Try) -> list[Candidate]:
 
 
 def _next_better(
-    workload: Workload, best: float, too_large: list[Candidate], hopeless: list[_Try]
+    workload: Workload, best: float, too_large: list[Candidate], hopeless: list[_Shape]
 ) -> Candidate | None:
     """The slowest of the mappings that are too large and take less than ``best`` seconds."""
     bounded = (one for one in hopeless if one.running.total < best)

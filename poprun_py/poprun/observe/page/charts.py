@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Final
 
-from poprun.plan.render.picture.drawing import NUM_HUES
 from poprun.text.ranges import describe_seconds, unit_of_bytes
-from popsize.svg import element, escaped
+from popsize.svg import NUM_HUES, element, escaped
 
 Point = tuple[float, float]  # seconds since the job began, and a value
 

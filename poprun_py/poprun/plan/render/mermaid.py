@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.plan.render.picture.drawing import NUM_HUES, hue_of
+from poprun.plan.render.picture.drawing import hue_of
 from poprun.plan.render.picture.scene import Framing, Scene, framing, make_scene
 from poprun.plan.render.words import (
     describe_more_hosts,
@@ -19,6 +19,7 @@ from poprun.plan.render.words import (
     stands_for,
 )
 from poprun.text.ranges import numbered
+from popsize.svg import NUM_HUES
 
 _MAX_INSTANCES: Final = 64  # instances up to which nothing is folded
 _FOLDED_INSTANCES: Final = 16  # how many instances a folded diagram shows of a plan and of a host, at most

@@ -24,9 +24,7 @@ from poprun.plan.render.words import (
     stands_for,
 )
 from poprun.text.ranges import counted, fold_numbers, numbered
-from popsize.svg import cut, element, middle, rect, text, text_width
-
-NUM_HUES: Final = 8
+from popsize.svg import NUM_HUES, cut, element, middle, rect, text, text_width
 
 MAX_WIDTH: Final = 1500  # of a picture whose parts allow it, so that it fits a screen of 1,600 pixels
 _LEGEND: Final = 34  # from the hosts to the base line of the legend
