@@ -14,8 +14,6 @@ from click.core import ParameterSource
 from popdist.ground.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
 from poprun.hosts.probe.gpus import find_gpus
-from poprun.plan.render.picture.documents import picture_css
-from poprun.plan.render.table import terminal_text
 from poprun.plan.topology import Gpu
 from poprun.text.atomic_file import check_target, write_whole
 from poprun.text.input_files import parse_json, parse_yaml, read_text
@@ -37,7 +35,6 @@ from popsize.hardware import (
 from popsize.mapping import OPTIMIZER_BYTES, Training, Workload, completed, loaded, parse_mapping, saved
 from popsize.mapping import Mapping as SizeMapping
 from popsize.model import Model, Transformer
-from popsize.picture import cube_svg
 from popsize.search import Answer, Candidate, nearest_changes, predict, search
 from popsize.tables import answer_csv, answer_json, answer_table, explanation
 
@@ -283,8 +280,13 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
             log(f"warning: {first.mapping.text} does not fit; {asked.save} has it nevertheless")
         _save(asked.save, saved(first.mapping, workload))
     if asked.form == "table":
+        from poprun.plan.render.table import terminal_text
+
         print_out(terminal_text(*table, width=max(width(), _LEAST_WIDTH), has_color=False))
     elif asked.form == "svg":
+        from poprun.plan.render.picture.documents import picture_css
+        from popsize.picture import cube_svg
+
         print_out(cube_svg(first, picture_css()))
     elif asked.form == "csv":
         print_out(answer_csv(answer, asked.top))
