@@ -100,9 +100,9 @@ def test_the_hosts_tensors_stay_where_they_are(is_training: bool) -> None:  # no
     """As with a GPU: while a model runs the same tensors hold copies, of which training and buffers come back."""
     module, other = (Forward(lambda m, x: m.weight * x) for _ in range(2))
     other.weight, other.y = module.weight, module.y
-    device = dict.fromkeys(("weight", "y"), torch.device("cpu"))
+    device = torch.device("cpu")
     first, second = (
-        ModuleTensors(one, device, [(one, False)], is_training=trains, has_copies=True)
+        ModuleTensors(one, device, [(one, False)], is_training=trains)
         for one, trains in ((module, is_training), (other, False))
     )
     host = module.weight.data_ptr()

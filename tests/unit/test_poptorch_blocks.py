@@ -1,7 +1,6 @@
-"""Blocks of poptorch: what an annotation leaves alone, how blocks are dealt to stages, and what a model needs.
+"""Blocks of poptorch: what an annotation leaves alone, how blocks are dealt to stages, and what a pipeline needs.
 
-Holds poptorch.blocks.annotations, poptorch.blocks.placing, poptorch.options.execution_strategies,
-poptorch.blocks.first_forward and poptorch.blocks.report.
+Holds poptorch.blocks.annotations, poptorch.blocks.pipeline_stages and poptorch.options.execution_strategies.
 """
 
 import copy
@@ -10,29 +9,16 @@ import logging
 import pickle
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import poptorch
 from poptorch._logging import logger
-from poptorch.blocks import (
-    FirstForward,
-    ModelReport,
-    MovedArguments,
-    check_stages,
-    devices_of_tensors,
-    record_forward,
-    report_of,
-)
-from poptorch.blocks.first_forward import recorded_forward
-from poptorch.blocks.placing import ipus_of_parameters
-from poptorch.blocks.report import IPU_MEMORY_BYTES, IpuMemory
-from poptorch.executor.module_tensors import ModuleTensors
+from poptorch.blocks import check_stages, recorded_forward, recording
+from poptorch.blocks.pipeline_stages import EnteredBlock
 
 AUTO = poptorch.AutoStage
 
@@ -79,10 +65,11 @@ def _annotated() -> Layers:
     return model
 
 
-def _run(model: nn.Module, options: poptorch.Options, *, is_training: bool = True) -> FirstForward:
-    _, seen = record_forward(model, lambda: model(torch.ones(2, 8)))
-    check_stages(seen, options, is_training=is_training)
-    return seen
+def _run(model: nn.Module, options: poptorch.Options, *, is_training: bool = True) -> list[EnteredBlock]:
+    with recording() as seen:
+        model(torch.ones(2, 8))
+    check_stages(seen.blocks, options, is_training=is_training)
+    return seen.blocks
 
 
 def _options(accumulation: int = 1, iterations: int = 1) -> poptorch.Options:
@@ -128,18 +115,6 @@ def test_a_copy_has_the_block(copied: Callable[[Any], Any]) -> None:
     poptorch.removeBlocks(made)
     assert type(made) is nn.Linear
     assert type(layer) is not nn.Linear
-
-
-def test_a_class_that_was_derived_since_stays() -> None:
-    """It is neither copied nor taken away with the block."""
-    layer = poptorch.BeginBlock(nn.Linear(2, 2), 1)
-    block = type(layer)
-    layer.__class__ = derived = type("Derived", (block,), {})
-
-    assert type(copy.deepcopy(layer)) is block
-    with pytest.raises(poptorch.Error, match="is in use"):
-        poptorch.removeBlocks(layer)
-    assert type(layer) is derived
 
 
 def test_a_representation_shows_blocks() -> None:
@@ -202,15 +177,13 @@ def test_inference_needs_one_iteration_a_stage() -> None:
 def test_only_the_first_forward_is_looked_at() -> None:
     """A later one costs nothing, and one that fails leaves nothing behind."""
     model = _annotated()
-    options = _options(1)
     with pytest.raises(poptorch.Error):
-        _run(model, options)
+        _run(model, _options(1))
     model(torch.ones(2, 8))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        record_forward(model, lambda: model(torch.ones(2, 3)))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), recording():
+        model(torch.ones(2, 3))
 
     assert recorded_forward.get() is None
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(("is_pipelined", "value"), [(True, 1), (False, 0)])
@@ -236,12 +209,10 @@ def test_the_log_says_whether_stages_overlap(
 def test_statements_are_blocks_too() -> None:
     """With names of their own, automatic ones, or none."""
     for begin, names in ((poptorch.Block.useAutoId, ["0", "1"]), (lambda: None, [None, None])):
-        model = Named(begin)
-        seen = _run(model, _options(3))
-        assert [block.user_id for block in seen.blocks] == names
-        assert [ipus_of_parameters(model, seen)[f"{name}.weight"] for name in ("first", "second")] == [0, 1]
+        blocks = _run(Named(begin), _options(3))
+        assert [(block.user_id, block.ipu_id) for block in blocks] == list(zip(names, (0, 1), strict=True))
     model = Named(lambda: poptorch.Block.start("start", ipu_id=3))
-    assert [block.user_id for block in _run(model, _options(7)).blocks] == ["start", None, None]
+    assert [block.user_id for block in _run(model, _options(7))] == ["start", None, None]
     with pytest.raises(poptorch.Error, match="block without a user_id"):
         _run(model, _options(3).setExecutionStrategy(poptorch.PipelinedExecution("start")))
 
@@ -253,16 +224,15 @@ def test_a_pipeline_of_named_stages_has_a_place_for_each_block() -> None:
         _run(_annotated(), _options(9).setExecutionStrategy(strategy))
 
 
-def test_phases_have_their_own_ipus() -> None:
-    """Serial phases share the first ones, parallel phases take the even and the odd ones in turn."""
+def test_phases_are_checked() -> None:
+    """They have stages, which can be asked for by number and by block."""
     serial = poptorch.SerialPhasedExecution([poptorch.Stage("a"), poptorch.Stage("b")], ["c"])
     parallel = poptorch.ParallelPhasedExecution([poptorch.Stage("a"), poptorch.Stage("b")], ["c"], "d")
     serial.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd).useSeparateBackwardPhase()
 
-    assert [serial.ipu_of(serial.stage(name)) for name in "abc"] == [0, 1, 0]
-    assert [parallel.ipu_of(parallel.stage(name)) for name in "abcd"] == [0, 2, 1, 0]
     parallel.phase(0).ipus(5, 6)
-    assert parallel.ipu_of(parallel.phase(0).stage(1)) == 6
+    assert parallel.phase(0).stage(1) is parallel.stage("b") is parallel.stage(1)
+    assert parallel.stage("b").ipu_id == 6
     assert poptorch.Options().setExecutionStrategy(serial).toDict()["execution_mode"] == 2
     with pytest.raises(KeyError, match="'e'"):
         parallel.stage("e")
@@ -275,132 +245,6 @@ def test_phases_have_their_own_ipus() -> None:
     for call in wrong:
         with pytest.raises(AssertionError):
             call()
-
-
-class Recomputing(nn.Module):
-    """A sparse product, and activations that are computed again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.table = torch.eye(2).to_sparse()
-        self.num_calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A function of the products."""
-        y = torch.sparse.mm(self.table, self.layer(x))
-        with poptorch.Block("again", ipu_id=1):
-            return checkpoint(self.twice, y, use_reentrant=False)  # type: ignore[no-any-return]  # a tensor
-
-    def twice(self, y: torch.Tensor) -> torch.Tensor:
-        """Counts how often it is called."""
-        self.num_calls += 1
-        return (y * 2).sin().exp()
-
-
-class Slope(Recomputing):
-    """Gradients within the forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The slopes of squares, with what its base makes of them."""
-        return super().forward(torch.func.vmap(torch.func.grad(lambda row: self.layer(row).pow(2).sum()))(x))
-
-
-def test_recording_a_forward_computes_nothing() -> None:
-    """What is computed again is not kept."""
-    model = Recomputing()
-    output, seen = record_forward(model, lambda: model(torch.ones(2, 8)))
-
-    assert model.num_calls == 1
-    assert seen.saved_bytes[0] > 0
-    assert seen.saved_bytes[1] == 2 * 8 * 4  # the block's input, and none of its three results of that size
-    output.sum().backward()
-    assert model.num_calls == 2
-
-
-def test_what_torch_func_differentiates_is_run_again() -> None:
-    """It refuses the hooks that count what backward keeps, so nothing is counted."""
-    model = Slope()
-    output, seen = record_forward(model, lambda: model(torch.ones(2, 8)))
-
-    assert seen.saved_bytes == {}
-    output.sum().backward()
-
-
-def test_a_block_changes_no_number() -> None:
-    """Neither outputs nor gradients, also of second order and while the first forward is looked at."""
-    torch.manual_seed(1)
-    plain = Layers()
-    model = copy.deepcopy(plain)
-    for layer in model.layers:
-        poptorch.BeginBlock(layer, ipu_id=0)
-    grads = []
-    for one in (plain, model):
-        x = torch.ones(2, 8, requires_grad=True)
-        y = plain(x) if one is plain else record_forward(model, partial(model, x))[0]
-        loss = torch.exp(torch.tanh(y)).sum()
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        slope.pow(2).sum().backward()
-        grads.append([loss, slope, *(parameter.grad for parameter in one.parameters())])
-
-    assert all(a is b or torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_parameters_lie_on_the_devices_of_their_blocks() -> None:
-    """More virtual IPUs than devices share these out; what two modules share lies where the first of them does."""
-    one, other, third, last = (torch.device("cuda", number) for number in range(4))
-    model = nn.Sequential(nn.BatchNorm1d(8), *_annotated().layers)
-    model[3].weight = model[1].weight
-
-    for devices, expected in (
-        ([one, other, third, last], [one, one, other, one, last]),
-        ([one, other], [one, one, one, one, other]),
-        ([other], [other] * 5),
-    ):
-        found = devices_of_tensors(model, devices, _options())
-        assert [found[f"{layer}.weight"] for layer in range(5)] == expected
-        assert found["0.running_mean"] == expected[0]
-    assert devices_of_tensors(nn.Module(), [one], _options()) == {}
-
-
-def test_tensors_meet_on_the_device_of_the_parameter() -> None:
-    """Else where the last one lay; what is written into stays."""
-    weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2, device="meta"))
-    with MovedArguments(torch.device("cpu")):
-        x = torch.ones(2, 2) @ weight
-        assert x.device.type == "cpu"
-        y = torch.add(x, bias)
-        assert (y.device.type, (y + x).device.type, torch.cat([x, y]).device.type) == ("meta",) * 3
-        assert y.add_(x).device.type == "meta"
-        assert (y * torch.tensor(2.0)).device.type == "meta"
-
-
-def test_a_report_counts_what_each_ipu_holds() -> None:
-    """Weights and optimizer states of its blocks, what backward keeps of a micro batch, and what is too much."""
-    model = _annotated()
-    seen = _run(model, _options(7))
-    states = {name: 2 * one.nbytes for name, one in model.named_parameters()}
-    report = report_of(model, seen, optimizer_bytes=states, memory_bytes=1000)
-
-    assert [one.parameter_bytes for one in report.ipus] == [4 * 72] * 4
-    assert [one.optimizer_bytes for one in report.ipus] == [8 * 72] * 4
-    assert [one.activation_bytes for one in report.ipus] == [0 + 64] * 4
-    assert report.exceeded == ()
-    assert report_of(model, seen, optimizer_bytes=states, memory_bytes=900).exceeded == (0, 1, 2, 3)
-    line = str(report).splitlines()[2]
-    assert line.split() == "0 288 B 64 B 576 B 928 B 92.8% of 1 kB".split()  # noqa: SIM905 - as it is printed
-
-
-def test_a_report_of_nothing_has_one_ipu() -> None:
-    """Sizes are those of a person, and what does not fit is said."""
-    empty = report_of(nn.Module(), FirstForward(nn.Module()), optimizer_bytes={}, memory_bytes=IPU_MEMORY_BYTES)
-    sizes = {"activation_bytes": 0, "optimizer_bytes": 0, "memory_bytes": IPU_MEMORY_BYTES}
-    big = ModelReport(tuple(IpuMemory(ipu=0, parameter_bytes=size, **sizes) for size in (10**9, 3 * 10**12)))
-
-    assert [(one.total_bytes, one.memory_bytes) for one in empty.ipus] == [(0, IPU_MEMORY_BYTES)]
-    assert "111.1% of 900 MB" in str(big)
-    assert "too much" in str(big)
-    assert "3.0 TB" in str(big)
 
 
 class Trained(nn.Module):
@@ -462,33 +306,3 @@ def test_a_model_is_checked_when_it_runs_first() -> None:
         inference(batch, batch)
     inference = poptorch.inferenceModel(Trained(is_annotated=True), _options(1, 2))
     assert inference(batch, batch)[0].shape == (4, 8)
-
-
-def test_a_model_reports_what_it_needs() -> None:
-    """Its weights, and Adam's two moments and its counter, by the IPUs of its blocks."""
-    batch = torch.ones(6, 8)
-    executor = _model(_options(3))
-    with pytest.raises(poptorch.Error, match="not been compiled"):
-        executor.report()
-    executor(batch, batch)
-    report = executor.report()
-
-    weights = [4 * (72 + 16), 4 * 72]
-    assert [one.parameter_bytes for one in report.ipus] == weights
-    assert [one.optimizer_bytes for one in report.ipus] == [2 * weights[0] + 4 * 4, 2 * weights[1] + 2 * 4]
-    assert all(one.activation_bytes > 0 and one.memory_bytes == IPU_MEMORY_BYTES for one in report.ipus)
-    assert executor.report(memory_bytes=1000).exceeded == (0, 1)
-    inference = poptorch.inferenceModel(executor, _options(1, 3))
-    inference(batch, batch)
-    assert [(one.activation_bytes, one.optimizer_bytes) for one in inference.report().ipus] == [(0, 0)] * 2
-
-
-def test_a_model_lies_on_the_devices_of_its_blocks() -> None:
-    """Its own tensors stay on the host."""
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    model = Trained(is_annotated=True)
-    for devices, expected in (((cpu, meta), ["cpu", "meta"]), ((meta,), ["meta"] * 2)):
-        places = devices_of_tensors(model, devices, _options(1, 2))
-        tensors = ModuleTensors(model, places, [], is_training=False, has_copies=True)
-        assert [tensors.copies[f"{name}.weight"].device.type for name in ("first", "last")] == expected
-        assert {one.device for one in model.parameters()} == {cpu}

@@ -1,28 +1,24 @@
 """Blocks: parts of a model that a program gives a name and a virtual IPU. They change no number of the model."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ParamSpec, Self, TypeVar
+from contextlib import ContextDecorator, contextmanager
+from typing import Any, Self
 
 from torch import nn
 
-from poptorch.blocks.first_forward import EnteredBlock, recorded_forward
+from poptorch.blocks.pipeline_stages import EnteredBlock, recorded_forward
 from poptorch.errors import Error, check_arguments, is_whole
 
 Id = str | int | None
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-class Block:
+class Block(ContextDecorator):
     """Statements that belong together: ``with poptorch.Block("encoder", ipu_id=1): ...``.
 
     Args:
         user_id: What an execution strategy calls it; blocks of one name are one block.
-        ipu_id: Which virtual IPU of the replica it runs on, from 0.
+        ipu_id: Which virtual IPU of the replica it is for, from 0: blocks of one are one stage.
     """
 
     def __init__(self, user_id: Id = None, ipu_id: int | None = None) -> None:
@@ -44,28 +40,16 @@ class Block:
             seen.enter(EnteredBlock(user_id=_text(user_id), ipu_id=ipu_id))
 
     def __enter__(self) -> Self:
-        seen = recorded_forward.get()
-        self._outer = 0 if seen is None else seen.current
         self.start(self._user_id, self._ipu_id)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        if (seen := recorded_forward.get()) is not None:
-            seen.current = self._outer
+        pass
 
 
-def BlockFunction(user_id: Id = None, ipu_id: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def BlockFunction(user_id: Id = None, ipu_id: int | None = None) -> Block:
     """Decorate a function or a method so that it runs in a ``Block`` of these arguments."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def in_block(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Block(user_id, ipu_id):
-                return function(*args, **kwargs)
-
-        return in_block
-
-    return decorate
+    return Block(user_id, ipu_id)
 
 
 class BlockModule(nn.Module):
@@ -93,7 +77,7 @@ class BlockModule(nn.Module):
     def _copied(self, copied: Callable[[Any], Any]) -> Self:
         with _plain_class(self):
             made = copied(self)
-        object.__setattr__(made, "__class__", _block_class(self))
+        object.__setattr__(made, "__class__", type(self))
         return made  # type: ignore[no-any-return]  # a module of such a class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,7 +107,7 @@ def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None
     Args:
         layer_to_call: A module, whose parameters keep their names, or a function; it begins no block yet.
         user_id: What an execution strategy calls the block.
-        ipu_id: Which virtual IPU of the replica it runs on, from 0.
+        ipu_id: Which virtual IPU of the replica it is for, from 0.
     """
     _check_ipu(ipu_id)
     if isinstance(layer_to_call, BlockModule | FunctionBlock):
@@ -147,10 +131,6 @@ def removeBlocks(module: nn.Module) -> None:
     check_arguments("removeBlocks", "a module", module=module)
     for part in module.modules():
         if isinstance(part, BlockModule):
-            if type(part) is not _block_class(part):
-                raise Error(
-                    f"{type(part).__name__} is in use: call removeBlocks before trainingModel, or destroy()"
-                )
             object.__setattr__(part, "__class__", part._plain)  # noqa: SLF001 - this module's own
 
 
@@ -183,11 +163,6 @@ def _plain_class(module: BlockModule) -> Iterator[None]:
         yield
     finally:
         object.__setattr__(module, "__class__", kind)
-
-
-def _block_class(module: BlockModule) -> type[nn.Module]:
-    """The class that ``BeginBlock`` made; others may have derived one of it for the module."""
-    return next(kind for kind in type(module).__mro__ if "_plain" in vars(kind))
 
 
 def _check_ipu(ipu_id: int | None) -> None:

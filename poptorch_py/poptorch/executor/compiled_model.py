@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from poptorch.blocks import ModelReport, check_stages, devices_of_tensors, memory_of, report_of
+from poptorch.blocks import check_stages
 from poptorch.custom_types import tensors_of
 from poptorch.enums import ReductionType
 from poptorch.errors import Error
@@ -40,21 +40,17 @@ class CompiledModel:
     ) -> None:
         is_training = optimizer is not None
         self._module = module
-        self._devices = popdist.devices()
-        self.arguments = CallArguments(module.forward, arguments, named_arguments, options, self._devices[0])
+        device = popdist.device()
+        self.arguments = CallArguments(module.forward, arguments, named_arguments, options, device)
         # the module's parameters and buffers
         self.tensors = ModuleTensors(
-            module,
-            devices_of_tensors(module, self._devices, options),
-            modes,
-            is_training=is_training,
-            has_copies=any(device.type != "cpu" for device in self._devices),
+            module, None if device.type == "cpu" else device, modes, is_training=is_training
         )
         self._updatable = _updatable_buffers(options, self.tensors)
         first = self.arguments.micro_batches(arguments, named_arguments)[0]
         with self.tensors:
             self.forward = forward = self._trace(first, options, is_training=is_training)
-            check_stages(forward.seen, options, is_training=is_training)
+            check_stages(forward.blocks, options, is_training=is_training)
             self.runs: Runs  # what the calls compute
             if optimizer is None:
                 self.runs = InferenceRuns(forward, self.tensors, options)
@@ -65,8 +61,7 @@ class CompiledModel:
     def _trace(self, first: MicroBatch, options: Options, *, is_training: bool) -> TracedForward:
         """Run the first forward, which leaves the buffers as they are, and give each replica those of its own."""
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
-        device = self._devices[0] if len({*self._devices}) > 1 else None
-        forward = TracedForward(self._module, first, is_training=is_training, device=device)
+        forward = TracedForward(self._module, first, is_training=is_training)
         changed = {name for name, it in self.tensors.buffers.items() if not _has_same_bits(it, before[name])}
         for name in changed:
             self.tensors.buffers[name].detach().copy_(before[name])
@@ -105,13 +100,6 @@ class CompiledModel:
         if not self._updatable:
             raise Error("no buffers may be uploaded alone: name them, as options.updatableNamedBuffers(['mean'])")
         self.tensors.copy_to_device(self._updatable)
-
-    def report(self, memory_bytes: int | None) -> ModelReport:
-        """What each virtual IPU holds; ``memory_bytes`` is what each has, None for what its device has."""
-        if memory_bytes is None:
-            memory_bytes = min(memory_of(device) for device in self._devices)
-        states = self.runs.optimizer.state_bytes() if isinstance(self.runs, TrainingRuns) else {}
-        return report_of(self._module, self.forward.seen, optimizer_bytes=states, memory_bytes=memory_bytes)
 
     def perf_counters(self) -> PerfCounters:
         """When each micro batch of the last call read its inputs and wrote its outputs."""

@@ -59,23 +59,22 @@ class ModuleTensors:
     """The parameters and buffers of one wrapped module; within it as a context the model runs."""
 
     _all_copies: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
-    """Tensor of the host → device → the copy there, which all models of the tensor share."""
+    """Tensor of the host → the copy on the device, which all models of the tensor share."""
 
     def __init__(
         self,
         module: nn.Module,  # the user's module
-        devices: Mapping[str, torch.device],  # where each tensor lies while the model runs, by its name
+        # where the model computes on copies, while the module's own tensors stay as they are; None for no copies
+        device: torch.device | None,
         # submodules, and whether each was in training mode when the module was wrapped
         modes: Sequence[tuple[nn.Module, bool]],
         *,
         is_training: bool,  # whether running the model trains the parameters
-        has_copies: bool,  # whether the model computes on copies, and the module's own tensors stay where they are
     ) -> None:
         self._module = module
-        self._devices = devices
+        self._device = device
         self._modes = modes
         self._is_training = is_training
-        self._has_copies = has_copies
         self._num_entered = 0
         self._separate: list[str] = []  # the buffers of which each replica has its own
         self._shared = frozenset[str]()  # of these, those that the module has of the job's replica 0
@@ -114,16 +113,15 @@ class ModuleTensors:
         self._buffer_places = [place for place in self._places if not isinstance(place.tensor, nn.Parameter)]
         # the values of all of them on the device, by name; empty without copies
         self.copies: dict[str, Tensor] = {}
-        if self._has_copies:
-            self.copies = {name: self._copy_of(name, tensor) for name, tensor in named.items()}
+        if self._device is not None:
+            self.copies = {name: self._copy_of(tensor, self._device) for name, tensor in named.items()}
         self._make_replica_buffers()
 
-    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        device = self._devices[name]
-        known: dict[torch.device, Tensor] = ModuleTensors._all_copies.setdefault(tensor, {})
-        if device not in known:
-            known[device] = tensor.detach().to(device, copy=True)
-        return known[device]
+    def _copy_of(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor not in ModuleTensors._all_copies:
+            ModuleTensors._all_copies[tensor] = tensor.detach().to(device, copy=True)
+        copied: Tensor = ModuleTensors._all_copies[tensor]
+        return copied
 
     def __enter__(self) -> None:
         if self._num_entered == 0:
@@ -190,7 +188,7 @@ class ModuleTensors:
             return
         named = zip(self._separate, self._own, strict=True)
         values = [value for name, value in named if name in self._shared]
-        sent = [value.to(popdist.devices()[0]).reshape(-1).view(torch.uint8) for value in values]
+        sent = [value.to(popdist.device()).reshape(-1).view(torch.uint8) for value in values]
         received = popdist.broadcast(torch.cat(sent)).split([len(part) for part in sent])
         for value, part in zip(values, received, strict=True):
             value.copy_(part.clone().view(value.dtype).view(value.shape))
@@ -206,14 +204,11 @@ class ModuleTensors:
 
     @torch.no_grad()
     def copy_to_host(self) -> None:
-        """Give the module, and copies on other devices, the device's values, as far as running changes them."""
+        """Give the module the device's values, as far as running changes them."""
         for name, value in self.copies.items():
             tensor = self._tensor(name)
             if name in self.buffers or (self._is_training and tensor.requires_grad):
                 tensor.copy_(value)
-                for other in ModuleTensors._all_copies[tensor].values():
-                    if other is not value:
-                        other.copy_(value)
 
     @torch.no_grad()
     def fill_replicas(self, names: Iterable[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poptorch import poptorch_core
 from poptorch._logging import logger
-from poptorch.blocks import ModelReport, is_pipeline, module_repr
+from poptorch.blocks import is_pipeline, module_repr
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error, is_whole
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters, TrainingRuns
@@ -293,18 +293,6 @@ class PoplarExecutor:
         """The values that ``options.anchorTensor(short_name, ...)`` kept in the last call."""
         return self._compiled_model().runs.anchors.get(short_name)
 
-    def report(self, memory_bytes: int | None = None) -> ModelReport:
-        """The memory that each virtual IPU of a replica needs; it prints as a table.
-
-        Args:
-            memory_bytes: What each has; None for the memory of its device, else of an IPU, 900 MB.
-
-        Returns:
-            Bytes of parameters, of activations that backward needs of a micro batch, and of the optimizer's state,
-            on the virtual IPU of their block; ``.exceeded`` names those whose memory is too small.
-        """
-        return self._compiled_model().report(memory_bytes)
-
     def getLatency(self) -> tuple[float, float, float]:
         """The shortest, longest and mean seconds of a micro batch of the last call; zeros before the first."""
         spans = [end - begin for begin, end in self._compiled_model().forward.moments] or [0.0]
@@ -441,8 +429,7 @@ def inferenceModel(
         raise AssertionError("an optimizer is for poptorch.trainingModel, and inferenceModel has none")
     options = check_options("poptorch.inferenceModel", Options() if options is None else options)
     if options.Training.gradient_accumulation != 1:
-        is_pipelined = is_pipeline(options._execution_strategy)  # noqa: SLF001 - programs reach for it so, too
-        instead = "; a pipeline is filled by options.deviceIterations(n)" if is_pipelined else ""
+        instead = "; a pipeline is filled by options.deviceIterations(n)" if is_pipeline(options) else ""
         raise Error(
             f"options.Training.gradientAccumulation({options.Training.gradient_accumulation}) is for training: "
             f"set gradientAccumulation to 1 for inferenceModel, or leave it{instead}"

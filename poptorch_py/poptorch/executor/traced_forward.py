@@ -3,8 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from poptorch.blocks import MovedArguments, record_forward
+from poptorch.blocks import recording
 from poptorch.custom_types import flattened, tensors_of, with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
@@ -67,14 +66,9 @@ class WeightCasts(TorchFunctionMode):
 class TracedForward:
     """The forward of one model. It runs once when this is made, which changes neither arguments nor generators."""
 
-    def __init__(
-        self, module: nn.Module, first: MicroBatch, *, is_training: bool, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, first: MicroBatch, *, is_training: bool) -> None:
         self._module = module
-        # within these each forward runs
-        self._modes: list[Callable[[], TorchFunctionMode]] = []
-        if device is not None:
-            self._modes.append(partial(MovedArguments, device))
+        self._casts_weights = False  # within each forward
         # for each micro batch of the last call, when it began and when it ended, in seconds
         self.moments: list[tuple[float, float]] = []
         self._place: LossPlace | None = None  # of the loss in the result; else each forward is watched for it
@@ -86,11 +80,12 @@ class TracedForward:
                 modes.enter_context(search)
             if "torch._dynamo" in sys.modules:  # nothing can be seen of what torch.compile has compiled
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            (_, tensors), self.seen = record_forward(module, lambda: self._called(args, kwargs))
+            seen = modes.enter_context(recording())
+            _, tensors = self._called(args, kwargs)
+        self.blocks = seen.blocks  # that it enters
         if is_training:
             self._place = LossPlace.of(tensors, search.final())
-        if casts.has_cast:
-            self._modes.append(WeightCasts)
+        self._casts_weights = casts.has_cast
         self.statistics = _statistics(module, casts.normalized)  # names of buffers that such operations update
         self.num_outputs = len(tensors)
 
@@ -118,11 +113,7 @@ class TracedForward:
         return result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        if not self._modes:
-            return flattened(self._module(*args, **kwargs))
-        with ExitStack() as modes:
-            for mode in self._modes:
-                modes.enter_context(mode())
+        with WeightCasts() if self._casts_weights else nullcontext():
             return flattened(self._module(*args, **kwargs))
 
 

@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 
 from poptorch.blocks import Block
-from poptorch.blocks.first_forward import recorded_forward
 from poptorch.enums import OverlapMode
 from poptorch.losses import LOSSES, identity_loss
 from poptorch.ops import hints
 from poptorch.ops.program_functions import nop, recomputationCheckpoint
-
-
-def _end_block() -> None:
-    """Have what follows belong to no block."""
-    if (seen := recorded_forward.get()) is not None:
-        seen.current = 0
 
 
 def _with_overlap(tensor: Tensor, mode: str) -> Tensor:
@@ -25,14 +18,14 @@ def _with_overlap(tensor: Tensor, mode: str) -> Tensor:
 
 
 def _nothing(*_args: object) -> None:
-    """Scopes of names have no effect: there is no graph that would show them."""
+    """Scopes of names and ends of blocks have no effect: there is no graph that would show them."""
 
 
 _OPERATORS: Final[dict[str, Callable[..., Any]]] = {
     "push_name_scope(str name) -> ()": _nothing,
     "pop_name_scope() -> ()": _nothing,
     "begin_ipu_block(int stage, int phase, int ipu) -> ()": lambda stage, _phase, ipu: Block.start(stage, ipu),
-    "end_ipu_block() -> ()": _end_block,
+    "end_ipu_block() -> ()": _nothing,
     "identity_loss(Tensor x, int reduction) -> Tensor": identity_loss,
     "nop(Tensor(a) x) -> Tensor(a)": nop,
     "recomputation_checkpoint(Tensor(a) x) -> Tensor(a)": recomputationCheckpoint,

@@ -88,12 +88,6 @@ class GroupStepper:
             gradients = [it.grad for it in self._parameters.values() if it.grad is not None]
             torch._foreach_mul_(gradients, factor)
 
-    def state_bytes(self) -> dict[str, int]:
-        """The size of the state of each parameter, by name, from the first step on."""
-        element = sum(dtype.itemsize for dtype in self._moments().values())
-        count = torch.float32.itemsize if self._counts_steps else 0
-        return {name: it.numel() * element + count for name, it in self._parameters.items()}
-
     def read(self) -> dict[str, Tensor]:
         """The state by PopTorch's names: text → tensor on the CPU. What there is none of yet is 0."""
         states = self._inside.state_dict()["state"]

@@ -145,10 +145,6 @@ class ModelOptimizer:
             self._switch_to(optimizer)
         self._use_values(optimizer)
 
-    def state_bytes(self) -> dict[str, int]:
-        """The size of the optimizer's state of each parameter, by name, from the first step on."""
-        return {name: size for stepper in self._steppers for name, size in stepper.state_bytes().items()}
-
     def read_state(self) -> dict[str, dict[str, Tensor]]:
         """``ipu_state``, what the optimizer keeps for parameters, and ``ipu_param``, its values; on the CPU."""
         logger.debug("Writing optimiser state tensors from IPU to host.")

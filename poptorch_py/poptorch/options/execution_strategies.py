@@ -1,4 +1,4 @@
-"""How a model's blocks are dealt to stages, phases and virtual IPUs. No number of the model depends on them."""
+"""How a model's blocks are dealt to stages and phases. No number of the model depends on them."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -8,7 +8,7 @@ from poptorch.errors import is_whole
 
 
 class Stage:
-    """Blocks that run one after the other on one device."""
+    """Blocks that are one stage."""
 
     def __init__(self, *block_ids: str) -> None:
         if not block_ids or not all(isinstance(block, str) for block in block_ids):
@@ -17,7 +17,7 @@ class Stage:
         self.ipu_id: int | None = None
 
     def ipu(self, ipu: int) -> Self:
-        """Run on device ``ipu`` of the replica, from 0."""
+        """Run on device ``ipu`` of the replica, from 0. No effect: a replica computes on its first device."""
         if not is_whole(ipu) or ipu < 0:
             raise AssertionError(f"Stage.ipu takes a whole number from 0, and was given {ipu!r}")
         self.ipu_id = ipu
@@ -25,7 +25,7 @@ class Stage:
 
 
 class Phase:
-    """Stages that are on the devices at the same time.
+    """Stages that are on the devices at the same time. No effect: a replica computes on its first device.
 
     Args:
         *arguments: Its stages; or names of blocks, which are then its only stage.
@@ -43,7 +43,7 @@ class Phase:
         return self.stages[number]
 
     def ipus(self, *ipus: int) -> None:
-        """Run the stages on these devices of the replica, one for each."""
+        """Run the stages on these devices of the replica, one for each. No effect: as of ``Stage.ipu``."""
         if len(ipus) != len(self.stages):
             raise AssertionError(f"{len(self.stages)} stages take as many IPUs, and were given {ipus}")
         for stage, ipu in zip(self.stages, ipus, strict=True):
@@ -68,13 +68,9 @@ class ExecutionStrategy:
                 return stage
         raise KeyError(f"no stage has a block {which!r}: {[stage.blocks for stage in self.stages]}")
 
-    def ipu_of(self, stage: Stage) -> int:
-        """The virtual IPU of the replica that ``stage`` runs on: what it was given, else its number."""
-        return self.stages.index(stage) if stage.ipu_id is None else stage.ipu_id
-
 
 class PipelinedExecution(ExecutionStrategy):
-    """Each stage works on another micro batch at the same time.
+    """Each stage works on another micro batch at the same time: a call must have enough of them.
 
     Args:
         *stages: An ``AutoStage``; or stages in order, each a ``Stage`` or the name of a block; none for
@@ -92,7 +88,7 @@ class PipelinedExecution(ExecutionStrategy):
 
 
 class ShardedExecution(PipelinedExecution):
-    """The stages of one micro batch run one after the other."""
+    """The stages of one micro batch run one after the other: a call may have any number of micro batches."""
 
     _execution_mode = 1
 
@@ -121,7 +117,7 @@ class _PhasedExecution(ExecutionStrategy):
 
 
 class SerialPhasedExecution(_PhasedExecution):
-    """Phases in turn on the same devices; the stages of a phase lie on the first ones in order."""
+    """Phases in turn on the same devices. No effect: each block must have a phase, if phases are given."""
 
     tensors_liveness = Liveness.AlwaysLive
 
@@ -132,19 +128,9 @@ class SerialPhasedExecution(_PhasedExecution):
         self.tensors_liveness = liveness
         return self
 
-    def ipu_of(self, stage: Stage) -> int:
-        """The virtual IPU that ``stage`` runs on: what it was given, else its number within its phase."""
-        own = next(phase.stages for phase in self.phases if stage in phase.stages)
-        return own.index(stage) if stage.ipu_id is None else stage.ipu_id
-
 
 class ParallelPhasedExecution(_PhasedExecution):
-    """Even phases on even devices, odd phases on odd ones, so that one phase loads while another one runs."""
-
-    def ipu_of(self, stage: Stage) -> int:
-        """The virtual IPU that ``stage`` runs on: what it was given, else one of its phase's half."""
-        number, own = next((i, one.stages) for i, one in enumerate(self.phases) if stage in one.stages)
-        return own.index(stage) * 2 + number % 2 if stage.ipu_id is None else stage.ipu_id
+    """Even phases on even devices, odd ones on odd ones. No effect: as of ``SerialPhasedExecution``."""
 
 
 def _phase(given: Phase | Sequence[Stage | str] | str) -> Phase:
