@@ -350,10 +350,10 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (AssertionError, "DataLoaderMode", lambda: WRONG.DataLoader(WRONG.Options(), [X], mode="Async")),
     (poptorch.Error, "buffer_size='3'", lambda: WRONG.AsynchronousDataAccessor([X], buffer_size="3")),
     (poptorch.Error, "rebatched_size=0", lambda: WRONG.AsynchronousDataAccessor([X], rebatched_size=0)),
-    (poptorch.Error, "betas must be two", lambda: poptorch.optim.Adam([X], betas=0.9)),  # type: ignore[arg-type]
-    (poptorch.Error, "betas must be two", lambda: poptorch.optim.LAMB([X], betas=(0.9,))),  # type: ignore[arg-type]
+    (poptorch.Error, "betas must be two", lambda: poptorch.optim.Adam([X], betas=0.9)),
+    (poptorch.Error, "betas must be two", lambda: poptorch.optim.LAMB([X], betas=(0.9,))),
     (poptorch.Error, "lr must be a finite", lambda: poptorch.optim.SGD([X], lr=torch.inf)),
-    (poptorch.Error, "momentum must be", lambda: poptorch.optim.SGD([X], 0.1, "0.9")),  # type: ignore[arg-type]
+    (poptorch.Error, "momentum must be", lambda: poptorch.optim.SGD([X], 0.1, "0.9")),
     (poptorch.Error, "above 0", lambda: poptorch.optim.SGD([X], 0.1, loss_scaling=torch.inf)),
 ]
 

@@ -1,10 +1,12 @@
 """poptorch.optim: what the optimizers are, and that a model's steps are those of torch.
 
-Holds poptorch.optim.optimizers, poptorch.optim.optimizer_values, poptorch.optim.group_stepper,
+Holds poptorch.optim.optimizers, poptorch.optim.optimizer_kinds, poptorch.optim.variants,
+poptorch.optim.optimizer_values, poptorch.optim.group_stepper,
 poptorch.optim.model_optimizer, popdist.optim and popdist.optim.trust_ratio.
 """
 
 import copy
+import inspect
 import itertools
 import pickle
 from collections.abc import Callable
@@ -18,8 +20,8 @@ from torch import nn
 import popdist
 import poptorch
 from poptorch import optim
-from poptorch.optim.group_stepper import TensorFlowRMSprop
 from poptorch.optim.model_optimizer import ModelOptimizer, accept_optimizer
+from poptorch.optim.variants import TensorFlowRMSprop
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -398,6 +400,19 @@ def test_constant_attributes_keep_their_values() -> None:
     pair.stepper.update(torch.optim.SGD(pair.module.parameters(), lr=0.2, momentum=0.7))
     with pytest.raises(poptorch.Error, match=r"dampening is constant, 0, and setOptimizer was given 0\.5"):
         pair.stepper.update(torch.optim.SGD(pair.module.parameters(), lr=0.2, momentum=0.7, dampening=0.5))
+
+
+def test_a_kind_has_its_arguments_in_one_table() -> None:
+    """The constructor's signature is the table's, and what LAMB is given is variable as of the others."""
+    lamb = optim.LAMB([nn.Parameter(torch.ones(2))], 0.1, weight_decay=0.2)
+    first = [*inspect.signature(optim.SGD).parameters][:3]
+    assert first == ["params", "lr", "momentum"]
+    assert inspect.signature(optim.RMSprop).parameters["use_tf_variant"].default is None
+    assert [lamb.variable_attrs.isConstant(name) for name in ("lr", "weight_decay", "eps")] == [False, False, True]
+    with pytest.raises(TypeError, match="'lr'"):
+        optim.SGD([nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match="'speed'"):
+        optim.Adam([nn.Parameter(torch.ones(2))], speed=1)
 
 
 def test_dtypes_and_velocity_scaling_are_checked(caplog: pytest.LogCaptureFixture) -> None:

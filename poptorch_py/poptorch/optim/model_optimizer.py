@@ -14,13 +14,8 @@ from poptorch._logging import logger
 from poptorch.enums import ConnectionType
 from poptorch.errors import Error
 from poptorch.optim.group_stepper import GroupStepper
-from poptorch.optim.optimizer_values import (
-    OptimizerValues,
-    is_subclass,
-    kind_of,
-    mean_reduction_strategy,
-    values_of,
-)
+from poptorch.optim.optimizer_kinds import SGD_KIND, OptimizerKind, kind_of
+from poptorch.optim.optimizer_values import OptimizerValues, is_subclass, mean_reduction_strategy, values_of
 from poptorch.optim.optimizers import Optimizer
 from poptorch.options import Options
 
@@ -36,7 +31,7 @@ def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None
         logger.warning(
             "Poptorch does not run Python optimizer code directly: a %s trains as %s, whose settings it has",
             type(optimizer).__name__,
-            kind,
+            kind.name,
         )
     strategy = mean_reduction_strategy(optimizer)
     options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
@@ -212,9 +207,9 @@ class ModelOptimizer:
         values = values_of(optimizer)
         if values.kind != self._values.kind or len(values.groups) != len(self._values.groups):
             raise Error(
-                f"the model is compiled with {self._values.kind} and {len(self._values.groups)} groups of "
-                f"parameters, and setOptimizer was given {values.kind} and {len(values.groups)}: call destroy() "
-                "first"
+                f"the model is compiled with {self._values.kind.name} and {len(self._values.groups)} groups of "
+                f"parameters, and setOptimizer was given {values.kind.name} and {len(values.groups)}: call "
+                "destroy() first"
             )
         if mean_reduction_strategy(optimizer) is not self._strategy:
             raise ValueError(
@@ -239,9 +234,11 @@ class ModelOptimizer:
         return {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in named.items()}
 
 
-def _values_of_parameter(kind: str, group: Mapping[str, Any], name: str, scaling: float) -> dict[str, float]:
+def _values_of_parameter(
+    kind: OptimizerKind, group: Mapping[str, Any], name: str, scaling: float
+) -> dict[str, float]:
     numbers = {key: value.number for key, value in group.items()}
-    if kind != "SGD":
+    if kind is not SGD_KIND:
         return {f"{key}___specific___{name}": number for key, number in numbers.items()}
     rate = numbers["learningRate"] * (1 - numbers["dampening"])
     return {

@@ -1,7 +1,5 @@
 """The settings of an optimizer that a model uses: its kind, dtypes and values, of which some are constant."""
 
-import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -9,35 +7,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from poptorch.enums import MeanReductionStrategy
-from poptorch.errors import Error
-from poptorch.optim.optimizers import LAMB, SGD, Adam, AdamW, Optimizer, RMSprop
+from poptorch.optim.optimizer_kinds import SGD_KIND, OptimizerKind, kind_of, settings_of
+from poptorch.optim.optimizers import SCALINGS, Optimizer
 
-_KINDS: Final[Mapping[str, tuple[type[torch.optim.Optimizer], ...]]] = {
-    "SGD": (SGD, torch.optim.SGD),
-    "AdamW": (AdamW, torch.optim.AdamW),
-    "Adam": (Adam, torch.optim.Adam),
-    "RMSprop": (RMSprop, torch.optim.RMSprop),
-    "LAMB": (LAMB,),
-}
-"""PopTorch's class and torch's. AdamW comes before Adam, from which torch derives it."""
-
-_NAMES: Final = {
-    "lr": ("learningRate",),
-    "momentum": ("momentum",),
-    "weight_decay": ("weightDecay",),
-    "dampening": ("dampening",),
-    "velocity_scaling": ("velocityScaling",),
-    "betas": ("beta1", "beta2"),
-    "alpha": ("alpha",),
-    "eps": ("eps",),
-    "max_weight_norm": ("maxWeightNorm",),
-    "loss_scaling": ("lossScaling",),
-    "max_grad_norm": ("maxGradNorm",),
-}
-"""Attributes → what their numbers are called in the log and in ``ipu_param``."""
-
-_SCALINGS: Final = {"loss_scaling": 1.0, "max_grad_norm": math.inf}
-"""Attributes of all parameters, and what they are for an optimizer of torch."""
+_NAMES: Final = {"lr": ("learningRate",), "betas": ("beta1", "beta2")}
+"""What numbers are called in the log and in ``ipu_param``, where that is not the attribute in camel case."""
 
 _TYPES: Final = (
     "accum_type",
@@ -61,7 +35,7 @@ class Value(NamedTuple):
 class OptimizerValues:
     """All settings of an optimizer that a model uses."""
 
-    kind: str  # SGD, Adam, AdamW, RMSprop or LAMB
+    kind: OptimizerKind
     # the dtypes that were asked for, by attribute; empty for an optimizer of torch
     types: Mapping[str, torch.dtype]
     graph: Mapping[str, Value]  # values for all parameters, by their names in the log
@@ -81,39 +55,31 @@ class OptimizerValues:
         named = ", ".join(f"{name}={value}" for name, value in {**types, **self.graph}.items())
         groups = (", ".join(f"{name}={value}" for name, value in group.items()) for group in self.groups)
         return [
-            f"Updating graph optimizer with {self.kind} settings {named}",
-            *(f"Updating group {i} optimizer with {self.kind} settings {text}" for i, text in enumerate(groups)),
+            f"Updating graph optimizer with {self.kind.name} settings {named}",
+            *(
+                f"Updating group {i} optimizer with {self.kind.name} settings {text}"
+                for i, text in enumerate(groups)
+            ),
         ]
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """SGD, Adam, AdamW, RMSprop or LAMB."""
-    for kind, classes in _KINDS.items():
-        if isinstance(optimizer, classes):
-            return kind
-    names = ", ".join(f"poptorch.optim.{kind}" for kind in _KINDS)
-    raise Error(
-        f"trainingModel cannot train with a {type(optimizer).__name__}: take {names}, or the one of that name in "
-        "torch.optim"
-    )
 
 
 def is_subclass(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a program derived the optimizer's class."""
-    return all(type(optimizer) not in classes for classes in _KINDS.values())
+    kind = type(optimizer)
+    return kind is not kind_of(optimizer).computed_by and "kind" not in vars(kind)
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
     """The values that ``optimizer`` has now."""
     kind = kind_of(optimizer)
-    scalings = {name: float(getattr(optimizer, name, default)) for name, default in _SCALINGS.items()}
+    scalings = {name: float(getattr(optimizer, name, default)) for name, default in SCALINGS.items()}
     scaled = scalings["loss_scaling"]
     graph = {
         **_named(optimizer, kind, optimizer.defaults, prefix="default"),
         **_named(optimizer, kind, scalings),
     }
     groups = [_named(optimizer, kind, group) for group in optimizer.param_groups]
-    if kind == "SGD" and not getattr(optimizer, "use_combined_accum", False):
+    if kind is SGD_KIND and not getattr(optimizer, "use_combined_accum", False):
         velocity = Value(scaled, is_constant(optimizer, kind, "loss_scaling"))
         groups = [{**group, "velocityScaling": velocity} for group in groups]
     return OptimizerValues(
@@ -125,13 +91,13 @@ def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
     )
 
 
-def is_constant(optimizer: torch.optim.Optimizer, kind: str, name: str) -> bool:
+def is_constant(optimizer: torch.optim.Optimizer, kind: OptimizerKind, name: str) -> bool:
     """Whether the attribute ``name`` keeps its value: as the program says, or for torch's if it is the default."""
     if isinstance(optimizer, Optimizer):
         return optimizer.variable_attrs.isConstant(name)
     if name == "lr":
         return False
-    known = inspect.signature(getattr(torch.optim, kind)).parameters
+    known = settings_of(kind.computed_by.__init__)
     return name not in known or all(group.get(name) == known[name].default for group in optimizer.param_groups)
 
 
@@ -143,11 +109,12 @@ def mean_reduction_strategy(optimizer: torch.optim.Optimizer) -> MeanReductionSt
 
 
 def _named(
-    optimizer: torch.optim.Optimizer, kind: str, attributes: Mapping[str, Any], *, prefix: str = ""
+    optimizer: torch.optim.Optimizer, kind: OptimizerKind, attributes: Mapping[str, Any], *, prefix: str = ""
 ) -> dict[str, Value]:
     named = {}
-    for attribute, names in _NAMES.items():
+    for attribute in (*kind.variable, "velocity_scaling", *SCALINGS):
         if attribute in attributes:
+            names = _NAMES.get(attribute, (_camel(attribute),))
             given = attributes[attribute]
             numbers = given if len(names) > 1 else (given,)
             constant = is_constant(optimizer, kind, attribute)

@@ -1,25 +1,34 @@
 """PopTorch's optimizers: those of torch with loss scaling, dtypes of their state, and variable attributes."""
 
 import copy
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from poptorch._logging import logger
 from poptorch.errors import Error
-from poptorch.optim.group_stepper import step_by_others
-
-Parameters: TypeAlias = Iterable[Any]
-
-MAX_WEIGHT_NORM: Final = 65500.0
-"""LAMB's largest norm of a parameter, about the largest number that half precision has."""
+from poptorch.optim.optimizer_kinds import (
+    ADAM_KIND,
+    ADAMW_KIND,
+    LAMB_KIND,
+    RMSPROP_KIND,
+    SGD_KIND,
+    OptimizerKind,
+)
 
 _STATES: Final = ("ipu_state", "ipu_param")
+
+SCALINGS: Final = {"loss_scaling": 1.0, "max_grad_norm": math.inf}
+"""Attributes for all parameters, and what they are unless they are given, or for an optimizer of torch."""
+
+_OF_VELOCITIES: Final = ("velocity_scaling", "use_combined_accum")
+"""Arguments of SGD that torch's does not have."""
 
 
 class StateHolder(Protocol):
@@ -87,39 +96,44 @@ class Optimizer(torch.optim.Optimizer):
     max_grad_norm: float
     variable_attrs: VariableAttributes
 
-    _numbers: ClassVar[tuple[str, ...]] = ()  # settings of a group that can be variable
+    kind: ClassVar[OptimizerKind]
+    __signature__: ClassVar[inspect.Signature]  # of the constructor, as the table of kinds has it
 
-    def __init__(
-        self,
-        # of a class's constructor, by name: torch's settings, of which None is torch's default, and PopTorch's
-        arguments: dict[str, Any],
-        **own: Any,
-    ) -> None:
-        taken = {name: value for name, value in arguments.items() if name not in {"self", "__class__", *own}}
+    def __init_subclass__(cls, kind: OptimizerKind | None = None) -> None:
+        super().__init_subclass__()
+        if kind is not None:
+            cls.kind, cls.__signature__ = kind, kind.signature
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        bound = self.kind.signature.bind(*arguments, **settings)
+        bound.apply_defaults()
+        taken = bound.arguments
         params = taken.pop("params")
-        scalings = {name: taken.pop(name) for name in ("loss_scaling", "max_grad_norm")}
+        scalings = {name: taken.pop(name) for name in SCALINGS}
         types = {name: taken.pop(name) for name in [*taken] if name.endswith("accum_type")}
         given = {name: value for name, value in taken.items() if value is not None}
-        for name in (*self._numbers, "velocity_scaling"):
+        for name in (*self.kind.variable, "velocity_scaling"):
             if name in given:
                 _check_number(name, given[name])
+        _check_norm(given.get("max_weight_norm", 0))
         attributes = {
-            "loss_scaling": _positive("loss_scaling", scalings["loss_scaling"], 1.0),
-            "max_grad_norm": _positive("max_grad_norm", scalings["max_grad_norm"], math.inf),
+            **{name: _positive(name, scalings[name], otherwise) for name, otherwise in SCALINGS.items()},
             **{name: _accumulated(name, dtype) for name, dtype in types.items()},
         }
         self._held: dict[str, dict[str, Tensor] | None] = dict.fromkeys(_STATES)
         self._holder: Callable[[], StateHolder | None] = lambda: None
         self._own = ("_own", "_held", "variable_attrs", *attributes)
-        self._begin(params, given)
-        self.__dict__.update(attributes)
         variable = ["lr", *given, *(name for name, value in scalings.items() if value is not None)]
-        self.variable_attrs = VariableAttributes(dict.fromkeys(variable), [*self._numbers, *scalings])
+        self.variable_attrs = VariableAttributes(dict.fromkeys(variable), [*self.kind.variable, *scalings])
+        own = {name: given.pop(name, value) for name, value in self.kind.defaults.items()}
+        given = {name: value for name, value in given.items() if name not in _OF_VELOCITIES}
+        if isinstance(self, self.kind.computed_by):
+            super().__init__(params, **given)
+        else:
+            torch.optim.Optimizer.__init__(self, params, own)
+        self.__dict__.update(attributes)
         for name, value in own.items():
             self._add_setting(name, value)
-
-    def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
-        super().__init__(params, **given)
 
     def read_state_from(self, holder: StateHolder | None) -> None:
         """From now on ``holder`` has the state, as a model that trains; None: nobody."""
@@ -192,7 +206,25 @@ class Optimizer(torch.optim.Optimizer):
             group.setdefault(name, value)
 
 
-class SGD(Optimizer, torch.optim.SGD):
+def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Update the parameters by the classes that the settings of their groups ask for."""
+    kind = self.kind
+    if all(isinstance(self, kind.class_of(group)) for group in self.param_groups):
+        return kind.computed_by.step(self, closure)
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in self.param_groups:
+        if group["params"]:
+            other: Any = kind.class_of(group)
+            stepping = other(group["params"], **kind.arguments_of(group))
+            stepping.state = self.state
+            stepping.step()
+    return loss
+
+
+class SGD(Optimizer, torch.optim.SGD, kind=SGD_KIND):
     """torch.optim.SGD.
 
     Args:
@@ -202,36 +234,18 @@ class SGD(Optimizer, torch.optim.SGD):
         velocity_accum_type: What the velocity is held in: torch.float16 or torch.float32.
     """
 
-    _numbers = ("lr", "momentum", "dampening", "weight_decay")
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float,
-        momentum: float | None = None,
-        dampening: float | None = None,
-        weight_decay: float | None = None,
-        nesterov: bool | None = None,
-        maximize: bool | None = None,
-        foreach: bool | None = None,
-        differentiable: bool | None = None,
-        loss_scaling: float | None = None,
-        velocity_scaling: float | None = None,
-        use_combined_accum: bool = False,
-        accum_type: torch.dtype | None = None,
-        velocity_accum_type: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        own = {"velocity_scaling", "use_combined_accum"}
-        super().__init__({name: value for name, value in locals().items() if name not in own | {"own"}})
-        self.use_combined_accum = use_combined_accum
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        given = self.kind.signature.bind(*arguments, **settings).arguments
+        self.use_combined_accum: bool = given.get("use_combined_accum", False)
         self._own += ("use_combined_accum",)
-        if use_combined_accum:
-            self._add_setting("velocity_scaling", _positive("velocity_scaling", velocity_scaling, 1.0))
+        scaling = given.get("velocity_scaling")
+        if self.use_combined_accum:
+            self._add_setting("velocity_scaling", _positive("velocity_scaling", scaling, 1.0))
             self.variable_attrs.allow("velocity_scaling")
-            if velocity_scaling is not None:
+            if scaling is not None:
                 self.variable_attrs.markAsVariable("velocity_scaling")
-        elif velocity_scaling is not None:
+        elif scaling is not None:
             logger.warning("velocity_scaling is only used with use_combined_accum=True: it is loss_scaling now")
 
     @property
@@ -241,72 +255,21 @@ class SGD(Optimizer, torch.optim.SGD):
         return found
 
 
-class Adam(Optimizer, torch.optim.Adam):
+class Adam(Optimizer, torch.optim.Adam, kind=ADAM_KIND):
     """torch.optim.Adam."""
 
-    _numbers = ("lr", "betas", "eps", "weight_decay")
 
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        amsgrad: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool | None = None,
-        capturable: bool | None = None,
-        differentiable: bool | None = None,
-        fused: bool | None = None,
-        loss_scaling: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(locals())
-
-
-class AdamW(Optimizer, torch.optim.AdamW):
+class AdamW(Optimizer, torch.optim.AdamW, kind=ADAMW_KIND):
     """torch.optim.AdamW.
 
     Args:
         bias_correction: Whether both means are divided by 1 - beta**step.
     """
 
-    _numbers = ("lr", "betas", "eps", "weight_decay")
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        amsgrad: bool | None = None,
-        maximize: bool | None = None,
-        foreach: bool | None = None,
-        capturable: bool | None = None,
-        differentiable: bool | None = None,
-        fused: bool | None = None,
-        loss_scaling: float | None = None,
-        bias_correction: bool | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(locals(), bias_correction=bias_correction is not False)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters as torch does, and without bias correction where that is asked for."""
-        if all(group["bias_correction"] for group in self.param_groups):
-            return super().step(closure)
-        return step_by_others("AdamW", self, closure)
+    step = _step
 
 
-class RMSprop(Optimizer, torch.optim.RMSprop):
+class RMSprop(Optimizer, torch.optim.RMSprop, kind=RMSPROP_KIND):
     """torch.optim.RMSprop.
 
     Args:
@@ -314,42 +277,15 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
             TensorFlow.
     """
 
-    _numbers = ("lr", "alpha", "eps", "weight_decay", "momentum")
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | None = None,
-        alpha: float | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        momentum: float | None = None,
-        centered: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool | None = None,
-        differentiable: bool | None = None,
-        loss_scaling: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        use_tf_variant: bool | None = None,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(locals(), use_tf_variant=bool(use_tf_variant))
+    step = _step
 
     @property
     def use_tf_variant(self) -> bool:
         """Whether steps are TensorFlow's."""
         return bool(self.defaults["use_tf_variant"])
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters as torch does, or as TensorFlow does where that is asked for."""
-        if not any(group["use_tf_variant"] for group in self.param_groups):
-            return super().step(closure)
-        return step_by_others("RMSprop", self, closure)
 
-
-class LAMB(Optimizer, torch.optim.Optimizer):
+class LAMB(Optimizer, torch.optim.Optimizer, kind=LAMB_KIND):
     """LAMB, algorithm 2 of arXiv 1904.00962, as ``popdist.optim.LAMB`` computes it.
 
     Args:
@@ -357,44 +293,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         max_weight_norm: The largest norm that a parameter counts with; 0 for updates that are not scaled by norms.
     """
 
-    _numbers = ("lr", "betas", "eps", "weight_decay", "max_weight_norm")
-    _settings: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-        "max_weight_norm": MAX_WEIGHT_NORM,
-    }
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        bias_correction: bool | None = None,
-        loss_scaling: float | None = None,
-        max_weight_norm: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(locals(), bias_correction=bias_correction is not False)
-
-    def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
-        if not given.get("max_weight_norm", MAX_WEIGHT_NORM) >= 0:
-            raise Error(
-                f"max_weight_norm={given['max_weight_norm']} must be a norm: 0 is for updates that no norm "
-                "scales, and larger ones limit it"
-            )
-        torch.optim.Optimizer.__init__(self, params, {**self._settings, **given})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient."""
-        return step_by_others("LAMB", self, closure)
+    step = _step
 
 
 def _check_number(name: str, value: object) -> None:
@@ -403,6 +302,14 @@ def _check_number(name: str, value: object) -> None:
     wanted = "two finite numbers" if name == "betas" else "a finite number"
     if len(parts) != (2 if name == "betas" else 1) or not all(map(_is_finite, parts)):
         raise Error(f"{name} must be {wanted}, and is {value!r}")
+
+
+def _check_norm(largest: float) -> None:
+    if not largest >= 0:
+        raise Error(
+            f"max_weight_norm={largest} must be a norm: 0 is for updates that no norm scales, and larger ones "
+            "limit it"
+        )
 
 
 def _is_finite(value: object) -> bool:
