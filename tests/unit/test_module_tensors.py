@@ -95,6 +95,22 @@ def test_buffers_that_a_program_puts_there_are_used() -> None:
     assert model.weight is weight
 
 
+def test_converted_buffers_keep_each_replica_s_values() -> None:
+    """As double() and half() convert them; values that the program puts there are all replicas'."""
+    model = Forward(lambda m, x: m.y.add_(x) * 1)
+    options = poptorch.Options().replicationFactor(2).broadcastBuffers(broadcast_buffers=False)
+    inference = poptorch.inferenceModel(model, options)
+    batch = torch.tensor([1.0, 1, 2, 2])
+    assert inference(batch).tolist() == [1, 1, 2, 2]
+    model.double()
+    assert inference(batch).tolist() == [2, 2, 4, 4]
+    model.half()
+    found = inference(batch)
+    assert (found.dtype, found.tolist()) == (torch.half, [3, 3, 6, 6])
+    model.y = torch.zeros(2)
+    assert inference(batch).tolist() == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("is_training", [True, False])
 def test_the_hosts_tensors_stay_where_they_are(is_training: bool) -> None:  # noqa: FBT001 - a parameter
     """As with a GPU: while a model runs the same tensors hold copies, of which training and buffers come back."""

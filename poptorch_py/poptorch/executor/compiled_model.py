@@ -15,7 +15,7 @@ from poptorch.custom_types import tensors_of
 from poptorch.enums import ReductionType
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
-from poptorch.executor.module_tensors import ModuleTensors, is_grouped
+from poptorch.executor.module_tensors import ModuleTensors, has_same_bits, is_grouped
 from poptorch.executor.outputs import AnchoredTensors, Outputs, Result
 from poptorch.executor.traced_forward import TracedForward
 from poptorch.optim.model_optimizer import ModelOptimizer
@@ -62,7 +62,7 @@ class CompiledModel:
         """Run the first forward, which leaves the buffers as they are, and give each replica those of its own."""
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
         forward = TracedForward(self._module, first, is_training=is_training)
-        changed = {name for name, it in self.tensors.buffers.items() if not _has_same_bits(it, before[name])}
+        changed = {name for name, it in self.tensors.buffers.items() if not has_same_bits(it, before[name])}
         for name in changed:
             self.tensors.buffers[name].detach().copy_(before[name])
         if popdist.num_instances() * options.replication_factor == 1:
@@ -294,8 +294,3 @@ def _updatable_buffers(options: Options, tensors: ModuleTensors) -> list[str]:
             f"{', '.join(tensors.buffers) or 'none'}"
         )
     return names
-
-
-def _has_same_bits(left: Tensor, right: Tensor) -> bool:
-    one, other = (it.detach().contiguous().reshape(-1).view(torch.uint8) for it in (left, right))
-    return torch.equal(one, other)

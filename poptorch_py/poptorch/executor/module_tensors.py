@@ -123,10 +123,23 @@ class ModuleTensors:
         copied: Tensor = ModuleTensors._all_copies[tensor]
         return copied
 
+    def _take_replaced_buffers(self) -> None:
+        """Use the buffers that the program has put in place of others.
+
+        Where it has converted them, as ``half()`` does, each replica goes on with its own values, converted too.
+        All replicas go on with other values that a program puts there.
+        """
+        before, replicas = self.buffers, self.replica_buffers
+        self._find_tensors()
+        converted = {
+            name for name in before.keys() & self.buffers.keys() if _is_converted(before[name], self.buffers[name])
+        }
+        self.load_replica_buffers([{name: own[name] for name in converted & own.keys()} for own in replicas])
+
     def __enter__(self) -> None:
         if self._num_entered == 0:
             if any(getattr(it.part, it.key, None) is not it.tensor for it in self._buffer_places):
-                self._find_tensors()  # the program has put others in their place, as half() does
+                self._take_replaced_buffers()
             self._changed_modes = [(part, mode) for part, mode in self._modes if part.training is not mode]
             for part, mode in self._changed_modes:
                 part.training = mode
@@ -230,6 +243,17 @@ class ModuleTensors:
         for values, read in zip(self.replica_buffers, saved, strict=False):
             for name in values.keys() & read.keys():
                 values[name].copy_(read[name])
+
+
+def _is_converted(before: Tensor, after: Tensor) -> bool:
+    """Whether ``after`` has the values of ``before``, in whichever dtype and on whichever device."""
+    return before.shape == after.shape and has_same_bits(before.to(after.device, after.dtype), after)
+
+
+def has_same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bits, those of NaN too."""
+    one, other = (it.detach().contiguous().reshape(-1).view(torch.uint8) for it in (left, right))
+    return torch.equal(one, other)
 
 
 def group_replicas(
