@@ -4,16 +4,12 @@ import copy
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import time
 import traceback
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
-from types import SimpleNamespace
+from itertools import chain
 from typing import Any, Final
 
 import torch.multiprocessing
@@ -21,7 +17,6 @@ import torch.utils.data
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from poptorch._logging import logger
 from poptorch.custom_types import (
     PARSERS,
     ICustomArgParser,
@@ -39,7 +34,6 @@ _START_METHODS: Final = {
     SharingStrategy.Fork: "fork",
     SharingStrategy.ForkServer: "forkserver",
 }
-_POLL_SECONDS: Final = 0.005
 _END: Final = object()  # in place of a batch, after the last one of an epoch
 
 
@@ -48,21 +42,10 @@ class _Batches(IterableDataset[Any]):
     """The batches of ``source``; each iterator is an epoch."""
 
     source: Any  # a dataset, or a loader
-    # both in memory that the program shares
-    indices_mem: Tensor  # 1 for each batch that lies ready, else 0; ``int32``, one for each place
-    is_wanted: Tensor  # 1 from the program's first epoch on
-    early_preload: bool  # whether to read more than one batch before
     rebatched_size: int | None  # samples of a batch; None leaves batches as they are
     drop_last: bool  # leave out a last rebatched one that is smaller
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self._read()):
-            self.indices_mem[number % len(self.indices_mem)] = 1
-            yield batch
-            while not (self.early_preload or self.is_wanted):
-                time.sleep(_POLL_SECONDS)
-
-    def _read(self) -> Iterator[Any]:
         source = self.source
         batches: Iterator[Any]
         if isinstance(source, torch.utils.data.DataLoader):
@@ -138,12 +121,11 @@ class AsynchronousDataAccessor:
     in these, as far as its ``prefetch_factor`` says.
 
     Args:
-        dataset: Iterated in the process, once an epoch: a dataset, or a loader in Sync mode. Its first batch is
-            read before the constructor returns.
+        dataset: Iterated in the process, once an epoch: a dataset, or a loader in Sync mode.
         buffer_size: Batches that may lie ready. At least 1.
         miss_sleep_time_in_ms: Accepted, and without effect: a batch is waited for without sleeping.
         load_indefinitely: Begin the next epoch when one has been read to its end; else when it is asked for.
-        early_preload: Fill all places before the first iterator; else one.
+        early_preload: Accepted, and without effect: all places are filled before the first iterator.
         sharing_strategy: How the process is started: forked by a server, spawned, or forked.
         rebatched_size: Join batches, and cut them to this size; None leaves them as they are.
         drop_last: Leave out a last joined batch that is smaller.
@@ -160,78 +142,51 @@ class AsynchronousDataAccessor:
         rebatched_size: int | None = None,
         drop_last: bool = True,
     ) -> None:
-        del miss_sleep_time_in_ms
+        del miss_sleep_time_in_ms, early_preload
         _check_arguments(dataset, buffer_size, sharing_strategy, rebatched_size)
         self._dataset = dataset
         self._load_indefinitely = load_indefinitely
-        self._indices_mem = torch.zeros(buffer_size, dtype=torch.int32, device="cpu").share_memory_()
-        self._is_wanted = torch.zeros(1, dtype=torch.int32, device="cpu").share_memory_()
-        weakref.finalize(self, self._is_wanted.fill_, 1)  # a worker that waits ends at once
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
         batches = _Batches(
             source=copy.copy(dataset) if has_workers else dataset,  # workers that persist end with the copy
-            indices_mem=self._indices_mem,
-            is_wanted=self._is_wanted,
-            early_preload=early_preload,
             rebatched_size=rebatched_size,
             drop_last=drop_last,
         )
         self._epochs: Iterable[Any] | None
         self._epochs = batches if has_workers else _loader_of(batches, buffer_size, sharing_strategy)
         self._epoch = 0
-        before = {*multiprocessing.active_children()}
         self._begin_epoch()
-        started = [process for process in multiprocessing.active_children() if process not in before]
-        for process in started:
-            logger.debug("AsynchronousDataAccessor worker process: %s", process.pid)
-        self._worker = SimpleNamespace(  # by the names that PopTorch's programs know
-            _data_buffers=SimpleNamespace(indices_mem=self._indices_mem), _process=next(iter(started), None)
-        )
-        try:
-            self._ready.append(self._receive())
-        except Error as error:
-            sys.stderr.write(f"{error}\n")
-            self.terminate()
-            raise Error(
-                "AsynchronousDataAccessor worker thread failed to start: the reason is printed above"
-            ) from None
 
     def _begin_epoch(self) -> None:
         """Have the next epoch read; what is left of the one before is dropped."""
-        self._indices_mem.zero_()
-        self._ready: list[Any] = []
-        self._batches = iter(()) if self._epochs is None else iter(self._epochs)
-        self._is_new = True
-
-    def _receive(self) -> Any:
         if self._epochs is None:
             raise Error("the process that reads ahead has ended: terminate() was called")
-        try:
-            return next(self._batches, _END)
-        except Exception as error:  # noqa: BLE001 - whatever a dataset raises
-            reason = str(error)
-            traceback.clear_frames(error.__traceback__)  # which hold what ends the process when it is gone
-        raise Error(f"the process that reads ahead could not read a batch:\n{reason}")
+        self._batches = iter(self._epochs)
+        self._is_new = True
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        self._epoch += 1
         if not self._is_new:  # the last one was left early, or is not followed by another unasked
             self._begin_epoch()
         self._is_new = False
-        self._is_wanted.fill_(1)
+        self._epoch += 1
         return self._batches_of(self._epoch)
 
     def _batches_of(self, epoch: int) -> Iterator[Any]:
-        for number in count():
+        while True:
             if self._epoch != epoch:
-                raise Error("another iterator of this loader was made, which reads its batches now")
-            batch = self._ready.pop() if self._ready else self._receive()
+                raise Error(
+                    "this iterator has ended: another one of the loader was made, or terminate() was called"
+                )
+            try:
+                batch = next(self._batches, _END)
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # which hold what ends the process when it is gone
+                raise
             if batch is _END:
                 break
-            self._indices_mem[number % len(self._indices_mem)] = 0
             yield batch
             del batch  # and with it what holds its memory
         if self._load_indefinitely:
@@ -239,9 +194,8 @@ class AsynchronousDataAccessor:
 
     def terminate(self) -> None:
         """End the process. Iterators raise an ``Error`` from now on."""
-        self._is_wanted.fill_(1)
-        self._epochs = None
-        self._begin_epoch()
+        self._epochs, self._batches, self._is_new = None, iter(()), False
+        self._epoch += 1
 
 
 def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[Any]:
