@@ -63,12 +63,8 @@ _OF_COMPILED: Final = "CompiledFunctionBackward"
 """What makes each result of a function that torch.compile has compiled."""
 
 
-class LossSearch(TorchFunctionMode):
-    """Within it a forward is watched: each loss that it makes is kept, and ``backward()`` is refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._losses: list[Tensor] = []
+class OperationWatch(TorchFunctionMode):
+    """Within it each operation of torch goes through ``run``."""
 
     def __torch_function__(
         self,
@@ -78,10 +74,26 @@ class LossSearch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        if func is Tensor.backward:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation."""
+        return operation(*args, **kwargs)
+
+
+class LossSearch(OperationWatch):
+    """Within it a forward is watched: each loss that it makes is kept, and ``backward()`` is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._losses: list[Tensor] = []
+
+    def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation, and keep a loss."""
+        if operation is Tensor.backward:
             refuse_backward()
-        result = func(*args, **kwargs or {})
-        if func in LOSSES:
+        result = super().run(operation, args, kwargs)
+        if operation in LOSSES:
             self._losses.append(result)
         return result
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from poptorch.blocks import recording
 from poptorch.custom_types import flattened, tensors_of, with_tensors
@@ -19,7 +18,7 @@ from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.module_tensors import counts
 from poptorch.executor.outputs import Result
-from poptorch.losses import LossPlace, LossSearch
+from poptorch.losses import LossPlace, LossSearch, OperationWatch
 
 _CONVOLUTIONS: Final = (
     *(functional.conv1d, functional.conv2d, functional.conv3d),
@@ -37,7 +36,7 @@ def isRunningOnIpu() -> bool:
     return counts.running > 0
 
 
-class WeightCasts(TorchFunctionMode):
+class WeightCasts(OperationWatch):
     """Within it weights and biases of products and convolutions are cast to the dtype of what they multiply."""
 
     def __init__(self) -> None:
@@ -45,22 +44,16 @@ class WeightCasts(TorchFunctionMode):
         self.has_cast = False  # whether there was a need
         self.normalized: list[Tensor] = []  # those of normalizing operations, which update running statistics
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func in _WITH_WEIGHTS and len(args) > 1 and args[0].dtype is not args[1].dtype:
+    def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation, with weights that have the dtype of its input."""
+        if operation in _WITH_WEIGHTS and len(args) > 1 and args[0].dtype is not args[1].dtype:
             kind = args[0].dtype
             if kind.is_floating_point and args[1].dtype.is_floating_point:
                 self.has_cast = True
                 args = (args[0], *(part.to(kind) if isinstance(part, Tensor) else part for part in args[1:]))
-        elif func in _WITH_STATISTICS:
+        elif operation in _WITH_STATISTICS:
             self.normalized += tensors_of(args)
-        return func(*args, **kwargs or {})
+        return super().run(operation, args, kwargs)
 
 
 class TracedForward:
