@@ -5,7 +5,6 @@ import io
 import pickle
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -298,20 +297,6 @@ def test_random_states_are_read_and_set() -> None:
         assert not torch.equal(first, training(*batch)[0])
         training.rng_state = state
         assert torch.equal(first, training(*batch)[0])
-
-
-def test_files_are_written_when_a_model_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profile in a folder of the model's name or kind, and the description, with its folders."""
-    monkeypatch.setenv("POPTORCH_EXPORT_PROTO_FILE", str(tmp_path / "a" / "b" / "model.proto"))
-    model = Affine()
-    poptorch.inferenceModel(model, poptorch.Options().enableProfiling(str(tmp_path)))(*random_batch(2))
-    poptorch.trainingModel(model, poptorch.Options().enableProfiling(str(tmp_path)).modelName("mine"))(
-        *random_batch(2)
-    )
-
-    assert (tmp_path / "inference" / "profile.pop").is_file()
-    assert (tmp_path / "mine" / "profile.pop").is_file()
-    assert "fc.weight" in (tmp_path / "a" / "b" / "model.proto").read_text(encoding="utf-8")
 
 
 def test_set_optimizer_changes_the_next_call() -> None:

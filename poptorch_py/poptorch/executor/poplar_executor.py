@@ -19,7 +19,7 @@ from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error, is_whole
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters, TrainingRuns
 from poptorch.executor.outputs import AnchoredTensors
-from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, unpickled, write, write_files
+from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, unpickled, write
 from poptorch.optim.model_optimizer import accept_optimizer
 from poptorch.options import Options, check_options
 
@@ -120,9 +120,6 @@ class PoplarExecutor:
         self._attached = self._compiled if has_device else None
         self._example = example_of(args, kwargs)
         self._compilation_seconds = perf_counter() - begin
-        tensors = self._compiled.tensors
-        kind = "training" if self._is_training else "inference"
-        write_files(self._options, kind, {**tensors.parameters, **tensors.buffers}, self._compilation_seconds)
         for hook in [*_after_any.values(), *self._hooks_after.values()]:
             hook()
 

@@ -1,10 +1,8 @@
 """Models in files: tensors and texts, read without running anything, and the program's objects, pickled."""
 
 import io
-import json
 import os
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from poptorch.custom_types import Structure, flattened, unflatten
-from poptorch.environment import setting
 from poptorch.errors import Error
-from poptorch.options import Options
 
 _FORMAT: Final = "poptorch model 1"
 _NAME: Final = "model.poptorch"  # of a file in a folder
@@ -143,24 +139,3 @@ def read(path: str | os.PathLike[str]) -> SavedModel:
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise Error(f"{source} is no model that this poptorch saved: {_FORMAT!r} is expected")
     return SavedModel(**content)
-
-
-def write_files(options: Options, kind: str, tensors: Mapping[str, Tensor], compilation_seconds: float) -> None:
-    """Write what ``enableProfiling`` and ``POPTORCH_EXPORT_PROTO_FILE`` ask for, as JSON."""
-    description: dict[str, Any] = {
-        "kind": kind,
-        "compilation_seconds": compilation_seconds,
-        "tensors": {name: {"shape": list(it.shape), "dtype": str(it.dtype)} for name, it in tensors.items()},
-    }
-    text = json.dumps(description, indent=1)
-    engine_options = options._Popart.options.get("engineOptions", {})  # noqa: SLF001 - where enableProfiling puts it
-    if engine_options.get("autoReport.all") == "true":
-        folder = Path(engine_options.get("autoReport.directory", "."))
-        _write(folder / (options.model_name if options.exists("model_name") else kind) / "profile.pop", text)
-    if path := setting("EXPORT_PROTO_FILE"):
-        _write(Path(path), text)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")

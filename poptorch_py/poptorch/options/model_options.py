@@ -177,7 +177,7 @@ class Options(OptionValues):
         return self.set(max_repeat_logs=max_lines)
 
     def modelName(self, name: str) -> Self:
-        """The name of the model in profiles."""
+        """The name of the model in profiles. No effect: there are none."""
         return self.createOrSet(model_name=name)
 
     def enableExecutableCaching(self, path: str | None) -> Self:
@@ -254,7 +254,7 @@ class Options(OptionValues):
         return self.set(log_cycle_count=log_cycle_count)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
-        """Write ``profile.pop`` when a model is compiled: its tensors as JSON; PopTorch has Poplar's profile."""
+        """Write Poplar's profile. No effect: there is none; ``poprun --trace`` shows the time of each step."""
         self._Popart.setEngineOptions({"autoReport.all": "true"})
         if profile_dir is not None:
             self._Popart.setEngineOptions({"autoReport.directory": profile_dir})
