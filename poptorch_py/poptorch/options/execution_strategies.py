@@ -70,7 +70,7 @@ class ExecutionStrategy:
 
 
 class PipelinedExecution(ExecutionStrategy):
-    """Each stage works on another micro batch at the same time: a call must have enough of them.
+    """Each stage works on another micro batch at the same time.
 
     Args:
         *stages: An ``AutoStage``; or stages in order, each a ``Stage`` or the name of a block; none for
@@ -88,7 +88,7 @@ class PipelinedExecution(ExecutionStrategy):
 
 
 class ShardedExecution(PipelinedExecution):
-    """The stages of one micro batch run one after the other: a call may have any number of micro batches."""
+    """The stages of one micro batch run one after the other."""
 
     _execution_mode = 1
 

@@ -127,7 +127,7 @@ class Options(OptionValues):
         return self.set(device_iterations=at_least_one("device_iterations", device_iterations))
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy | AutoStage) -> Self:
-        """How blocks are dealt to stages, which a pipeline needs micro batches for."""
+        """How blocks are dealt to stages."""
         self.checkIsFrozen()
         if isinstance(strategy, AutoStage):
             strategy = PipelinedExecution(strategy)
