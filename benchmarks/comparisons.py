@@ -20,8 +20,8 @@ from subprocess import run
 
 from measuring.documents import put, table
 
-from poprun.observe.reports.compare import Change, Comparison, compare
-from poprun.observe.reports.job_report import JobReport, read_report
+from poprun.observe.account.job_report import JobReport, read_report
+from poprun.observe.show.compare import Change, Comparison, compare
 
 PROGRAM = Path(__file__).parent / "measuring" / "delayed_training.py"
 PHASES = ("data", "forward", "optimizer")

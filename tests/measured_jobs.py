@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from popdist.ground.progress import Progress
-from poprun.job.job_end import JobEnd
-from poprun.job.performance.curves import JobCurves
-from poprun.job.performance.slowness import Slowness
-from poprun.job.report.report_file import job_to_dict
-from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
+from poprun.observe.account.curves import JobCurves
+from poprun.observe.account.state import InstanceState, InstanceStatus, MemoryCurve
+from poprun.observe.judge.job_end import JobEnd
+from poprun.observe.judge.slowness import Slowness
+from poprun.observe.show.report_file import job_to_dict
 from poprun.text.ranges import parse_hosts
 from tests.planning import CLUSTER_NODE, planned
 

@@ -13,10 +13,8 @@ from popdist.ground.trusted_paths import own_folder_problem
 from poprun.errors import HostsError, PlanError, UsageError, error_of_system
 from poprun.hosts.probe.machine import names_of_this_machine
 from poprun.hosts.probe.program import fabric_variables
-from poprun.job.job_end import JobEnd, exit_code, first_failure, has_left, num_lone
 from poprun.job.loop import Attempt
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import JobIdentity
 from poprun.launch.process.limits import (
     find_loopback_problem,
     find_tmpdir_problem,
@@ -24,6 +22,8 @@ from poprun.launch.process.limits import (
     users_open_files,
 )
 from poprun.launch.process.spawn import become_subreaper
+from poprun.observe.account.state import JobIdentity
+from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure, has_left, num_lone
 from poprun.plan.advice import named
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
@@ -32,9 +32,9 @@ from poprun.text.ranges import fold_hosts
 
 if TYPE_CHECKING:
     from poprun.devices.lease.claims import LeasedPlan
-    from poprun.job.performance.metrics_server import MetricsServer
-    from poprun.job.report.report_writer import ReportWriter
     from poprun.launch.routes import JobNetwork
+    from poprun.observe.show.metrics_server import MetricsServer
+    from poprun.observe.show.report_writer import ReportWriter
 
 _MAX_SHOWN_ROUTES: Final = 4
 _LONGEST_PAUSE_SECONDS: Final = 30.0
@@ -105,7 +105,7 @@ class JobOutcome:
 
     def _begin_report(self, plan: LaunchPlan) -> None:
         from poprun.hosts.probe.provenance import provenance
-        from poprun.job.report.report_writer import ReportWriter
+        from poprun.observe.show.report_writer import ReportWriter
 
         writer = ReportWriter(plan.ending.report_files, plan.working_directory)
         writer.check()
@@ -128,7 +128,7 @@ class JobOutcome:
         if self.metrics is not None:
             self.metrics.close()
         if self.files:  # the files are still there if no plan was made
-            from poprun.job.report.report_writer import ReportWriter
+            from poprun.observe.show.report_writer import ReportWriter
 
             self.writer, self.files = ReportWriter(self.files, os.curdir), ()
         if self.writer is not None:
@@ -136,7 +136,7 @@ class JobOutcome:
             writer.write(self._to_dict(self.ends, error))
 
     def _to_dict(self, ends: Sequence[JobEnd], error: str) -> Mapping[str, object]:
-        from poprun.job.report.report_file import job_to_dict
+        from poprun.observe.show.report_file import job_to_dict
 
         leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
         job = job_to_dict(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
@@ -145,7 +145,7 @@ class JobOutcome:
 
 def _serve_metrics(port: int) -> "MetricsServer":
     try:
-        from poprun.job.performance.metrics_server import MetricsServer
+        from poprun.observe.show.metrics_server import MetricsServer
     except ModuleNotFoundError:
         raise UsageError(
             "--metrics-port needs the package prometheus_client, which is not there: install it, or poprun's "
@@ -225,7 +225,7 @@ def _run_attempt(
     has_started = False
     try:
         if plan.trace.folder is not None:
-            from poprun.observe.trace.collection import prepare_folder
+            from poprun.observe.show.trace.collection import prepare_folder
 
             prepare_folder(plan, identity.job_id, identity.restart_count)
         end = Attempt(plan, environ, identity, signals, verbosity, on_look).run()
@@ -240,7 +240,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
     """Merge what the programs of an attempt recorded and log where the trace is; a signal stops the merge."""
     if plan.trace.folder is None:
         return
-    from poprun.observe.trace.collection import collect_trace
+    from poprun.observe.show.trace.collection import collect_trace
 
     rounds = end.clock_rounds if end.has_started else None
     before = signals.num_interrupts, signals.is_terminated
@@ -324,7 +324,7 @@ def _has_lost_devices(plan: LaunchPlan, identity: JobIdentity) -> bool:
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
     """Whether another attempt would fail as the last attempt did; if so, log the reason."""
-    from poprun.job.restarts import reason_to_end
+    from poprun.observe.judge.restarts import reason_to_end
 
     reason = reason_to_end(ends)
     if reason:
@@ -359,7 +359,7 @@ def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
     """Log how each attempt ended, and a warning, if there is one, about a job that ended well."""
     if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
-    from poprun.job.report.printed_report import render_attempts, render_warning
+    from poprun.observe.show.printed_report import render_attempts, render_warning
 
     for line in render_attempts(ends):
         screen.log(line)

@@ -10,8 +10,9 @@ from tests.architecture.source_tree import words
 _LOWEST_FIRST: Final = {
     "popsize": "errors phases svg < hardware model < constants stages < catalogue < mapping < footprint < duration"
     " < search < cases tables < picture",
-    "poprun": "errors makers < text < plan < launch < hosts < devices observe < job < cli vipu < start size"
+    "poprun": "errors makers < text < plan < launch < hosts < devices < observe < job < cli vipu < start size"
     " < command < __main__",
+    "poprun.observe": "account < judge < show",
     "popdist": "errors startup < ground < exchange < job < metrics gradients < data < step packing < optim"
     " < phases < parallel < checkpoint compat tensorflow onnx poptorch launching < popdist_core popart",
     "popdist.ground": "layout local_tensors tree trusted_paths < contract installation torch_private extension"

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from poprun.errors import UsageError
-from poprun.job.performance import metrics_server
-from poprun.job.performance.curves import JobCurves
-from poprun.job.performance.metrics_server import MetricsServer
+from poprun.observe.account.curves import JobCurves
+from poprun.observe.show import metrics_server
+from poprun.observe.show.metrics_server import MetricsServer
 from poprun.start import _serve_metrics
 from tests.running import DEADLINE_SECONDS, Poprun
 from tests.unit.test_report_file import COUNTERS, END, GOOD, PLAN
@@ -97,7 +97,7 @@ def test_silent_connections_take_nothing_of_the_job(monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an extra."""
-    monkeypatch.delitem(sys.modules, "poprun.job.performance.metrics_server", raising=False)
+    monkeypatch.delitem(sys.modules, "poprun.observe.show.metrics_server", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
 
     with pytest.raises(UsageError, match="needs the package prometheus_client"):

@@ -1,6 +1,6 @@
 """Looking at running jobs, from outside and with ``--monitor``.
 
-Holds poprun.observe.monitor.top.
+Holds poprun.observe.show.monitor.top.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.process.test_control_socket import control_socket
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
-TOP = [sys.executable, "-c", "from poprun.observe.monitor.top import main; main()"]
+TOP = [sys.executable, "-c", "from poprun.observe.show.monitor.top import main; main()"]
 
 
 def look(*words: str) -> Finished:

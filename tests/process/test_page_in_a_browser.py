@@ -1,13 +1,13 @@
 """The page of a job in a real browser: it fits any width, loads nothing, and keys read and sort what is there.
 
-Holds poprun.observe.page.
+Holds poprun.observe.show.page.
 """
 
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page
 
-from poprun.observe.page import render_page
+from poprun.observe.show.page import render_page
 from tests.measured_jobs import measured_job
 
 ILLEGIBLE = """() => {

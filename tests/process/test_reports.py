@@ -1,6 +1,6 @@
 """The report of a job as a file, from real jobs.
 
-Holds poprun.command, poprun.job.report.report_writer and poprun.hosts.probe.provenance.
+Holds poprun.command, poprun.observe.show.report_writer and poprun.hosts.probe.provenance.
 """
 
 import json

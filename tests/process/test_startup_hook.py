@@ -16,7 +16,7 @@ from popdist import startup
 from popdist.ground.contract import PROGRESS_DESCRIPTOR
 from popdist.ground.progress import PAGE_BYTES, Progress
 from popdist.startup import sitecustomize, stack_signal
-from poprun.job.evidence import read_evidence
+from poprun.observe.account.evidence import read_evidence
 from tests.running import DEADLINE_SECONDS, Poprun, run
 
 LOOK = """

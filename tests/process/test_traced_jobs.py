@@ -14,8 +14,8 @@ import pytest
 from playwright.sync_api import Browser
 
 from popdist.startup.recording import CLOCK_DESCRIPTOR, ask_clock
-from poprun.observe.trace.collection import TRACE_FILE
-from poprun.observe.trace.time_table import TABLE_FILE
+from poprun.observe.show.trace.collection import TRACE_FILE
+from poprun.observe.show.trace.time_table import TABLE_FILE
 from tests.running import Finished, Poprun
 from tests.trace_checks import faults
 from tests.traces.traced_jobs import clock_errors, launched, read

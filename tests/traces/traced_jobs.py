@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poprun.observe.trace.collection import TRACE_FILE
-from poprun.observe.trace.time_table import TABLE_FILE, TraceTable, read_table
+from poprun.observe.show.trace.collection import TRACE_FILE
+from poprun.observe.show.trace.time_table import TABLE_FILE, TraceTable, read_table
 from tests.running import Finished, run
 
 PROGRAM = Path(__file__).with_name("program.py")

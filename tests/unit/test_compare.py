@@ -1,6 +1,6 @@
 """Two reports of jobs compared: what differs by more than noise, and where it comes from.
 
-Holds poprun.observe.reports.compare.
+Holds poprun.observe.show.compare.
 """
 
 import copy
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from poprun.observe.reports.compare import Change, Comparison, Difference, compare
-from poprun.observe.reports.job_report import JobReport, read_report
-from poprun.observe.reports.report_command import report
+from poprun.observe.account.job_report import JobReport, read_report
+from poprun.observe.show.compare import Change, Comparison, Difference, compare
+from poprun.observe.show.report_command import report
 from tests.unit.test_report_file import JOB
 
 MEMORY = 400 * 2**20

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.ground.progress import Progress
-from poprun.job.performance.curves import (
+from poprun.observe.account.curves import (
     MAX_NUMBERS,
     MAX_WINDOWS,
     InstanceCurves,
@@ -18,7 +18,7 @@ from poprun.job.performance.curves import (
     curves_to_dict,
     folds_to_dict,
 )
-from poprun.job.state import InstanceStatus
+from poprun.observe.account.state import InstanceStatus
 
 values = st.floats(-1e9, 1e9)
 samples = st.lists(st.tuples(st.floats(0, 1e7), values), min_size=1, max_size=30)

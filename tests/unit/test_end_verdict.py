@@ -1,6 +1,6 @@
 """Whose failure ended a job, from what real programs have said and left behind (torch 2.13, gloo).
 
-Holds poprun.makers.failures and poprun.job.job_end.
+Holds poprun.makers.failures and poprun.observe.judge.job_end.
 """
 
 import signal
@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.job.end_verdict import awaits_culprit, combine, find_verdict_of_end, is_torn
-from poprun.job.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
-from poprun.job.job_end import JobEnd, exit_code, failure_at_fault
-from poprun.job.report.findings import Findings, hint
-from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.state import HOST_LOST, InstanceState, InstanceStatus
-from poprun.job.verdict import Cause, Verdict
 from poprun.launch.process.limits import Evidence
+from poprun.observe.account.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.last_words import LastWords, last_words
+from poprun.observe.account.state import HOST_LOST, InstanceState, InstanceStatus
+from poprun.observe.judge.end_verdict import awaits_culprit, combine, find_verdict_of_end, is_torn
+from poprun.observe.judge.findings import Findings, hint
+from poprun.observe.judge.job_end import JobEnd, exit_code, failure_at_fault
+from poprun.observe.judge.verdict import Cause, Verdict
 
 CLOSED = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.job.report.findings import Findings, find_shortage, hint
-from poprun.job.report.last_words import LastWords
-from poprun.job.state import AGENT_KILLED, InstanceStatus, MemoryCurve
 from poprun.launch.process.limits import Evidence, KillCounts, MemoryLimits
+from poprun.observe.account.last_words import LastWords
+from poprun.observe.account.state import AGENT_KILLED, InstanceStatus, MemoryCurve
+from poprun.observe.judge.findings import Findings, find_shortage, hint
 
 GIBIBYTE = 2**30
 NOTHING_SAID = LastWords()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from poprun.job.performance.curves import JobCurves
-from poprun.job.performance.gpu_watch import GpuReading, GpuWatch
 from poprun.makers.maker import NVIDIA
+from poprun.observe.account.curves import JobCurves
+from poprun.observe.account.gpu_watch import GpuReading, GpuWatch
 
 STAND_IN = """#!/bin/sh
 printf '0, GPU-aa, 37, 1024\\n1, GPU-bb, [N/A], 2048\\n2, GPU-cc, 100'

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import Progress
-from poprun.job.hangs import Hang, HangWatch, describe_hang, find_hang, find_idle
-from poprun.job.state import InstanceState, InstanceStatus, Usage
+from poprun.observe.account.state import InstanceState, InstanceStatus, Usage
+from poprun.observe.judge.hangs import Hang, HangWatch, find_hang, find_idle
+from poprun.observe.show.standstill import describe_hang
 from tests.planning import CLUSTER_NODE, planned
 
 NOW = 1000.0

@@ -1,6 +1,6 @@
 """A report of a job read back from its JSON, and shown.
 
-Holds poprun.observe.reports.job_report, poprun.observe.reports.show and poprun.observe.reports.report_command.
+Holds poprun.observe.account.job_report, poprun.observe.show.report_words and poprun.observe.show.report_command.
 """
 
 import copy
@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from poprun.errors import UsageError
-from poprun.observe.reports.job_report import read_report
-from poprun.observe.reports.report_command import report
+from poprun.observe.account.job_report import read_report
+from poprun.observe.show.report_command import report
 from tests.unit.test_report_file import JOB
 
 

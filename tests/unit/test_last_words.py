@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.job.report.last_words import MAX_EXCERPT_LINES, LastWords, last_words
+from poprun.observe.account.last_words import MAX_EXCERPT_LINES, LastWords, last_words
 
 RECORDED = Path(__file__).parent / "stderr"
 

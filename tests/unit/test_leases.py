@@ -11,8 +11,8 @@ from poprun.devices.lease.local_lease import ipu_claims
 from poprun.devices.pool.records import HeldLease, fold_names
 from poprun.errors import HostsError
 from poprun.job.agents import start_order
-from poprun.job.state import JobIdentity
 from poprun.launch.routes import HostRoute, JobKey, JobNetwork, remote_words
+from poprun.observe.account.state import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod

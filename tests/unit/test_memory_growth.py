@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.job.performance.memory_growth import find_growth, growth_rate
-from poprun.job.state import InstanceStatus, MachineTotals, MemoryCurve
+from poprun.observe.account.state import InstanceStatus, MachineTotals, MemoryCurve
+from poprun.observe.judge.memory_growth import find_growth, growth_rate
 
 MEBIBYTE = 1 << 20
 

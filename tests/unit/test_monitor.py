@@ -1,6 +1,6 @@
 """What a monitor makes of the views that a job sends.
 
-Holds poprun.job.monitors, poprun.launch.messages.view and poprun.observe.monitor.job_table.
+Holds poprun.job.monitors, poprun.launch.messages.view and poprun.observe.show.monitor.job_table.
 """
 
 import socket
@@ -15,15 +15,15 @@ from rich.console import Console
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import Progress
 from poprun.job.monitors import Viewers, is_of_one_moment, job_view
-from poprun.job.performance.slowness import Slowness
-from poprun.job.performance.watch import PerformanceWatch
 from poprun.job.record import Record
-from poprun.job.state import InstanceState, InstanceStatus, JobIdentity, Usage
 from poprun.launch.messages import ProtocolError
 from poprun.launch.messages.control import Link, decode, encode
 from poprun.launch.messages.view import InstanceView, JobView
-from poprun.observe.monitor.job_table import Rate, fit, rates, render
-from poprun.observe.monitor.top import draw_views
+from poprun.observe.account.state import InstanceState, InstanceStatus, JobIdentity, Usage
+from poprun.observe.judge.slowness import Slowness
+from poprun.observe.judge.watch import PerformanceWatch
+from poprun.observe.show.monitor.job_table import Rate, fit, rates, render
+from poprun.observe.show.monitor.top import draw_views
 from tests.planning import planned
 
 RUNNING = InstanceView(

@@ -1,6 +1,6 @@
 """The page of a job: what it says of any report, and that nothing a program printed is more than text.
 
-Holds poprun.observe.page.sections, poprun.observe.page.charts and poprun.observe.page.time_shares.
+Holds poprun.observe.show.page.sections, poprun.observe.show.page.charts and poprun.observe.show.page.time_shares.
 """
 
 from dataclasses import replace
@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from poprun.job.report.report_file import job_to_dict
-from poprun.job.state import InstanceStatus
-from poprun.observe.page import render_page
-from poprun.observe.page.charts import Chart, Line, charts_of, render_charts
-from poprun.observe.page.time_shares import find_job_time
+from poprun.observe.account.state import InstanceStatus
+from poprun.observe.show.page import render_page
+from poprun.observe.show.page.charts import Chart, Line, charts_of, render_charts
+from poprun.observe.show.page.time_shares import find_job_time
+from poprun.observe.show.report_file import job_to_dict
 from tests.measured_jobs import measured_end, measured_job
 from tests.planning import planned
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.job.policy import Action, decide
-from poprun.job.state import JobSnapshot, Phase
+from poprun.observe.account.state import JobSnapshot, Phase
 from poprun.plan.request import EndingSettings
 
 ENDING = EndingSettings(timeout_seconds=100, hang_report_seconds=20, hang_timeout_seconds=30)

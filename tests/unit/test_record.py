@@ -1,6 +1,6 @@
 """What an agent's event makes of its instance's status, and the snapshot that the policy then sees, as tables.
 
-Holds poprun.job.state.
+Holds poprun.observe.account.state.
 """
 
 import errno
@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from popdist.ground.contract import Endpoint
 from popdist.ground.progress import USED_BYTES, Progress, ProgressPage
-from poprun.job.job_end import JobEnd, exit_code
 from poprun.job.record import Record, after_event
-from poprun.job.report.printed_report import render_end
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import (
+from poprun.launch.launchers import StartWatch
+from poprun.launch.messages.control import LOST
+from poprun.launch.routes import HostRoute, JobKey, JobNetwork
+from poprun.observe.account.state import (
     AGENT_FROZEN,
     AGENT_KILLED,
     FROZEN_SECONDS,
@@ -37,9 +38,8 @@ from poprun.job.state import (
     Phase,
     Usage,
 )
-from poprun.launch.launchers import StartWatch
-from poprun.launch.messages.control import LOST
-from poprun.launch.routes import HostRoute, JobKey, JobNetwork
+from poprun.observe.judge.job_end import JobEnd, exit_code
+from poprun.observe.show.printed_report import render_end
 from tests.planning import CLUSTER_NODE, planned
 
 IDENTITY = JobIdentity(job_id="j", restart_count=1, began_at_seconds=80.0)

@@ -1,6 +1,6 @@
 """What torch's recorder holds is cut to what a verdict needs, and a program that does not answer holds nobody up.
 
-Holds poprun.launch.recorder and poprun.job.evidence.
+Holds poprun.launch.recorder and poprun.observe.account.evidence.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from popdist.startup.recorder_server import read_recorder
-from poprun.job.evidence import Call, InstanceEvidence, read_evidence
-from poprun.job.verdict import EVERYBODY
 from poprun.launch.recorder import ANSWER_SECONDS, MAX_CALLS, RecorderQuestion, cut_record, list_calls
+from poprun.observe.account.evidence import Call, InstanceEvidence, read_evidence
+from poprun.observe.judge.verdict import EVERYBODY
 
 
 def entry(number: int, name: str = "gloo:all_reduce", group: str = "0", *, retired: bool = True) -> dict[str, Any]:

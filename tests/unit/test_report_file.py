@@ -8,17 +8,17 @@ from typing import Any
 from popdist.ground.progress import PhaseCounters, Progress
 from popdist.startup.phase_sampler import PHASES
 from poprun.devices.pool.records import HeldLease
-from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
-from poprun.job.job_end import JobEnd
-from poprun.job.performance.curves import JobCurves
-from poprun.job.performance.slowness import Slowness
-from poprun.job.report.findings import Findings
-from poprun.job.report.last_words import LastWords
-from poprun.job.report.printed_report import render_end
-from poprun.job.report.report_file import job_to_dict, render_job
-from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
-from poprun.job.verdict import Cause, Verdict
 from poprun.launch.messages.clock import Exchange
+from poprun.observe.account.curves import JobCurves
+from poprun.observe.account.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.last_words import LastWords
+from poprun.observe.account.state import InstanceState, InstanceStatus, MemoryCurve
+from poprun.observe.judge.findings import Findings
+from poprun.observe.judge.job_end import JobEnd
+from poprun.observe.judge.slowness import Slowness
+from poprun.observe.judge.verdict import Cause, Verdict
+from poprun.observe.show.printed_report import render_end
+from poprun.observe.show.report_file import job_to_dict, render_job
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.request import AskedMapping
 from tests.planning import planned

@@ -1,6 +1,6 @@
 """Who is slow, in which phase: on timelines of jobs that are made up.
 
-Holds poprun.job.performance.arrivals and poprun.job.performance.watch.
+Holds poprun.observe.account.arrivals and poprun.observe.judge.watch.
 """
 
 import random
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from popdist.ground.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
-from poprun.job.performance.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
-from poprun.job.performance.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
-from poprun.job.performance.watch import PERIOD_SECONDS, PerformanceWatch
-from poprun.job.report.report_file import split_time
-from poprun.job.state import MachineTotals
+from poprun.observe.account.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
+from poprun.observe.account.state import MachineTotals
+from poprun.observe.judge.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
+from poprun.observe.judge.watch import PERIOD_SECONDS, PerformanceWatch
+from poprun.observe.show.report_file import split_time
 
 USUAL = {"data": 0.002, "forward": 0.010, "backward": 0.020, "optimizer": 0.003, "outside": 0.001}
 NUM_BUCKETS = 3

@@ -1,4 +1,7 @@
-"""Where programs stand, as lines from what faulthandler writes; and the request for that to all of them."""
+"""Where programs stand, as lines from what faulthandler writes; and the request for that to all of them.
+
+Holds poprun.job.stack_inquiry and poprun.observe.show.standstill.
+"""
 
 import faulthandler
 import os
@@ -13,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
-from poprun.job.evidence import Helper, InstanceEvidence, StackFrame, Stacks, read_stacks
-from poprun.job.hangs import Hang
-from poprun.job.stacks import StackInquiry, collective_of, read_lines, render_stacks
-from poprun.job.state import InstanceState, InstanceStatus
+from poprun.job.stack_inquiry import StackInquiry
 from poprun.launch.program_watch import describe_process, find_locks, name_system_call
+from poprun.observe.account.evidence import Helper, InstanceEvidence, StackFrame, Stacks, read_stacks
+from poprun.observe.account.stacks import collective_of, read_lines
+from poprun.observe.account.state import InstanceState, InstanceStatus
+from poprun.observe.judge.hangs import Hang
+from poprun.observe.show.standstill import render_stacks
 
 TEXT = """\
 Thread 0x00007f95c8b2a6c0 (most recent call first):

@@ -7,10 +7,10 @@ import pytest
 
 from poprun import start
 from poprun.errors import HostsError
-from poprun.job.job_end import JobEnd
-from poprun.job.report.printed_report import render_attempts
-from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
 from poprun.launch.process.limits import users_open_files
+from poprun.observe.account.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
+from poprun.observe.judge.job_end import JobEnd
+from poprun.observe.show.printed_report import render_attempts
 from poprun.plan.plan import LaunchPlan
 from poprun.start import find_network, restart_pause_seconds
 from poprun.text.ranges import parse_hosts

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.job.state import MAX_SAMPLES, MemoryCurve
+from poprun.observe.account.state import MAX_SAMPLES, MemoryCurve
 
 GAPS = st.floats(0.25, 4)
 

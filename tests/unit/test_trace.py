@@ -1,7 +1,8 @@
 """The merged trace of made-up recordings: aligned, well-formed, and with a table that says what was injected.
 
-Holds poprun.observe.trace.recorded, poprun.observe.trace.joint_calls, poprun.observe.trace.document,
-poprun.observe.trace.collection and poprun.observe.trace.time_table.
+Holds poprun.observe.show.trace.recorded, poprun.observe.show.trace.joint_calls,
+poprun.observe.show.trace.document, poprun.observe.show.trace.collection and
+poprun.observe.show.trace.time_table.
 """
 
 import gzip
@@ -18,11 +19,11 @@ from hypothesis import strategies as st
 
 from poprun.errors import PlanError, UsageError
 from poprun.launch.messages.clock import Exchange
-from poprun.observe.trace.collection import TRACE_FILE, clock_of, collect_trace, prepare_folder
-from poprun.observe.trace.document import lanes_of
-from poprun.observe.trace.joint_calls import find_joint_calls
-from poprun.observe.trace.recorded import About, CollectiveCall, read_about
-from poprun.observe.trace.time_table import (
+from poprun.observe.show.trace.collection import TRACE_FILE, clock_of, collect_trace, prepare_folder
+from poprun.observe.show.trace.document import lanes_of
+from poprun.observe.show.trace.joint_calls import find_joint_calls
+from poprun.observe.show.trace.recorded import About, CollectiveCall, read_about
+from poprun.observe.show.trace.time_table import (
     TABLE_FILE,
     TraceTable,
     gains,

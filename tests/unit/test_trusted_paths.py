@@ -18,7 +18,7 @@ from popdist.phases.phase_store import PhaseStore
 from popdist.startup import recording
 from poprun.errors import PlanError, UsageError
 from poprun.hosts.problems import judge_slots
-from poprun.observe.trace.collection import prepare_folder
+from poprun.observe.show.trace.collection import prepare_folder
 from poprun.plan.request import TraceSettings
 from poprun.start import find_network
 from tests.planning import planned

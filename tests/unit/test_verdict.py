@@ -1,6 +1,6 @@
 """Who keeps the others waiting, from what real programs have told when they stood still (torch 2.13, gloo).
 
-Holds poprun.job.verdict.
+Holds poprun.observe.judge.verdict.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ import pytest
 
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import FINALIZE
-from poprun.job.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
-from poprun.job.hangs import Hang
-from poprun.job.state import InstanceState, InstanceStatus
-from poprun.job.verdict import MAX_LINES, Cause, describe_verdict, find_verdict_of_hang
+from poprun.observe.account.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.state import InstanceState, InstanceStatus
+from poprun.observe.judge.hangs import Hang
+from poprun.observe.judge.verdict import Cause, find_verdict_of_hang
+from poprun.observe.show.standstill import MAX_LINES, describe_verdict
 
 PROGRAM, TORCH, PYTHON = "/home/me/train.py", "/v/lib/python3.11/site-packages/torch", "/usr/lib/python3.11"
 Frames = tuple[tuple[str, int, str], ...]

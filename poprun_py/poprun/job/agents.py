@@ -21,7 +21,6 @@ from popdist.ground.contract import (
 )
 from popdist.ground.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, COUNTED_BYTES, RECORDER_AT
 from poprun.errors import LaunchError, describe_error
-from poprun.job.state import JobIdentity
 from poprun.launch.messages.control import (
     LOST,
     VIEW_EVENT,
@@ -33,6 +32,7 @@ from poprun.launch.messages.control import (
     peer_user,
     tcp_address,
 )
+from poprun.observe.account.state import JobIdentity
 from poprun.plan.frameworks import workers_of
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.program_environment import (

@@ -13,29 +13,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order, stop_order
-from poprun.job.job_end import JobEnd, exit_code, first_failure, num_lone
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, Record
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import InstanceState, JobIdentity, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.messages.control import LOST
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.launch.process.limits import kill_counts
 from poprun.launch.process.process_tree import ProcessKey, StoppedChildren, end_descendants, own_tree, send
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
+from poprun.observe.account.state import InstanceState, JobIdentity, Phase
+from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure, num_lone
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import launcher_environment
 from poprun.plan.topology import MpiKind
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
-    from poprun.job.hangs import Hang
     from poprun.job.monitors import MonitorProcess
-    from poprun.job.performance.gpu_watch import GpuWatch
-    from poprun.job.stacks import StackInquiry
+    from poprun.job.stack_inquiry import StackInquiry
     from poprun.launch.messages.clock import HostClocks
+    from poprun.observe.account.gpu_watch import GpuWatch
+    from poprun.observe.judge.hangs import Hang
 
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
@@ -125,7 +125,7 @@ class Attempt:
 
             self._monitor = MonitorProcess(self._environ)
         if self._record.curves is not None:
-            from poprun.job.performance.gpu_watch import watch_gpus
+            from poprun.observe.account.gpu_watch import watch_gpus
 
             self._gpu_watch = watch_gpus(self._plan, self._identity, self._environ, self._record.curves)
         if not self._streams.is_inherited:
@@ -172,7 +172,7 @@ class Attempt:
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
         """Whether an instance that caused the failures of the others may still end by itself in time."""
-        from poprun.job.end_verdict import awaits_culprit
+        from poprun.observe.judge.end_verdict import awaits_culprit
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)
 
@@ -288,8 +288,9 @@ class Attempt:
 
     def _describe_stacks(self, inquiry: "StackInquiry") -> str:
         """The stacks in words, after who keeps the others waiting if it is a hang."""
-        from poprun.job.stacks import read_lines
-        from poprun.job.verdict import describe_verdict, find_verdict_of_hang
+        from poprun.observe.account.stacks import read_lines
+        from poprun.observe.judge.verdict import find_verdict_of_hang
+        from poprun.observe.show.standstill import describe_verdict
 
         statuses, evidence, findings = self._record.statuses, self._record.evidence, []
         read_line = read_lines(evidence.values())
@@ -308,7 +309,7 @@ class Attempt:
             return
         if len(statuses) == 1 or any(status.state is not InstanceState.RUNNING for status in statuses):
             return
-        from poprun.job.performance.watch import MOST_HELPERS, PerformanceWatch
+        from poprun.observe.judge.watch import MOST_HELPERS, PerformanceWatch
 
         if self._record.performance is None:
             self._record.performance = PerformanceWatch(self._record.began_at_seconds, self._plan.places)
@@ -332,7 +333,7 @@ class Attempt:
     def _watch_memory(self, now_seconds: float) -> None:
         """Warn once for each host whose memory will be full before long."""
         if now_seconds >= self._memory_due_seconds:
-            from poprun.job.performance.memory_growth import warn_of_growth
+            from poprun.observe.judge.memory_growth import warn_of_growth
 
             self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
             warn_of_growth(self._plan, self._record.statuses, self._memory_warnings, log)
@@ -340,7 +341,7 @@ class Attempt:
     def _tell_lone(self) -> None:
         """Say once, while they run, that instances train without each other."""
         if not self._has_told_lone and (number := num_lone(self._record.statuses)) > 1:
-            from poprun.job.report.printed_report import describe_lone
+            from poprun.observe.show.printed_report import describe_lone
 
             self._has_told_lone = True
             log(describe_lone(number, self._plan))
@@ -353,7 +354,7 @@ class Attempt:
             log(text)
 
     def _ask_for_stacks(self, hang: "Hang | None" = None) -> None:
-        from poprun.job.stacks import StackInquiry
+        from poprun.job.stack_inquiry import StackInquiry
 
         timeout_seconds = self._plan.ending.hang_timeout_seconds
         self._inquiry = StackInquiry(
@@ -481,7 +482,7 @@ class Attempt:
             log(line)
         if exit_code(end) == 0 and not end.survivors:
             return end
-        from poprun.job.report.printed_report import explain
+        from poprun.observe.show.printed_report import explain
 
         kills_before = self._kills_before if self._identity.network is None else None
         failed = (status.index for status in end.statuses if status.has_failed or status.exit_code)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from poprun.job.performance.curves import count_steps
-from poprun.job.performance.slowness import describe_slowness
 from poprun.job.record import Record
-from poprun.job.state import InstanceStatus
 from poprun.launch.messages.control import Link, encode
 from poprun.launch.messages.view import InstanceView, JobView
 from poprun.launch.process.process_tree import key_of, reap
 from poprun.launch.process.spawn import ProcessStart, start_process
+from poprun.observe.account.curves import count_steps
+from poprun.observe.account.state import InstanceStatus
+from poprun.observe.judge.slowness import describe_slowness
 from poprun.plan.plan import LaunchPlan
 
 _VIEW_SECONDS: Final = 0.5
@@ -130,7 +130,7 @@ class MonitorProcess:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         null = os.open(os.devnull, os.O_RDWR)
-        words = (sys.executable, "-P", "-m", "poprun.observe.monitor.top", str(os.getpid()))
+        words = (sys.executable, "-P", "-m", "poprun.observe.show.monitor.top", str(os.getpid()))
         streams = (null, _STDERR, _STDERR)
         pid = start_process(ProcessStart(words, os.getcwd(), environ, streams, signal.SIGTERM))
         os.close(null)

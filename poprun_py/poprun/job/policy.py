@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from poprun.job.state import JobSnapshot, Phase
+from poprun.observe.account.state import JobSnapshot, Phase
 from poprun.plan.request import EndingSettings
 
 KILL_SECONDS: Final = 5.0  # what the kernel gets to remove killed processes

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from popdist.ground.contract import Endpoint
 from popdist.ground.progress import PhaseCounters, Progress
 from poprun.errors import SHORTAGES, describe_error
-from poprun.job.hangs import HangWatch
-from poprun.job.job_end import first_failure
-from poprun.job.state import (
+from poprun.launch.messages.control import LOST
+from poprun.launch.process.limits import read_evidence_of_machine
+from poprun.observe.account.state import (
     AGENT_FROZEN,
     AGENT_KILLED,
     FROZEN_SECONDS,
@@ -33,18 +33,18 @@ from poprun.job.state import (
     Phase,
     Usage,
 )
-from poprun.launch.messages.control import LOST
-from poprun.launch.process.limits import read_evidence_of_machine
+from poprun.observe.judge.hangs import HangWatch
+from poprun.observe.judge.job_end import first_failure
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
-    from poprun.job.evidence import InstanceEvidence
-    from poprun.job.performance.curves import JobCurves
-    from poprun.job.performance.watch import PerformanceWatch
     from poprun.job.signals import ReceivedSignals
-    from poprun.job.verdict import Verdict
     from poprun.launch.launchers import StartWatch
+    from poprun.observe.account.curves import JobCurves
+    from poprun.observe.account.evidence import InstanceEvidence
+    from poprun.observe.judge.verdict import Verdict
+    from poprun.observe.judge.watch import PerformanceWatch
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
 
@@ -230,7 +230,7 @@ class Record:
         if event["event"] == "exited" and not event["was_stopped"]:
             self.evidence.pop(instance, None)  # where it stood before says nothing of its end
         if event["event"] == "stacks" or any(event.get(name) for name in _REMAINS):
-            from poprun.job.evidence import read_evidence
+            from poprun.observe.account.evidence import read_evidence
 
             self._asked.discard(instance)
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
@@ -356,7 +356,7 @@ class Record:
 
 
 def _empty_curves(num_instances: int, now_seconds: float) -> "JobCurves":
-    from poprun.job.performance.curves import JobCurves
+    from poprun.observe.account.curves import JobCurves
 
     return JobCurves(num_instances, now_seconds)
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import LaunchError, PlanError, describe_error
-from poprun.job.state import JobIdentity
 from poprun.launch.process.spawn import start_thread
+from poprun.observe.account.state import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import log
 

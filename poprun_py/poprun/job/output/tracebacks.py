@@ -7,7 +7,7 @@ that poprun remembers contain every line; ``poprun -v`` shows every line as well
 import re
 from typing import Final, NamedTuple
 
-from poprun.job.report.last_words import LIBRARY, WHOLE, is_own_code, without_numbers
+from poprun.observe.account.last_words import LIBRARY, WHOLE, is_own_code, without_numbers
 
 MAX_HELD_LINES: Final = 500
 _NUM_REMEMBERED: Final = 64

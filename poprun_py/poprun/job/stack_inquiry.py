@@ -1,0 +1,98 @@
+"""A request to all running programs for their stacks, and the answers in words."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from popdist.ground.layout import Parallelism
+from poprun.launch.messages.control import Message
+from poprun.observe.account.evidence import InstanceEvidence, Stacks
+from poprun.observe.account.stacks import ReadLine, collective_of
+from poprun.observe.account.state import InstanceState, InstanceStatus
+from poprun.observe.judge.hangs import Hang
+from poprun.observe.show.standstill import describe_hang, render_stacks
+
+_MOST_ANSWER_SECONDS: Final = 4.0  # how long agents are waited for; each gives its program half of it
+_MAX_GROUPS_OF_HANG: Final = 6
+_MOST_HELPERS: Final = 8  # processes below a program, such as a data loader's workers, that are asked for stacks
+_NOT_SHARED: Final = Parallelism()
+
+
+class StackInquiry:
+    """A request to all running programs for their stacks, because of a hang or at the user's wish."""
+
+    def __init__(
+        self,
+        statuses: Sequence[InstanceStatus],
+        now_seconds: float,
+        send_order: Callable[[int, Message], None],
+        hang: Hang | None = None,
+        hang_timeout_seconds: float | None = None,
+        parallelism: Parallelism = _NOT_SHARED,
+    ) -> None:
+        running = [status.index for status in statuses if status.state is InstanceState.RUNNING]
+        first = hang.absent if hang is not None else ()
+        self.hang = hang  # because of which they are asked, or None
+        self._hang_timeout_seconds = hang_timeout_seconds
+        self._parallelism = parallelism
+        self._asked = tuple(dict.fromkeys((*first, *running)))
+        self._awaited = set(self._asked)
+        self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
+        for index in running:
+            send_order(index, {"order": "stacks", "most_helpers": _MOST_HELPERS})
+
+    def note_answer(self, instance: int) -> None:
+        """Wait no longer for an instance, which has answered."""
+        self._awaited.discard(instance)
+
+    @property
+    def is_about_suspicion(self) -> bool:
+        """Whether it is only suspected that somebody waits: then the answers' calls decide."""
+        return self.hang is not None and self.hang.is_suspicion
+
+    def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:
+        """The collectives of torch that programs stand in, in words, by instance."""
+        answers = self._answers(evidence).items()
+        return {index: call for index, stacks in answers if (call := collective_of(stacks))}
+
+    def is_over(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> bool:
+        """Whether all programs that run have answered, or will not."""
+        is_awaited = any(statuses[index].state is InstanceState.RUNNING for index in self._awaited)
+        return not is_awaited or now_seconds >= self._deadline_seconds
+
+    def text(
+        self,
+        statuses: Sequence[InstanceStatus],
+        evidence: Mapping[int, InstanceEvidence],
+        read_line: ReadLine,
+        findings: Sequence[str] = (),
+    ) -> str:
+        """The answers in words; ``findings`` say who is at fault, as far as it is known."""
+        answers = self._answers(evidence)
+        stacks = {
+            index: answers.get(index) or Stacks(processes=(_without_answer(statuses[index]),))
+            for index in self._asked
+        }
+        max_groups = None if self.hang is None else _MAX_GROUPS_OF_HANG
+        lines = render_stacks(stacks, read_line, max_groups, self._parallelism)
+        return "\n  ".join([*self._heading(statuses, findings), *lines, *self._last_lines()])
+
+    def _answers(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, Stacks]:
+        """The stacks of those that have answered; ``evidence`` may hold earlier answers of the others."""
+        answered = (index for index in self._asked if index not in self._awaited and index in evidence)
+        return {index: evidence[index].stacks for index in answered}
+
+    def _heading(self, statuses: Sequence[InstanceStatus], findings: Sequence[str]) -> list[str]:
+        if self.hang is not None:
+            return describe_hang(self.hang, statuses, self._parallelism, findings)
+        return ["where the instances stand, the latest call last" if self._asked else "no program runs"]
+
+    def _last_lines(self) -> list[str]:
+        if self.hang is None:
+            return []
+        if self._hang_timeout_seconds is None:
+            return ["the job goes on: an instance that compiles or saves for long looks the same"]
+        return [f"the job is ended when this has lasted {self._hang_timeout_seconds:g} s (--hang-timeout)"]
+
+
+def _without_answer(status: InstanceStatus) -> str:
+    return "no answer" if status.state is InstanceState.RUNNING else "it has ended"

@@ -1,0 +1,181 @@
+"""Who came last to each collective, and by how much, from the moments at which instances called them. Pure."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Final
+
+from popdist.ground.progress import PhaseCounters, read_places, read_stamps, read_step_ends
+from poprun.observe.account.state import InstanceStatus, MachineTotals
+
+_MICROSECONDS: Final = 1e6
+_LEAST_MEMBERS: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCalls:
+    """When one instance called the last collectives of one group."""
+
+    members: tuple[int, ...]  # the instances of the group; none where nobody tells
+    moments: Mapping[int, float]  # seconds since 1970, by the number of the collective in its group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What one instance has told at one moment; all numbers but the moments are running totals."""
+
+    at_seconds: float  # when poprun heard it; monotonic
+    groups: Mapping[str, GroupCalls]
+    step_ends: Sequence[float]  # when its optimizer's last steps ended, ascending; by the same clock
+    counters: PhaseCounters
+    machine: MachineTotals
+    places: Mapping[str, str]  # where in the program's own code each phase stands most, as ``file:line``
+
+
+def read_look(
+    event: Mapping[str, Any], status: InstanceStatus, at_seconds: float, offset_seconds: float
+) -> Look | None:
+    """What an agent's event tells; None where the program has no counters. Its clock is ahead by the offset."""
+    page = bytes.fromhex(event["page"])
+    counters = PhaseCounters.read(page)
+    if counters is None:
+        return None
+    groups = {
+        name: GroupCalls(members=(), moments={number: at - offset_seconds for number, at in moments.items()})
+        for name, moments in read_stamps(page).items()
+    }
+    try:
+        for name, group in event["groups"].items():
+            seconds = [number / _MICROSECONDS - offset_seconds for number in group["microseconds"]]
+            moments = dict(zip(map(int, group["numbers"]), seconds, strict=True))
+            groups[name] = GroupCalls(members=tuple(map(int, group["ranks"])), moments=moments)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return Look(
+        at_seconds=at_seconds,
+        groups=groups,
+        step_ends=[at - offset_seconds for at in read_step_ends(page)],
+        counters=counters,
+        machine=status.machine or MachineTotals(),
+        places=read_places(page),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A few seconds of a job: what a step has cost each instance, by index."""
+
+    began_seconds: float  # since the attempt's begin
+    ended_seconds: float
+    first_step: int  # optimizer steps that were done when it began; 0 where the program has no optimizer
+    num_steps: int  # in it; of a program without optimizers, its collectives
+    step_seconds: float
+    steps: Sequence[Mapping[int, float]]  # the same as ``delays`` in each step that was seen whole
+    delays: Mapping[int, float]  # by how much later than most others it came, at the worst place of a step
+    waits: Mapping[int, float]  # how long it waited for the last one there
+    usual: Mapping[int, float]  # its delay in most steps
+    phases: Mapping[int, Mapping[str, float]]  # seconds in each phase
+    totals: Mapping[int, Mapping[str, float]]  # what the machine, Python and the data did in the whole window
+    newest_moment: float  # when the last of its collectives was called, in seconds since 1970
+
+
+Arrivals = Mapping[int, float]  # the moments at which the members of a group came to one collective
+
+
+def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
+    """The collectives that all their members have called, the last of them ``after`` a moment; by time."""
+    found = []
+    for name in {name for look in looks.values() for name in look.groups}:
+        groups = {index: look.groups[name] for index, look in looks.items() if name in look.groups}
+        members = {member for group in groups.values() for member in group.members} or set(groups)
+        if len(members) < _LEAST_MEMBERS or not members <= groups.keys():
+            continue
+        numbers = set.intersection(*(set(groups[index].moments) for index in members))
+        arrivals = ({index: groups[index].moments[number] for index in members} for number in numbers)
+        found += [it for it in arrivals if max(it.values()) > after]
+    return sorted(found, key=lambda it: max(it.values()))
+
+
+def measure_window(
+    before: Mapping[int, Look], now: Mapping[int, Look], began_at_seconds: float, after: float
+) -> Window | None:
+    """What happened between two looks at all instances; None where no step ended, or no collective was called."""
+    arrivals = find_arrivals(now, after)
+    seconds = fmean(now[index].at_seconds - before[index].at_seconds for index in now)
+    first, last = (median(look.counters.num_optimizer_steps for look in looks.values()) for looks in (before, now))
+    num_steps = int(last - first) if last else len(arrivals)
+    if not arrivals or num_steps < 1 or seconds <= 0.0:
+        return None
+    step_seconds = seconds / num_steps if last else _mean_gap(arrivals)
+    steps = [_worst_delays(cycle) for cycle in _cycles(arrivals, now)]
+    if not steps:
+        return None
+    return Window(
+        began_seconds=fmean(look.at_seconds for look in before.values()) - began_at_seconds,
+        ended_seconds=fmean(look.at_seconds for look in now.values()) - began_at_seconds,
+        first_step=int(first),
+        num_steps=num_steps,
+        step_seconds=step_seconds,
+        steps=[delays for delays, _ in steps],
+        delays={index: fmean(delays.get(index, 0.0) for delays, _ in steps) for index in now},
+        waits={index: fmean(waits.get(index, 0.0) for _, waits in steps) for index in now},
+        usual={index: median(delays.get(index, 0.0) for delays, _ in steps) for index in now},
+        phases={index: _phase_seconds(before[index], now[index], num_steps) for index in now},
+        totals={index: _totals(before[index], now[index]) for index in now},
+        newest_moment=max(arrivals[-1].values()),
+    )
+
+
+def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
+    """The mean time between collectives, of a program whose steps nobody counts."""
+    ends = [max(it.values()) for it in arrivals]
+    return fmean(after - before for before, after in pairwise(ends)) if len(ends) > 1 else 0.0
+
+
+def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
+    """The collectives of each whole step; of a program whose steps nobody counts, each for itself."""
+    if not any(look.step_ends for look in looks.values()):
+        return [[arrival] for arrival in arrivals]
+    cycles: dict[int, list[Arrivals]] = {}
+    for arrival in arrivals:
+        member = min(arrival)
+        ends = looks[member].step_ends
+        number = bisect_left(ends, arrival[member])
+        if 0 < number < len(ends):
+            step = looks[member].counters.num_optimizer_steps - len(ends) + number
+            cycles.setdefault(step, []).append(arrival)
+    return list(cycles.values())
+
+
+def _worst_delays(cycle: Sequence[Arrivals]) -> tuple[dict[int, float], dict[int, float]]:
+    """Each instance's largest delay against most others in a step, and its wait where they were furthest apart."""
+    delays: dict[int, float] = {}
+    for arrival in cycle:
+        for index, at in arrival.items():
+            others = median(other for member, other in arrival.items() if member != index)
+            delays[index] = max(delays.get(index, 0.0), at - others)
+    widest = max(cycle, key=lambda it: max(it.values()) - min(it.values()))
+    return delays, {index: max(widest.values()) - at for index, at in widest.items()}
+
+
+def _phase_seconds(before: Look, now: Look, num_steps: int) -> dict[str, float]:
+    earlier = before.counters.seconds
+    return {name: (total - earlier[name]) / num_steps for name, total in now.counters.seconds.items()}
+
+
+def _totals(before: Look, now: Look) -> dict[str, float]:
+    pairs = {
+        "long_forward": (before.counters.long_forward_seconds, now.counters.long_forward_seconds),
+        "idle_backward": (before.counters.idle_backward_seconds, now.counters.idle_backward_seconds),
+        "gc": (before.counters.gc_seconds, now.counters.gc_seconds),
+        "disk": (before.counters.disk_seconds, now.counters.disk_seconds),
+        "workers": (before.counters.worker_seconds, now.counters.worker_seconds),
+        "messages": (before.counters.message_seconds, now.counters.message_seconds),
+        "samples": (before.counters.num_samples, now.counters.num_samples),
+        "run_delay": (before.machine.run_delay_seconds, now.machine.run_delay_seconds),
+        "throttled": (before.machine.throttled_seconds, now.machine.throttled_seconds),
+        "faults": (before.machine.num_major_faults, now.machine.num_major_faults),
+    }
+    return {name: later - earlier for name, (earlier, later) in pairs.items()}

@@ -1,0 +1,207 @@
+"""Curves of an attempt: the mean of each quantity in equal windows of time, so few that they stay small. Pure."""
+
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, zip_longest
+from statistics import median
+from typing import Any, Final
+
+from poprun.observe.account.state import InstanceStatus
+
+MAX_WINDOWS: Final = 600  # of a curve; one that would have more doubles its windows
+MAX_FOLDED: Final = 16  # instances up to which each has curves of its own
+MAX_NUMBERS: Final = 64  # numbers of an instance; the library lets a program report no more
+OF_NUMBERS: Final = "numbers/"
+"""How the names of curves begin that hold numbers of `popdist.report`."""
+
+_FIRST_WINDOW_SECONDS: Final = 1.0
+_MOST: Final = 1e300  # so that no sum of values is infinite
+
+
+class WindowedCurve:
+    """One quantity of an instance in the course of an attempt."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit  # such as ``1/s``; empty for none
+        self.window_seconds = _FIRST_WINDOW_SECONDS
+        self.last: float | None = None  # the last value that was added, which may be no finite number
+        self._sums = array("d")
+        self._weights = array("d")
+
+    def add(self, at_seconds: float, value: float) -> None:
+        """Add a value at a moment since the attempt's start."""
+        self.last = value
+        if math.isfinite(value):
+            self._add(at_seconds, max(-_MOST, min(_MOST, value)), 1.0)
+
+    def add_rate(self, since_seconds: float, until_seconds: float, amount: float) -> None:
+        """Add what was done between two moments; the curve tells how much was done in a second."""
+        if until_seconds <= since_seconds:
+            return
+        self.last = amount / (until_seconds - since_seconds)
+        self._widen(until_seconds)
+        first, last = (int(max(0.0, it) / self.window_seconds) for it in (since_seconds, until_seconds))
+        bounds = [it * self.window_seconds for it in range(first + 1, last + 1)]
+        for begin, end in pairwise(sorted({since_seconds, *bounds, until_seconds})):
+            self._add((begin + end) / 2, self.last * (end - begin), end - begin)
+
+    def _add(self, at_seconds: float, value: float, weight: float) -> None:
+        self._widen(at_seconds)
+        index = int(max(0.0, at_seconds) / self.window_seconds)
+        missing = [0.0] * (index + 1 - len(self._sums))
+        self._sums.extend(missing)
+        self._weights.extend(missing)
+        self._sums[index] += value
+        self._weights[index] += weight
+
+    def _widen(self, at_seconds: float) -> None:
+        while at_seconds >= MAX_WINDOWS * self.window_seconds:
+            self._sums, self._weights = _paired(self._sums), _paired(self._weights)
+            self.window_seconds *= 2
+
+    def values(self, window_seconds: float) -> list[float | None]:
+        """The mean in each window of a width that is a power of two times the curve's own; None where unknown."""
+        sums, weights = self._sums, self._weights
+        for _ in range(round(math.log2(window_seconds / self.window_seconds))):
+            sums, weights = _paired(sums), _paired(weights)
+        return [value / weight if weight else None for value, weight in zip(sums, weights, strict=True)]
+
+
+def _paired(values: "array[float]") -> "array[float]":
+    """The sums of neighbours."""
+    return array("d", (sum(values[index : index + 2]) for index in range(0, len(values), 2)))
+
+
+class InstanceCurves:
+    """The curves of one instance."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, WindowedCurve] = {}
+        self._totals: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, unit: str, at_seconds: float, value: float) -> None:
+        """Add a value of a quantity."""
+        self._curve(name, unit).add(at_seconds, value)
+
+    def add_total(self, name: str, unit: str, at_seconds: float, total: float) -> None:
+        """Add a total that only grows; the curve tells by how much it grew in a second."""
+        before_seconds, before = self._totals.get(name, (at_seconds, total))
+        self._totals[name] = (at_seconds, total)
+        if total >= before and at_seconds > before_seconds:
+            self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
+
+    def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
+        """Add the numbers that a program has reported, whose clock shows ``delay_seconds`` less."""
+        for line in lines.splitlines():
+            told_seconds, numbers = _read_line(line)
+            is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds
+            at_seconds = told_seconds + delay_seconds if is_possible else now_seconds
+            for name, value in numbers.items():
+                key = f"{OF_NUMBERS}{name}"
+                if key in self.by_name or sum(it.startswith(OF_NUMBERS) for it in self.by_name) < MAX_NUMBERS:
+                    self.add(key, "", at_seconds, value)
+
+    def _curve(self, name: str, unit: str) -> WindowedCurve:
+        if name not in self.by_name:
+            self.by_name[name] = WindowedCurve(unit)
+        return self.by_name[name]
+
+
+def _read_line(line: str) -> tuple[float, dict[str, float]]:
+    """The moment and the numbers in a line of a program; no numbers in what is no such line."""
+    try:
+        at_seconds, numbers = json.loads(line)
+        return float(at_seconds), {str(name): float(value) for name, value in numbers.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        return 0.0, {}
+
+
+class JobCurves:
+    """The curves of all instances of one attempt."""
+
+    def __init__(self, num_instances: int, began_at_seconds: float) -> None:
+        self._began_at_seconds = began_at_seconds
+        self.instances = [InstanceCurves() for _ in range(num_instances)]
+
+    def add_look(self, status: InstanceStatus, event: Mapping[str, Any], now_seconds: float) -> None:
+        """Add what an agent has seen of its instance, whose ``status`` is up to date."""
+        curves, at_seconds = self.instances[status.index], now_seconds - self._began_at_seconds
+        if event.get("num_processes"):
+            curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
+            curves.add_total("cpu", "cores", at_seconds, event["cpu_seconds"])
+        if num_steps := count_steps(status):
+            curves.add_total("steps_per_second", "1/s", at_seconds, num_steps)
+        if status.counters is not None and status.counters.num_samples:
+            curves.add_total("samples_per_second", "1/s", at_seconds, status.counters.num_samples)
+        if status.machine is not None:
+            curves.add_total("run_delay", "share of the time", at_seconds, status.machine.run_delay_seconds)
+        if isinstance(lines := event.get("numbers"), str):
+            # the clocks of hosts differ; the message took no time
+            curves.add_lines(lines, at_seconds - event["read_at_seconds"], at_seconds)
+
+    def add_gpu(
+        self, index: int, name: str, busy: float | None, memory_bytes: float | None, now_seconds: float
+    ) -> None:
+        """Add what a device of an instance does, as far as its driver says so."""
+        curves, at_seconds = self.instances[index], now_seconds - self._began_at_seconds
+        if busy is not None:
+            curves.add(f"{name}_busy", "share of the time", at_seconds, busy)
+        if memory_bytes is not None:
+            curves.add(f"{name}_memory", "bytes", at_seconds, memory_bytes)
+
+
+def count_steps(status: InstanceStatus) -> int:
+    """How many steps a program has made, as far as is known: those that were counted, else its own number."""
+    if status.counters is not None and status.counters.num_optimizer_steps:
+        return status.counters.num_optimizer_steps
+    return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
+
+
+def curves_to_dict(curves: InstanceCurves) -> dict[str, object]:
+    """The curves of one instance as values that JSON knows."""
+    return {name: _curve_to_dict(curve) for name, curve in sorted(curves.by_name.items())}
+
+
+def _curve_to_dict(curve: WindowedCurve) -> dict[str, object]:
+    values = curve.values(curve.window_seconds)
+    return {
+        "unit": curve.unit,
+        "seconds": _ends(len(values), curve.window_seconds),
+        "values": _rounded(values),
+        "last": _known(curve.last),
+    }
+
+
+def folds_to_dict(instances: Sequence[InstanceCurves]) -> dict[str, dict[str, Any]]:
+    """The curves of many instances as values that JSON knows: least, median and most in each window."""
+    names = sorted({name for it in instances for name in it.by_name})
+    return {name: _fold_to_dict([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
+
+
+def _fold_to_dict(curves: Sequence[WindowedCurve]) -> dict[str, Any]:
+    window_seconds = max(curve.window_seconds for curve in curves)
+    windows = zip_longest(*(curve.values(window_seconds) for curve in curves))
+    known = [[value for value in window if value is not None] for window in windows]
+    return {
+        "unit": curves[0].unit,
+        "seconds": _ends(len(known), window_seconds),
+        "min": _rounded([min(values, default=None) for values in known]),
+        "median": _rounded([median(values) if values else None for values in known]),
+        "max": _rounded([max(values, default=None) for values in known]),
+    }
+
+
+def _ends(num_windows: int, window_seconds: float) -> list[float]:
+    return [(index + 1) * window_seconds for index in range(num_windows)]
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Six digits are more than a picture shows, and half as long."""
+    return [None if it is None else float(f"{it:.6g}") for it in values]
+
+
+def _known(value: float | None) -> float | str | None:
+    """A number, or in words one that JSON lacks: ``nan``, ``inf``, ``-inf``."""
+    return value if value is None or math.isfinite(value) else str(value)

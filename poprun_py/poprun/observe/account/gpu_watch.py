@@ -1,0 +1,103 @@
+"""What the GPUs of a job do on poprun's own host, as the tool of their maker tells every five seconds."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Self
+
+from poprun.launch.process.process_tree import ProcessKey, key_of, send
+from poprun.launch.process.spawn import ProcessStart, start_process
+from poprun.makers.maker import MAKERS
+from poprun.observe.account.curves import JobCurves
+from poprun.observe.account.state import JobIdentity
+from poprun.plan.plan import LaunchPlan
+
+_MIB: Final = 2**20
+_PERCENT: Final = 100.0
+_READ_BYTES: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """One device at one moment."""
+
+    names: tuple[str, str]  # its number, and its uuid
+    busy_share: float | None  # of the time, 0 to 1; None where the driver does not say
+    memory_bytes: float | None
+
+    @classmethod
+    def read(cls, line: str) -> Self | None:
+        """What a line of the tool says: number, uuid, percent, MiB; None when it is no such line."""
+        try:
+            index, uuid, *cells = map(str.strip, line.split(","))
+            busy, memory = (float(cell) if cell.isdecimal() else None for cell in cells)
+        except ValueError:
+            return None
+        return cls(
+            names=(index, uuid),
+            busy_share=None if busy is None else busy / _PERCENT,
+            memory_bytes=None if memory is None else memory * _MIB,
+        )
+
+
+def watch_gpus(
+    plan: LaunchPlan, identity: JobIdentity, environ: Mapping[str, str], curves: JobCurves
+) -> "GpuWatch | None":
+    """A watch over the GPUs of the instances on poprun's own host; None where there are none, or no such tool."""
+    network, found = identity.network, {}
+    for index in range(plan.num_instances):
+        route = identity.route(plan, index)
+        if network is None or (route is not None and route.address == network.control_host):
+            found[index] = tuple(plan.instance(index, identity.devices_of(plan, index)).devices)
+    words = MAKERS[plan.maker].watch
+    return GpuWatch(words, found, environ, curves) if words and any(found.values()) else None
+
+
+class GpuWatch:
+    """Adds to curves what the tool ``words`` prints of ``devices``, by instance, until the attempt ends."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        devices: Mapping[int, Sequence[str]],
+        environ: Mapping[str, str],
+        curves: JobCurves,
+    ) -> None:
+        self._devices = devices
+        self._curves = curves
+        self._begun_line = b""
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        null = os.open(os.devnull, os.O_RDWR)
+        self._process: ProcessKey | None = None
+        with suppress(OSError):  # a host without the program has no such curves
+            start = ProcessStart(words, os.sep, environ, (null, writer, null), signal.SIGTERM)
+            self._process = key_of(start_process(start))
+        os.close(null)
+        os.close(writer)
+
+    def close(self) -> None:
+        """End the program, whose end poprun hears of as of that of every child."""
+        os.close(self._reader)
+        if self._process is not None:
+            send([self._process], signal.SIGTERM)
+
+    def update(self, now_seconds: float) -> None:
+        """Add what has been printed since the last look."""
+        try:
+            data = os.read(self._reader, _READ_BYTES)
+        except BlockingIOError:
+            return
+        *lines, self._begun_line = (self._begun_line + data).split(b"\n")
+        for reading in filter(None, (GpuReading.read(line.decode(errors="replace")) for line in lines)):
+            for instance, name in self._holders(reading):
+                self._curves.add_gpu(instance, name, reading.busy_share, reading.memory_bytes, now_seconds)
+
+    def _holders(self, reading: GpuReading) -> Iterator[tuple[int, str]]:
+        """The instances that have a device, and what it is called there: by nothing where it is the only one."""
+        index, uuid = reading.names
+        for instance, devices in self._devices.items():
+            if any(it == index or (it.startswith("GPU-") and uuid.startswith(it)) for it in devices):
+                yield instance, f"gpu_{index}" if len(devices) > 1 else "gpu"

@@ -1,0 +1,86 @@
+"""The stacks of programs, read: the user's latest call, the collective that waits, and the lines of source."""
+
+import linecache
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import Final
+
+from popdist.ground import contract
+from poprun.launch.process.spawn import start_thread
+from poprun.observe.account.evidence import InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.last_words import LIBRARY
+
+_MOST_READING_SECONDS = 1.0
+
+Place = tuple[str, int]  # a file and the number of a line in it
+POPDIST: Final = os.path.dirname(os.path.dirname(contract.__file__)) + os.sep
+_OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py)")
+_GROUPS: Final = "/torch/distributed/distributed_c10d.py"
+_OF_JAX: Final = re.compile(r"/jax/(?:experimental/multihost_utils|_src/distributed)\.py")
+_BACKWARD: Final = "/torch/autograd/graph.py"
+_OF_BACKEND: Final = re.compile(r"/popdist/exchange/(?:process_group|host_memory)/")
+_PIPELINING: Final = "/torch/distributed/pipelining/"
+_OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)|/torch/futures/")
+ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty text: `linecache.getline`
+
+
+def read_lines(evidence: Iterable[InstanceEvidence]) -> ReadLine:
+    """The lines of all calls on the stacks; empty where one cannot be read, or was not within a second."""
+    # a program often hangs because of the file system that its source lies on, so a thread reads
+    places = {(frame.file, frame.line) for known in evidence for frame in known.frames}
+    own_first = sorted(places, key=lambda place: (bool(LIBRARY.search(place[0])), place))
+    found: dict[Place, str] = {}
+    reader = threading.Thread(target=_read, args=(own_first, found), name="poprun-sources", daemon=True)
+    with suppress(OSError):  # there can be no more threads
+        start_thread(reader)
+        reader.join(_MOST_READING_SECONDS)
+    sources = dict(found)
+    return lambda file, line: sources.get((file, line), "")
+
+
+def _read(places: Iterable[Place], found: dict[Place, str]) -> None:
+    for file, line in places:
+        if os.path.isfile(file):  # a pipe would be waited for
+            text = linecache.getline(file, line).strip()
+            found[file, line] = "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def own_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
+    """The latest call in code that belongs to no library; None where there is none."""
+    own = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(POPDIST))
+    return next(own, None)
+
+
+def collective_of(stacks: Stacks) -> str:
+    """The call of torch's or JAX's in which the main thread of a program waits for others; "" for none."""
+    whole = stacks.main
+    main = _without_backend(whole)
+    if main and main[-1].file.endswith(
+        _BACKWARD
+    ):  # DistributedDataParallel waits in C++, below Python's last call
+        return "backward() of torch"
+    inside = list(takewhile(lambda frame: _OF_GROUPS.search(frame.file), reversed(main)))
+    if inside and _PIPELINING in inside[-1].file:
+        return f"{inside[-1].function}() of torch.distributed.pipelining"
+    called = [frame.function for frame in reversed(inside) if frame.file.endswith(_GROUPS)]
+    named = called or [frame.function for frame in inside]
+    if named:
+        return f"{named[0]}() of torch.distributed"
+    if called := [frame.function for frame in main if _OF_JAX.search(frame.file)]:
+        return f"{called[0]}() of jax" if "/jax/" in main[-1].file else ""
+    return f"{whole[len(main)].function}() of the backend popdist" if len(main) < len(whole) else ""
+
+
+def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """The stack without the calls of the backend popdist at its end, and what these wait in."""
+    end = len(main)
+    while end and _OF_PYTHON.search(main[end - 1].file):
+        end -= 1
+    first = end
+    while first and _OF_BACKEND.search(main[first - 1].file):
+        first -= 1
+    return main[:first] if first < end else main

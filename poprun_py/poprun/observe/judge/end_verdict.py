@@ -1,0 +1,335 @@
+"""Whose failure ended a job, and who failed only because of it: a pure function of what instances have told."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from popdist.errors import name_instances, remedy_of_lone_call
+from poprun.makers.failures import find_device_failure
+from poprun.observe.account.evidence import InstanceEvidence
+from poprun.observe.account.last_words import LastWords, last_words, without_numbers
+from poprun.observe.account.stacks import collective_of
+from poprun.observe.account.state import InstanceStatus, signal_of
+from poprun.observe.judge.job_end import order_of_failure
+from poprun.observe.judge.verdict import (
+    EVERYBODY,
+    OWN_CODE,
+    SAME_CALLS,
+    UNEVEN,
+    Cause,
+    Queue,
+    Verdict,
+    blame_different,
+    blame_ends,
+    latest_own_frame,
+    minority,
+    place_text,
+)
+
+_TORN: Final = re.compile(
+    r"gloo/transport/.*(?:Connection closed|Connection reset|Broken pipe|Connection refused|[Tt]imed out|timeout)"
+    r"|Socket closed|remote process exited|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|Watchdog caught collective operation timeout|Timed out waiting|wait timeout after|recvValue failed"
+    r"|sendBytes failed|failed to recv|DistNetworkError|DistStoreError|Application timeout caused pair closure"
+    r"|Connection closed by peer \["
+    r"|was closed: it ended or was lost|had given up waiting, or failed|did not come within"
+)
+"""What the last words of a program hold that failed only because another one was lost, or did not come."""
+
+_DIFFERENT: Final = re.compile(
+    r"collective mismatch in your code|op\.preamble\.length|appears not to match sizes of the same param"
+    r"|DDP expects same model across all ranks|are not in the same collective|inconsistent .* across ranks"
+    r"|Detected mismatch between collectives on ranks"
+)
+_TOO_LONG: Final = "op.preamble.length <= op.nbytes"
+_PARAMETERS: Final = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
+_BROUGHT: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
+"""A line of popdist's errors about calls that differ: who called what."""
+
+_LATE: Final = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+"""What rank 0 says of the ranks that did not come to torch's monitored barrier."""
+
+_LOADER_FAILED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited|has been)")
+_NO_SPACE: Final = re.compile(
+    r"No space left on device|\[Errno 28\]|Disk quota exceeded|file write failed.*PytorchStream"
+)
+_NO_MEMORY: Final = re.compile(
+    r"out of memory|MemoryError|OutOfMemoryError|DefaultCPUAllocator|bad_alloc", re.IGNORECASE
+)
+_EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b|[A-Za-z_][\w.]*: ")
+
+_CULPRIT_SECONDS: Final = 2.0  # how long a peer that has closed its connections gets to end by itself
+_MORE_MEMORY: Final = "smaller batches, fewer data loader workers, or a larger limit"
+
+
+def find_verdict_of_end(
+    statuses: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    reasons: Mapping[int, str],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """Whose failure ended the job; ``reasons`` are the likely ones that the machine shows, by instance."""
+    failed = sorted((it for it in statuses if it.has_failed), key=order_of_failure)
+    victims = [it.index for it in failed if is_torn(words.get(it.index)) and not it.problem]
+    stopped = tuple(it.index for it in statuses if it.was_stopped)
+    places = {index: it.place for index, it in words.items() if it.place}
+    places |= {
+        index: place_text(frame)
+        for index, it in evidence.items()
+        if (frame := latest_own_frame(it)) and index not in places
+    }
+    verdict = Verdict(victims=tuple(sorted(victims)), torn_down=stopped, places=places)
+    if late := _late_for_barrier(words, len(statuses)):
+        stood = tuple(f"instance {index} stood at {place}" for index in late if (place := verdict.place_of(index)))
+        others = tuple(index for index in verdict.victims if index not in late)
+        return replace(verdict, cause=Cause.ABSENT, culprits=late, victims=others, details=stood, advice=OWN_CODE)
+    if any(_DIFFERENT.search(_last_lines(it)) for it in words.values()):
+        return _different_ends(verdict, statuses, words, evidence)
+    own = [it for it in failed if it.index not in victims]
+    own = own or [it for it in statuses if it.was_stopped and _has_own_words(words.get(it.index))]
+    if own:
+        return _blame(verdict, own[0], own, words, reasons, evidence)
+    return _without_culprit(verdict, statuses, failed, words, evidence)
+
+
+def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
+    """The verdict on a job that stood still: who did not come may have failed, and was slow to end."""
+    culprits = of_end.culprits
+    is_another = bool(of_hang.culprits) and not set(culprits) <= set(of_hang.culprits)
+    if is_another or not any(_has_own_words(words.get(it)) for it in culprits):
+        return of_hang
+    said = words[culprits[0]].summary
+    details = (f"{name_instances(culprits)} had failed, and was about to end: {said}{of_end.at(culprits[0])}",)
+    victims = tuple(index for index in of_hang.victims if index not in culprits)
+    return replace(of_end, victims=victims, details=details)
+
+
+def awaits_culprit(
+    failed: Mapping[int, InstanceStatus], tails: Mapping[int, Sequence[str]], now_seconds: float
+) -> bool:
+    """Whether all ``failed`` instances have only lost a peer, which may still end by itself in time.
+
+    Connections close before the process that had them has ended, so that those who lost a peer may end before the
+    peer does. ``tails`` are the last lines that each wrote; without them nobody is waited for.
+    """
+    since_seconds = min((it.exited_at_seconds or 0.0 for it in failed.values()), default=0.0)
+    if now_seconds - since_seconds >= _CULPRIT_SECONDS or any(it.problem for it in failed.values()):
+        return False
+    return bool(tails) and all(is_torn(last_words(tail)) for tail in tails.values())
+
+
+def is_torn(said: LastWords | None) -> bool:
+    """Whether a program failed only because another one was lost, by its last words."""
+    text = "" if said is None else _last_lines(said)
+    is_own = _NO_SPACE.search(text) or "server socket has failed to listen" in text
+    return bool(_TORN.search(text)) and not is_own  # NCCL and torch call both an error of connections
+
+
+def _late_for_barrier(words: Mapping[int, LastWords], num_instances: int) -> tuple[int, ...]:
+    """Return the ranks that did not come to a monitored barrier of all instances; none if there was no such."""
+    said = (match for it in words.values() if (match := _LATE.search(_last_lines(it))))
+    ranks = next((tuple(map(int, re.findall(r"\d+", match[1]))) for match in said), ())
+    return ranks if max(ranks, default=num_instances) < num_instances else ()
+
+
+def _last_lines(said: LastWords) -> str:
+    return "\n".join([said.summary, *(line for line in said.lines if not line.startswith("  "))])
+
+
+def _has_own_words(said: LastWords | None) -> bool:
+    return said is not None and bool(said.place) and not is_torn(said) and "KeyboardInterrupt" not in said.summary
+
+
+def _blame(
+    verdict: Verdict,
+    first: InstanceStatus,
+    own: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    reasons: Mapping[int, str],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """The first that failed by itself is the culprit, with those that failed alike."""
+    said = words.get(first.index, LastWords())
+    known = evidence.get(first.index, InstanceEvidence())
+    cause = _cause_of(first, said, reasons.get(first.index, ""))
+    kind = kind_of_failure(first, words)
+    alike = {it.index for it in own if kind_of_failure(it, words) == kind}
+    alike |= {index for index in verdict.torn_down if _says_the_same(words.get(index), said)}
+    details = []
+    if cause is Cause.FULL_DISK and known.full_disks:
+        details.append(f"no space left in {' and '.join(known.full_disks)}")
+    if cause is Cause.SIGNAL and verdict.place_of(first.index):
+        details.append(f"it stood at {verdict.place_of(first.index)}")
+    advice = {Cause.OUT_OF_MEMORY: _MORE_MEMORY, Cause.FULL_DISK: "make room there, or write elsewhere"}.get(
+        cause, ""
+    )
+    if (failure := find_device_failure((said.summary, *said.lines))) is not None:
+        advice = failure.advice
+    return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
+
+
+def _says_the_same(stopped: LastWords | None, said: LastWords) -> bool:
+    """Whether a program had failed as another one when poprun stopped it."""
+    if stopped is None or not _has_own_words(stopped):
+        return False
+    return without_numbers(stopped.summary) == without_numbers(said.summary)
+
+
+def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
+    """What instances that failed for the same reason have in common."""
+    said = words.get(status.index, LastWords())
+    return status.exit_code, status.problem, without_numbers(said.summary)
+
+
+def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
+    text = _last_lines(said)
+    code = status.exit_code or 0
+    if status.problem and not status.cannot_run:
+        return Cause.LOST
+    if _LOADER_FAILED.search(text) or _has_lost_helper(said):
+        return Cause.HELPER
+    if _NO_SPACE.search(text):
+        return Cause.FULL_DISK
+    if _NO_MEMORY.search(said.summary) or reason.removeprefix("probably ").startswith("out of memory"):
+        return Cause.OUT_OF_MEMORY
+    if signal_of(code) is not None and not ((code > 0 or status.was_stopped) and said.place):
+        return Cause.SIGNAL
+    return Cause.EXCEPTION if said.place or _EXCEPTION.match(said.summary) else Cause.EXIT
+
+
+def _has_lost_helper(said: LastWords) -> bool:
+    """Whether a connection to a process below the program has broken, which only a lost one does."""
+    is_broken = said.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
+    return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in said.lines)
+
+
+def _different_ends(
+    verdict: Verdict,
+    statuses: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """A job that ended because instances had called different collectives."""
+    brought = next((found for it in words.values() if len(found := _brought(it.lines)) > 1), {}) or _models(words)
+    if brought:
+        details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in brought.items()]
+        culprits = minority(list(brought.values()))
+    else:
+        if (queue := _differing_queue(evidence)) is not None:
+            return blame_different(verdict, _with_aborted(queue, words))
+        details = [
+            f"instance {it.index}: {_last_call(evidence.get(it.index))}{verdict.at(it.index)}" for it in statuses
+        ]
+        alone = [index for index, it in words.items() if _DIFFERENT.search(_last_lines(it))]
+        others = [it.index for it in statuses if it.index not in alone]
+        has_other_model = len(alone) == 1 and alone != [0] and _is_of_models(words[alone[0]])
+        culprits = minority([others, alone]) if has_other_model else _elsewhere(verdict, statuses)
+    victims = tuple(it.index for it in statuses if it.has_failed and it.index not in culprits)
+    return replace(
+        verdict,
+        cause=Cause.MISMATCH,
+        culprits=culprits,
+        victims=victims if culprits else (),
+        details=tuple(details),
+        advice=remedy_of_lone_call(brought) or SAME_CALLS,
+    )
+
+
+def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
+    """Return the instances that stand at another line than most; none if there is no such line."""
+    parts: dict[str, list[int]] = {}
+    for status in statuses:
+        parts.setdefault(verdict.place_of(status.index), []).append(status.index)
+    return () if "" in parts else minority(list(parts.values()))
+
+
+def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
+    """Return which instances have models of how many parameters, as DistributedDataParallel says in its errors."""
+    found = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
+    numbers = {int(rank): number for match in found for rank, number in (match.group(1, 2), match.group(3, 4))}
+    parts: dict[str, list[int]] = {}
+    for rank, number in sorted(numbers.items()):
+        parts.setdefault(f"a model of {number} parameters", []).append(rank)
+    return parts if len(parts) > 1 else {}
+
+
+def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
+    """Return the queue with the call of the instance that gloo aborted, which left no record of its calls.
+
+    gloo aborts a process that receives more bytes than its call has room for: its call is the smaller one.
+    """
+    aborted = [index for index, it in words.items() if _TOO_LONG in _last_lines(it) and index not in queue.calls]
+    by_size = sorted(queue.calls.values(), key=lambda call: call.num_bytes)
+    if len(aborted) != 1 or by_size[0].num_bytes == by_size[-1].num_bytes:
+        return queue
+    return replace(queue, calls={**queue.calls, aborted[0]: by_size[0]})
+
+
+def _is_of_models(said: LastWords) -> bool:
+    """Whether a program found its model different from rank 0's, which only those that differ do."""
+    return "same param" in _last_lines(said)
+
+
+def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
+    """The first collective that two programs have called differently."""
+    for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
+        groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
+        for number in sorted({call.number for group in groups.values() for call in group.calls}):
+            calls = {index: call for index, group in groups.items() if (call := group.find(number)) is not None}
+            queue = Queue(name=name, number=number, waiting=calls, calls=calls)
+            if queue.has_different_calls:
+                return queue
+    return None
+
+
+def _last_call(known: InstanceEvidence | None) -> str:
+    """The last collective that an instance has called, from its record, or the stack that it left."""
+    known = known or InstanceEvidence()
+    calls = [call for group in known.groups for call in group.calls]
+    if calls:
+        return str(max(calls, key=lambda call: call.at_epoch_seconds))
+    return collective_of(known.crash) or "its call is not known"
+
+
+def _brought(lines: Iterable[str]) -> dict[str, list[int]]:
+    """Who called what, as popdist's error says it."""
+    found = [match for line in lines if (match := _BROUGHT.fullmatch(line))]
+    return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in found}
+
+
+def _without_culprit(
+    verdict: Verdict,
+    statuses: Sequence[InstanceStatus],
+    failed: Sequence[InstanceStatus],
+    words: Mapping[int, LastWords],
+    evidence: Mapping[int, InstanceEvidence],
+) -> Verdict:
+    """All failures are those of victims: somebody ended early, does not come, or it is not known."""
+    first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
+    early = [
+        it.index
+        for it in statuses
+        if it.exit_code == 0 and not it.was_stopped and (it.exited_at_seconds or first_seconds) <= first_seconds
+    ]
+    if early and failed:
+        ends = f"{name_instances(early)} ended with 0 while {name_instances([it.index for it in failed])} went on"
+        said = {without_numbers(words[it.index].summary) for it in failed if it.index in words}
+        advice = remedy_of_lone_call(said) or UNEVEN
+        return blame_ends(verdict, early, [it.index for it in failed], [ends], advice)
+    by_name = (
+        {index: group.num_called for index, it in evidence.items() if (group := it.group(name))}
+        for name in EVERYBODY
+    )
+    counts = next(filter(None, by_name), {})
+    most = max(counts.values(), default=0)
+    free = [index for index, count in counts.items() if count < most and statuses[index].was_stopped]
+    if free and len(counts) == len(statuses):
+        done = (
+            f"{name_instances(free)} had called fewer collectives than the others, which waited until they gave up"
+        )
+        places = tuple(
+            f"instance {index} stood at {place}" for index in free if (place := verdict.place_of(index))
+        )
+        return replace(verdict, cause=Cause.ABSENT, culprits=tuple(free), details=(done, *places), advice=OWN_CODE)
+    return replace(verdict, details=("each that failed had lost its connection to another one",) if failed else ())

@@ -1,0 +1,175 @@
+"""The hang of a job: who waits for whom while no instance makes progress. Pure.
+
+Programs that use popdist say that they wait; others that compute next to nothing are asked for their stacks. If
+no program stands in a collective and no program computes, all instances stand still. What counts is for how long
+poprun has heard of no change from any instance. An instance that compiles or saves for long looks the same, so a
+hang is only reported. An instance that spins while it waits (NCCL) is not found.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from popdist.ground.progress import Progress
+from poprun.observe.account.state import InstanceState, InstanceStatus
+
+_GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
+_LOOK_SECONDS: Final = 0.5
+_IDLE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Instances that wait while none makes progress."""
+
+    idle_seconds: float  # for how long none has made progress
+    waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
+    absent: tuple[int, ...] = ()  # those that run, wait for nobody, and are waited for, ascending
+    ended: tuple[int, ...] = ()  # those that have ended, ascending
+    standing: tuple[int, ...] = ()  # those that compute nothing while nobody waits in a collective, ascending
+    is_told_by_programs: bool = True  # whether the programs said so, on their pages of progress
+
+    @property
+    def is_suspicion(self) -> bool:
+        """Whether it is not known yet where the instances stand."""
+        return not self.waiting and not self.standing
+
+
+def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
+    """The hang since the last progress of any instance, not before ``since_seconds``; None when nobody waits."""
+    running = [status for status in statuses if status.state is InstanceState.RUNNING]
+    waiting: dict[str, list[int]] = {}
+    for status in running:
+        if status.usage is None or status.progress is None or status.progressed_at_seconds is None:
+            return None  # it was not measured yet
+        if status.is_waiting:
+            waiting.setdefault(status.progress.collective, []).append(status.index)
+    if not waiting:
+        return None
+    absent = {status.index for status in running}.difference(*waiting.values())
+    pages = [status.progress for status in running if status.is_waiting and status.progress is not None]
+    awaited = {index for index in absent if any(_takes_part(index, page) for page in pages)}
+    return Hang(
+        idle_seconds=min(
+            _seconds_since(status.progressed_at_seconds, status, since_seconds) for status in running
+        ),
+        waiting={collective: tuple(indices) for collective, indices in waiting.items()},
+        absent=tuple(sorted(awaited)),
+        ended=tuple(status.index for status in statuses if status.state in _GONE),
+    )
+
+
+def find_idle(
+    statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float, *, are_known: bool = False
+) -> Hang | None:
+    """Return the hang of programs that say nothing; None if nobody was measured.
+
+    ``calls`` are the collectives that the instances stand in. Without a call the hang is only suspected; if
+    ``are_known`` says that all instances were asked, the hang is a standstill.
+    """
+    running = [status for status in statuses if status.state is InstanceState.RUNNING]
+    if any(status.usage is None or status.busy_at_seconds is None for status in running):
+        return None
+    idle = {status.index: _seconds_since(_changed_at_seconds(status), status, since_seconds) for status in running}
+    waiting: dict[str, list[int]] = {}
+    for index in sorted(calls.keys() & idle.keys()):
+        waiting.setdefault(calls[index], []).append(index)
+    ended = tuple(status.index for status in statuses if status.state in _GONE)
+    if not waiting:
+        if not idle:
+            return None
+        seconds, standing = (min, tuple(sorted(idle))) if are_known else (max, ())
+        return Hang(
+            idle_seconds=seconds(idle.values()),
+            waiting={},
+            ended=ended if are_known else (),
+            standing=standing,
+            is_told_by_programs=False,
+        )
+    return Hang(
+        idle_seconds=min(idle[index] for indices in waiting.values() for index in indices),
+        waiting={call: tuple(indices) for call, indices in waiting.items()},
+        absent=tuple(sorted(idle.keys() - calls.keys())),
+        ended=ended,
+        is_told_by_programs=False,
+    )
+
+
+def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, since_seconds: float) -> float:
+    """Seconds from a change of an instance to its last measurement: poprun may have slept since then."""
+    measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
+    return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
+
+
+def _changed_at_seconds(status: InstanceStatus) -> float:
+    """Return when an instance last computed, or said how far it is."""
+    return max(status.busy_at_seconds or 0.0, status.progressed_at_seconds or 0.0)
+
+
+def _takes_part(index: int, progress: Progress) -> bool:
+    """Whether an instance takes part in the collective that the program of ``progress`` waits in."""
+    runs = progress.member_runs
+    return not runs or any(first <= index <= last for first, last in runs)
+
+
+def _seems_to_wait(status: InstanceStatus) -> bool:
+    usage, busy_at_seconds = status.usage, status.busy_at_seconds
+    if status.state is not InstanceState.RUNNING or usage is None or busy_at_seconds is None:
+        return False
+    return usage.at_seconds - busy_at_seconds >= _IDLE_SECONDS
+
+
+class HangWatch:
+    """Watches a job for a hang: instances that wait, by their word or their stacks, while none makes progress."""
+
+    def __init__(self) -> None:
+        self.hang: Hang | None = None  # the hang that was seen at the last look, or None
+        self.is_interactive = False  # whether a program may wait for its user: then only its word counts
+        self.is_told = False
+        """Whether the user was told of this hang; one that comes after some progress is another one."""
+        self._since_seconds = 0.0
+        self._next_seconds = 0.0
+        self._calls: Mapping[int, str] = {}
+        self._asked_at_seconds = 0.0
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether a hang is suspected only because somebody computes nothing."""
+        return self.hang is not None and self.hang.is_suspicion
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long none has made progress while instances wait; 0 when none waits."""
+        return 0.0 if self.hang is None else self.hang.idle_seconds
+
+    def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Search the instances for a hang, not too often: the more there are the more that costs."""
+        if now_seconds < self._next_seconds:
+            return
+        self._next_seconds = now_seconds + _LOOK_SECONDS
+        before, self.hang = self.idle_seconds, self._find(statuses)
+        if self.idle_seconds < before:
+            self.is_told = False
+
+    def begin_anew(self, now_seconds: float) -> None:
+        """Count from now on only: the job was suspended until now."""
+        self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
+
+    def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Store the collectives that instances stand in; those that compute do not wait there."""
+        self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
+        self._asked_at_seconds = now_seconds
+        self.hang, self.is_told = None, False
+
+    def _find(self, statuses: Sequence[InstanceStatus]) -> Hang | None:
+        if any(status.is_waiting for status in statuses):
+            return find_hang(statuses, self._since_seconds)
+        if self.is_interactive or not any(map(_seems_to_wait, statuses)):
+            return None
+        if any((statuses[index].busy_at_seconds or 0.0) > self._asked_at_seconds for index in self._calls):
+            self._calls = {}
+        running = [status for status in statuses if status.state is InstanceState.RUNNING]
+        are_known = all(_changed_at_seconds(status) < self._asked_at_seconds for status in running)
+        is_over = self._calls or are_known
+        since = self._since_seconds if is_over else max(self._since_seconds, self._asked_at_seconds)
+        return find_idle(statuses, self._calls, since, are_known=are_known)

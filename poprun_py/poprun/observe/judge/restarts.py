@@ -1,0 +1,80 @@
+"""Whether another attempt can help a job that has failed: a pure function of how its attempts ended."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from popdist.errors import name_instances
+from poprun.observe.account.last_words import LastWords, without_numbers
+from poprun.observe.account.state import InstanceStatus
+from poprun.observe.judge.findings import Findings
+from poprun.observe.judge.job_end import JobEnd
+from poprun.observe.judge.verdict import Cause, Verdict
+
+_NOT_THERE: Final = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
+_USAGE_CODE: Final = 2
+_USAGE: Final = re.compile(r"usage: ", re.IGNORECASE)
+_FROM_OUTSIDE: Final = (Cause.LOST, Cause.UNKNOWN, Cause.SIGNAL)
+"""Causes that lie in the machines, or perhaps there: the next attempt may find them gone."""
+
+
+def reason_to_end(ends: Sequence[JobEnd]) -> str:
+    """Why no attempt after these can help, in words; empty where one may."""
+    last = _failure(ends[-1])
+    if last is None:
+        return ""
+    if hopeless := _hopeless(last):
+        return f"{hopeless}, which no restart can help"
+    before = _failure(ends[-2]) if len(ends) > 1 else None
+    if before is None or not last.place or last.key != before.key or last.num_steps > before.num_steps:
+        return ""
+    who, how = name_instances(last.verdict.culprits), last.said.summary or last.verdict.cause
+    return f"{who} failed twice at {last.place} in the same way, and came no further: {how}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """How the first culprit of an attempt has failed."""
+
+    verdict: Verdict
+    status: InstanceStatus
+    said: LastWords
+
+    @property
+    def place(self) -> str:
+        return self.verdict.place_of(self.status.index)
+
+    @property
+    def num_steps(self) -> int:
+        """How far it was, by what it reported, which a checkpoint may begin at, or popdist counted."""
+        progress = self.status.progress
+        return 0 if progress is None else max(progress.num_steps, progress.step or 0)
+
+    @property
+    def key(self) -> tuple[Cause, str, str]:
+        """What two attempts that failed in the same way have in common."""
+        return self.verdict.cause, self.place, without_numbers(self.said.summary)
+
+
+def _failure(end: JobEnd) -> _Failure | None:
+    """The failure of an attempt's first culprit; None where nobody is at fault, or the machines may be."""
+    findings = end.findings or Findings()
+    verdict = findings.verdict
+    if not verdict.culprits or verdict.cause in _FROM_OUTSIDE:
+        return None
+    culprit = verdict.culprits[0]
+    return _Failure(verdict, end.statuses[culprit], findings.words_of(culprit))
+
+
+def _hopeless(failure: _Failure) -> str:
+    """What every attempt would fail with again, in words; empty for a failure that may pass."""
+    summary, progress = failure.said.summary, failure.status.progress
+    name = summary.partition(":")[0].rpartition(".")[2]
+    if failure.verdict.cause is Cause.EXCEPTION and name in _NOT_THERE:
+        return summary
+    if failure.status.exit_code == _USAGE_CODE and any(map(_USAGE.match, failure.said.lines)):
+        return summary
+    if name == "AssertionError" and progress is not None and progress.has_joined and failure.num_steps == 0:
+        return f"{summary} before the first step"
+    return ""

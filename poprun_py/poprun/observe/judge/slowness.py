@@ -1,0 +1,314 @@
+"""Who keeps the others waiting, in which phase, and why: from the last windows of a job. Pure.
+
+Nobody is named unless one instance comes later than most others in several windows in a row, by a part of a step
+that matters, and by far more than anybody else.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb, inf
+from statistics import fmean, median, stdev
+from typing import Final
+
+from popdist.errors import name_instances
+from poprun.observe.account.arrivals import Window
+
+NUM_WINDOWS: Final = 4
+"""So many windows in a row must agree."""
+
+MOST_WINDOWS: Final = 3 * NUM_WINDOWS
+"""So many windows are kept, for steps that are late now and then."""
+
+_LEAST_SECONDS: Final = 0.004
+_LEAST_SHARE: Final = 0.1  # of a step
+_LEAD: Final = 2.0  # so many times later than anybody else
+_LEAST_CERTAINTY: Final = 4.0
+_MOST_CHANCE: Final = 1e-5  # that late steps are one instance's and mean nothing: 17 of 17
+_LATE_SHARE: Final = 0.5  # of a mean step, by which a late step is late
+_SPREAD: Final = 0.75  # of the windows have a late step
+_LONG_TRIP_SECONDS: Final = 0.002
+_MUCH_COMMUNICATION: Final = 0.3  # of a step
+_CLEARLY: Final = 1.5
+_LEAST_PAUSE_SECONDS: Final = 1.0
+_LEAST_CAUSE: Final = 0.4  # a reason explains at least this part of the lost time
+_MORE_SAMPLES: Final = 1.1
+_FAULTS_A_SECOND: Final = 100.0
+_OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """One instance that others wait for, from a moment on."""
+
+    instance: int | None  # None where the network is slow, and not an instance
+    phase: str
+    delay_seconds: float  # by how much it is later than most others in a step; of a network, its communication
+    share: float  # of a step's time, 0 to 1
+    since_seconds: float  # since the attempt's begin
+    since_step: int  # optimizer steps that were done then; 0 where nobody counts them
+    until_seconds: float | None = None  # None while it lasts
+    reasons: tuple[str, ...] = ()  # why, as far as the machine shows it
+    num_windows: int = NUM_WINDOWS  # in which it was seen
+    # of an instance, its host where there are several; else those whose link is slow, all where it cannot be told
+    hosts: tuple[str, ...] = ()
+
+
+def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
+    """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few.
+
+    ``trip_seconds`` is the longest way of a message between hosts and back; 0 on one host. An instance that is
+    late by no more, or without working longer than the others, only hears of their collectives later.
+    """
+    latest = _find_latest(windows, trip_seconds)
+    last = windows[-NUM_WINDOWS:]
+    how_often: tuple[str, ...] = ()
+    if latest is None:
+        last = windows[-MOST_WINDOWS:]
+        latest, how_often = _find_late_steps(last)
+    if latest is None or (trip_seconds and not _works_longer(last, *latest)):
+        return None
+    instance, delay_seconds = latest
+    return Slowness(
+        instance=instance,
+        phase=find_phase(last, instance),
+        delay_seconds=delay_seconds,
+        share=min(1.0, delay_seconds / _step_seconds(last)),
+        since_seconds=last[0].began_seconds,
+        since_step=last[0].first_step,
+        num_windows=len(last),
+        reasons=(*how_often, *find_reasons(last, instance)),
+    )
+
+
+def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
+    """Return who alone is late now and then, by how much in the mean, and how often; None if nobody is.
+
+    Instances that are late by chance are late in turns, so that one of them has most late steps by the chance of
+    tosses of a coin. An instance that was slow in a part of the windows is not late now and then.
+    """
+    if len(windows) < NUM_WINDOWS or any(it["messages"] for window in windows for it in window.totals.values()):
+        return None, ()
+    least = max(_LEAST_SECONDS, _LATE_SHARE * _step_seconds(windows))
+    steps = [[delays for delays in window.steps if len(delays) > 1] for window in windows]
+    late = [[max(it, key=lambda index: it[index]) for it in those if max(it.values()) >= least] for those in steps]
+    num_late, num_steps = Counter(index for some in late for index in some), sum(map(len, steps))
+    is_spread = sum(map(bool, late)) >= _SPREAD * len(windows) and all(
+        len(some) <= len(those) / 2 for some, those in zip(late, steps, strict=True)
+    )
+    if not num_late or not is_spread:
+        return None, ()
+    ((instance, count),) = num_late.most_common(1)
+    total = num_late.total()
+    chance = sum(comb(total, number) for number in range(count, total + 1)) / 2**total
+    delay_seconds = fmean(it.get(instance, 0.0) for those in steps for it in those)
+    if chance > _MOST_CHANCE or delay_seconds < _LEAST_SHARE * _step_seconds(windows):
+        return None, ()
+    return (instance, delay_seconds), (f"late in one step of {num_steps / count:.0f}",)
+
+
+def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
+    """Who is last in all of the last windows, and by how much in a step; None as :func:`find_slowness`."""
+    last = windows[-NUM_WINDOWS:]
+    if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
+        return None
+    if any(totals["messages"] for window in last for totals in window.totals.values()):
+        return None  # who waits for a message is late without being slow, and nobody records messages
+    means = {index: fmean(window.delays[index] for window in last) for index in last[0].delays}
+    latest = max(means, key=lambda index: means[index])
+    least = max(_LEAST_SECONDS, _LEAST_SHARE * _step_seconds(last), trip_seconds)
+    is_always_late = all(_leads(window.usual, latest, least) for window in last)
+    is_always_last = all(max(it.delays, key=lambda index: it.delays[index]) == latest for it in last)
+    if not is_always_late and not (is_always_last and _leads(means, latest, least)):
+        return None
+    own_delay = means[latest] - _shared_delay(last, latest)
+    if _certainty(last, latest) < _LEAST_CERTAINTY or not _leads({**means, latest: own_delay}, latest, least):
+        return None
+    return latest, means[latest]
+
+
+def _step_seconds(windows: Sequence[Window]) -> float:
+    return fmean(window.step_seconds for window in windows)
+
+
+def _works_longer(windows: Sequence[Window], instance: int, delay_seconds: float) -> bool:
+    """Whether what an instance itself does in a step explains its delay, and not that it hears late of others."""
+    num_steps = sum(window.num_steps for window in windows)
+    work = sum(_excess(windows, instance).values()) - _more(windows, instance, "idle_backward") / num_steps
+    return work >= _LEAST_CAUSE * delay_seconds
+
+
+def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
+    """Whether a slowness that lasted is over: the instance has lost less than half as much of late."""
+    if slowness.instance is None:
+        return False
+    last = windows[-(slowness.num_windows // 2) :]
+    delays = [window.delays.get(slowness.instance, 0.0) for window in last]
+    return fmean(delays) < slowness.delay_seconds / 2
+
+
+def find_slow_link(
+    windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str | None
+) -> Slowness | None:
+    """The hosts whose link is slow, where all instances spend much of a step in communication; None where none is.
+
+    ``round_trips`` are the times that a message takes from poprun's own host to each other one and back. Without
+    ``own_host`` poprun runs elsewhere: the way that all of them have in common is not the job's.
+    """
+    last = windows[-NUM_WINDOWS:]
+    if len(last) < NUM_WINDOWS or not round_trips:
+        return None
+    step = _step_seconds(last)
+    seconds = fmean(_communication(window) for window in last)
+    if seconds < _MUCH_COMMUNICATION * step:
+        return None
+    common = 0.0 if own_host else min(round_trips.values())
+    slow = [host for host, trip in round_trips.items() if trip - common >= _LONG_TRIP_SECONDS]
+    farthest = max(round_trips, key=lambda host: round_trips[host])
+    trip_seconds = round_trips[farthest]
+    if slow:
+        is_own = own_host is not None and len(slow) == len(round_trips) > 1  # each way is slow, all begin here
+        others = slow if own_host is None or len(round_trips) > 1 else [own_host, *slow]
+        hosts = [str(own_host)] if is_own else others
+        whence = own_host or "poprun"
+        reason = f"a message from {whence} to {farthest} and back takes {trip_seconds * 1000:.0f} ms"
+    elif latest := _find_latest(last, trip_seconds):  # who works longer than others has been named before
+        hosts, reason = [], f"{name_instances(latest[:1])} hears late of the others, and works no longer than they"
+    else:
+        return None
+    return Slowness(
+        instance=None,
+        phase="communication",
+        delay_seconds=seconds,
+        share=min(1.0, seconds / step),
+        since_seconds=last[0].began_seconds,
+        since_step=last[0].first_step,
+        reasons=(reason,),
+        hosts=tuple(hosts),
+    )
+
+
+def _communication(window: Window) -> float:
+    """The time that most instances communicate in a step without waiting for the slowest."""
+    return median(
+        window.phases[index]["communication"]
+        + window.totals[index]["idle_backward"] / window.num_steps
+        - window.waits[index]
+        for index in window.delays
+    )
+
+
+def _shared_delay(windows: Sequence[Window], instance: int) -> float:
+    """The part of an instance's delay that is chance because all instances contend for too few cores."""
+    more = _more(windows, instance, "run_delay")
+    own = sum(window.totals[instance]["run_delay"] for window in windows)
+    is_shared = own - more >= own / 2  # most others want for a core nearly as long
+    return max(0.0, more) / sum(window.num_steps for window in windows) if is_shared else 0.0
+
+
+def _certainty(windows: Sequence[Window], instance: int) -> float:
+    """How far beyond chance the lead of an instance over the next one is: its mean over the mean's own error."""
+    leads = [
+        delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
+        for window in windows
+        for delays in window.steps
+        if len(delays) > 1
+    ]
+    error = stdev(leads) / len(leads) ** 0.5 if len(leads) > 1 else 0.0
+    return fmean(leads) / error if error else inf
+
+
+def _leads(delays: Mapping[int, float], instance: int, least_seconds: float) -> bool:
+    """Whether an instance is late by what matters, and nobody else is nearly as late."""
+    others = max((late for index, late in delays.items() if index != instance), default=0.0)
+    return delays[instance] >= max(least_seconds, _LEAD * others)
+
+
+def find_pause(window: Window) -> tuple[int, str, float] | None:
+    """The instance that has saved or validated alone in a window, the name of the phase, and its seconds."""
+    for index in window.delays:
+        saving = _excess([window], index)["checkpoint"] * window.num_steps
+        validating = _more([window], index, "long_forward")
+        seconds = max(saving, validating)
+        if seconds >= _LEAST_PAUSE_SECONDS and window.usual[index] * window.num_steps < seconds / 2:
+            phase = "checkpoint" if saving >= validating else "long forward pass"
+            return index, phase, seconds
+    return None
+
+
+def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
+    """How much more of each phase an instance has in a step than most others."""
+    found = {}
+    for phase in (*_OWN_PHASES, "backward"):
+        means = {
+            index: fmean(window.phases[index].get(phase, 0.0) for window in windows) for index in windows[0].phases
+        }
+        found[phase] = means[instance] - median(mean for index, mean in means.items() if index != instance)
+    return found
+
+
+def find_phase(windows: Sequence[Window], instance: int) -> str:
+    """The phase in which an instance loses most.
+
+    Where others wait in their backward pass its own looks short: that has lost what the other phases have not.
+    That rest holds the errors of all the others, too, so it has to be clearly larger.
+    """
+    excess = _excess(windows, instance)
+    delay = fmean(window.delays[instance] for window in windows)
+    rest = delay - sum(max(0.0, excess[phase]) for phase in _OWN_PHASES)
+    excess["backward"] = max(excess["backward"], rest / _CLEARLY)
+    return max(excess, key=lambda phase: excess[phase])
+
+
+def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
+    """What the machine, Python and the data show about an instance that is slow, the strongest reason first."""
+    lost = sum(window.delays[instance] * window.num_steps for window in windows)
+    seconds = windows[-1].ended_seconds - windows[0].began_seconds
+    more = {name: _more(windows, instance, name) for name in windows[0].totals[instance]}
+    samples = {index: sum(it.totals[index]["samples"] for it in windows) for index in windows[0].totals}
+    usual = median(count for index, count in samples.items() if index != instance)
+    texts = {
+        "throttled": f"its control group was throttled for {more['throttled']:.1f} of {seconds:.0f} s",
+        "gc": f"Python collected garbage for {more['gc']:.1f} of {seconds:.0f} s",
+        "disk": f"it waited for a disk for {more['disk']:.1f} of {seconds:.0f} s",
+        "run_delay": f"it wanted a core and had none for {more['run_delay']:.1f} of {seconds:.0f} s",
+    }
+    reasons = [text for name, text in texts.items() if more[name] >= _LEAST_CAUSE * lost][:1]
+    if waits_for_workers(windows, instance):
+        reasons.append("it waits for the workers of its loader")
+    if more["faults"] >= _FAULTS_A_SECOND * lost:
+        reasons.append(f"{more['faults']:.0f} pages came from a disk")
+    if usual and samples[instance] >= _MORE_SAMPLES * usual:
+        reasons.append(f"it had {samples[instance] / usual:.2f} times as many samples as most")
+    return reasons
+
+
+def waits_for_workers(windows: Sequence[Window], instance: int) -> bool:
+    """Whether an instance loses its time because it waits for the workers of its loader."""
+    lost = sum(window.delays[instance] * window.num_steps for window in windows)
+    return lost > 0.0 and _more(windows, instance, "workers") >= _LEAST_CAUSE * lost
+
+
+def _more(windows: Sequence[Window], instance: int, name: str) -> float:
+    """How much more of a total an instance has had than most others."""
+    totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
+    return totals[instance] - median(total for index, total in totals.items() if index != instance)
+
+
+def name_slow(slowness: Slowness) -> str:
+    """Who or what is slow."""
+    if slowness.instance is not None:
+        return name_instances([slowness.instance]) + (f" (host {slowness.hosts[0]})" if slowness.hosts else "")
+    return f"the link of host {slowness.hosts[0]}" if len(slowness.hosts) == 1 else "the network"
+
+
+def describe_slowness(slowness: Slowness) -> str:
+    """A slowness in one line, which begins with who is slow."""
+    since = f"step {slowness.since_step}" if slowness.since_step else f"{slowness.since_seconds:.0f} s"
+    until = "" if slowness.until_seconds is None else f" until {slowness.until_seconds:.0f} s"
+    seconds = f"{slowness.delay_seconds * 1000:.0f} ms a step ({slowness.share:.0%})"
+    if slowness.instance is None:
+        text = f"{name_slow(slowness)} is slow since {since}: communication takes {seconds}"
+    else:
+        text = f"{name_slow(slowness)} is slow in {slowness.phase} since {since}{until}: +{seconds}"
+    return ": ".join([text, *(["; ".join(slowness.reasons)] if slowness.reasons else [])])

@@ -1,0 +1,253 @@
+"""Two reports of jobs compared: what became slower or better, where, and by how much more than noise. Pure.
+
+The noise is the runs' own: the steps of each are cut into parts of equal length, and as far as these lie apart two
+runs of one program may, too. Before that the machine's part is taken off: how much longer instances waited for a
+core.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean, median
+from typing import Final
+
+from popdist.errors import name_instances
+from poprun.errors import UsageError
+from poprun.observe.account.job_report import AttemptReport, Curve, InstanceReport, JobReport
+from poprun.text.ranges import counted, describe_bytes, describe_seconds
+
+NUM_PARTS: Final = 6
+LEAST_CHANGE: Final = 0.04
+"""Two processes of one program differ by nearly as much, for where their memory happens to lie."""
+
+LEAST_MEMORY_CHANGE: Final = 0.05
+LEAST_MEMORY_BYTES: Final = 32 * 2**20
+
+_LEAST_PART: Final = 0.25  # of a difference, for an instance and phase to be named
+_RATES: Final = {"steps_per_second": "a step", "samples_per_second": "a sample"}
+_RUN_DELAY: Final = "run_delay"  # the share of its time in which an instance waited for a core
+_COMMUNICATION: Final = "communication"
+_NOT_OWN: Final = ("start", "waiting", _COMMUNICATION)  # phases in which an instance does no work of a step's
+
+
+class Change(StrEnum):
+    """What became of a figure."""
+
+    NONE = "no difference"
+    SLOWER = "slower"
+    FASTER = "faster"
+    MORE = "more"
+    LESS = "less"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A figure of two reports."""
+
+    figure: str
+    before: str  # with its unit
+    after: str
+    change: Change
+    share: float = 0.0  # by how much the second figure is larger: 0.1 for a tenth
+    noise: float = 0.0  # what two runs of one program may differ by
+    notes: tuple[str, ...] = ()  # where it comes from, or why it is none
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the figures differ by more than noise."""
+        return self.change not in (Change.NONE, Change.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All figures of two reports, and what makes these hard to compare."""
+
+    warnings: tuple[str, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the second job is slower, or takes more memory."""
+        return any(it.change in (Change.SLOWER, Change.MORE) for it in self.differences)
+
+
+def compare(before: JobReport, after: JobReport) -> Comparison:
+    """Compare the last attempts of two jobs; UsageError where one of them never ran."""
+    for name, job in (("first", before), ("second", after)):
+        if not job.attempts:
+            raise UsageError(f"the job of the {name} report never ran: {job.error}")
+    first, second = before.attempts[-1], after.attempts[-1]
+    differences = (_speed_difference(first, second), *_memory_difference(first, second))
+    return Comparison(warnings=tuple(_warnings(before, after)), differences=differences)
+
+
+def _warnings(before: JobReport, after: JobReport) -> Iterator[str]:
+    """Why the two jobs may not be what somebody wants to compare."""
+    first, second = before.plan, after.plan
+    if first is not None and second is not None:
+        if first.program != second.program:
+            programs = " and ".join(" ".join(plan.program) for plan in (first, second))
+            yield f"these are reports of two different programs: {programs}"
+        sizes = [
+            f"{counted(plan.num_instances, 'instance')} on {counted(len(plan.hosts), 'host')}"
+            for plan in (first, second)
+        ]
+        if sizes[0] != sizes[1]:
+            yield f"these jobs are not of one size: {' and '.join(sizes)}"
+    for name, job in (("first", before), ("second", after)):
+        if job.exit_code:
+            yield f"the {name} job did not end well: exit code {job.exit_code}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Speed:
+    """How long the steps, or samples, of an attempt took."""
+
+    parts: Sequence[float]  # the mean seconds of one, in each part of the attempt
+    delay: float | None  # seconds of one in which all instances together waited for a core; None if not known
+
+    @property
+    def seconds(self) -> float:
+        return fmean(self.parts)
+
+    @property
+    def noise(self) -> float:
+        """How far the parts lie from their middle, as a share of it."""
+        return (max(self.parts) - min(self.parts)) / 2 / self.seconds
+
+
+def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference:
+    """The difference of the time of a step."""
+    found = _speeds(before, after)
+    if found is None:
+        return Difference(
+            figure="the whole run",
+            before=describe_seconds(before.duration_seconds),
+            after=describe_seconds(after.duration_seconds),
+            change=Change.UNKNOWN,
+            notes=("a run with steps for less than about ten seconds does not tell its noise",),
+        )
+    figure, first, second = found
+    longer = second.seconds - first.seconds
+    waited = 0.0 if first.delay is None or second.delay is None else second.delay - first.delay
+    of_machine = max(0.0, min(waited, longer)) if longer > 0 else min(0.0, max(waited, longer))
+    own, noise = (longer - of_machine) / first.seconds, max(first.noise + second.noise, LEAST_CHANGE)
+    is_none = abs(own) <= noise
+    notes = () if is_none else tuple(_places(before, after, longer))
+    if is_none and abs(longer) / first.seconds > noise:
+        than = "longer" if waited > 0 else "less long"
+        notes = (f"all instances together waited {_length(abs(waited))} a step {than} for a core",)
+    return Difference(
+        figure=figure,
+        before=_length(first.seconds),
+        after=_length(second.seconds),
+        change=Change.NONE if is_none else Change.SLOWER if own > 0 else Change.FASTER,
+        share=longer / first.seconds,
+        noise=noise,
+        notes=notes,
+    )
+
+
+def _length(seconds: float, form: str = ".4g") -> str:
+    """The length of a step, or how much it changed: in seconds from one on, else in milliseconds."""
+    return f"{seconds:{form}} s" if abs(seconds) >= 1 else f"{seconds * 1000:{form}} ms"
+
+
+def _speeds(before: AttemptReport, after: AttemptReport) -> tuple[str, _Speed, _Speed] | None:
+    """The speeds of both attempts, by steps or else by samples; None where they cannot be judged."""
+    for name, figure in _RATES.items():
+        first, second = _speed_of(before, name), _speed_of(after, name)
+        if first is not None and second is not None:
+            return figure, first, second
+    return None
+
+
+def _speed_of(attempt: AttemptReport, name: str) -> _Speed | None:
+    """The speed of an attempt by the curve ``name`` of its instances; None without it, or if it is short."""
+    windows = _training_windows(attempt.curves_of(name))
+    ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
+    rates = [fmean(rate for _, rate in windows[start:end]) for start, end in pairwise(ends) if start < end]
+    if len(rates) < NUM_PARTS or not all(rates):
+        return None
+    parts = [1 / rate for rate in rates]
+    waited = [
+        value
+        for curve in attempt.curves_of(_RUN_DELAY)
+        for at_seconds, value in zip(curve.seconds, curve.middle, strict=False)
+        if value is not None and windows[0][0] <= at_seconds <= windows[-1][0]
+    ]
+    delay = fmean(waited) * len(attempt.instances) * fmean(parts) if waited else None
+    return _Speed(parts=parts, delay=delay)
+
+
+def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
+    """The end of each window and the median rate in it; without the first and the last one with steps."""
+    if not curves:
+        return ()
+    rows = zip(*(it.middle for it in curves), strict=False)
+    known = [[rate for rate in row if rate is not None and isfinite(rate)] for row in rows]
+    windows = [(end, median(rates)) for end, rates in zip(curves[0].seconds, known, strict=False) if rates]
+    busy = [index for index, (_, rate) in enumerate(windows) if rate > 0]
+    return windows[busy[0] + 1 : busy[-1]] if busy else ()
+
+
+def _places(before: AttemptReport, after: AttemptReport, longer: float) -> Iterator[str]:
+    """The phases and instances in which steps became ``longer`` by a good part of that, in words."""
+    first = {it.index: _step_phases(it) for it in before.instances}
+    changes = {
+        it.index: {phase: seconds - first[it.index].get(phase, 0.0) for phase, seconds in _step_phases(it).items()}
+        for it in after.instances
+        if it.index in first
+    }
+    hosts = {it.index: it.host for it in after.instances}
+    phases = dict.fromkeys(phase for its in changes.values() for phase in its)
+    found = {
+        phase: [index for index, its in changes.items() if its.get(phase, 0.0) / longer >= _LEAST_PART]
+        for phase in phases
+    }
+    own = [phase for phase in phases if found[phase] and phase not in _NOT_OWN]
+    for phase in own or ([_COMMUNICATION] if found.get(_COMMUNICATION) else []):
+        change = median(changes[index][phase] for index in found[phase])
+        where = " over the network" if phase == _COMMUNICATION and len(set(hosts.values())) > 1 else ""
+        yield f"{_who(found[phase], hosts)}, in {phase}{where}: {_length(change, '+.3g')} a step"
+
+
+def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """Instances in words: all, those of a host, or their numbers."""
+    there = {hosts[index] for index in indices}
+    if len(indices) == len(hosts):
+        return "all instances"
+    if len(there) == 1 and len(indices) == sum(host in there for host in hosts.values()):
+        return f"host {there.pop()}"
+    return name_instances(indices)
+
+
+def _step_phases(instance: InstanceReport) -> dict[str, float]:
+    """The seconds of each phase in a step."""
+    return {phase: seconds / (instance.num_steps or 1) for phase, seconds in instance.phase_seconds.items()}
+
+
+def _memory_difference(before: AttemptReport, after: AttemptReport) -> Iterator[Difference]:
+    """The difference of the most memory that an instance held, if it is known."""
+    (first, _), (second, index) = _fullest(before), _fullest(after)
+    if not first or not second:
+        return
+    share = second / first - 1
+    is_none = abs(share) <= LEAST_MEMORY_CHANGE or abs(second - first) <= LEAST_MEMORY_BYTES
+    yield Difference(
+        figure="most memory",
+        before=describe_bytes(first),
+        after=describe_bytes(second),
+        change=Change.NONE if is_none else Change.MORE if share > 0 else Change.LESS,
+        share=share,
+        noise=LEAST_MEMORY_CHANGE,
+        notes=() if is_none else (f"of instance {index}",),
+    )
+
+
+def _fullest(attempt: AttemptReport) -> tuple[int, int]:
+    """The most memory of an instance, and its index."""
+    return max(((it.peak_memory_bytes or 0, it.index) for it in attempt.instances), default=(0, 0))

@@ -1,0 +1,71 @@
+"""The `poprun-report` program: what reports of jobs say, in words."""
+
+import os
+import sys
+
+import click
+
+from popdist.ground.contract import VERSION
+from poprun.observe.account.job_report import MOST_BYTES, JobReport, read_report
+from poprun.observe.show.compare import compare as compare_jobs
+from poprun.observe.show.report_words import render_comparison, render_report
+from poprun.observe.show.trace.time_table import TABLE_FILE, read_table, render_table
+from poprun.text.input_files import read_text
+from poprun.text.screen import has_color, log, print_out, run_click, width
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+
+
+@click.group(context_settings=_SETTINGS)
+@click.version_option(VERSION, message="poprun-report %(version)s")
+def report() -> None:
+    """Read what poprun wrote of a job."""
+
+
+def main() -> None:
+    """Run `poprun-report` with the words of this process and end it."""
+    sys.exit(run_click(report, "poprun-report"))
+
+
+@report.command()
+@click.argument("file", metavar="REPORT")
+def show(file: str) -> None:
+    """Show a report: how the job ended, who was at fault, where the time went.
+
+    REPORT is a file that `poprun --report FILE.json` wrote, or - for standard input.
+    """
+    print_out(render_report(_read(file), width=width(), has_color=has_color()))
+
+
+@report.command()
+@click.argument("before", metavar="FIRST")
+@click.argument("after", metavar="SECOND")
+@click.option("--fail-on-worse", is_flag=True, help="Exit with 1 if SECOND is slower, or takes more memory.")
+def compare(before: str, after: str, *, fail_on_worse: bool) -> None:
+    """Say what became slower or better from one report to another, and where.
+
+    A difference is told if it is larger than the noise of both runs. Exit code 0: both could be compared.
+    """
+    found = compare_jobs(_read(before), _read(after))
+    for warning in found.warnings:
+        log(f"warning: {warning}")
+    print_out(render_comparison(found, width=width(), has_color=has_color()))
+    if fail_on_worse and found.is_worse:
+        click.get_current_context().exit(1)
+
+
+@report.command()
+@click.argument("folder", metavar="DIR")
+def trace(folder: str) -> None:
+    """Show where the time of a trace went, by instance, and who was last.
+
+    DIR is the folder that was given to `poprun --trace DIR`.
+    """
+    table = read_table(
+        read_text(os.path.join(folder, TABLE_FILE), "the table of poprun --trace,", MOST_BYTES), folder
+    )
+    print_out(render_table(table, width=width(), has_color=has_color()))
+
+
+def _read(file: str) -> JobReport:
+    return read_report(read_text(file, "the report", MOST_BYTES), file)

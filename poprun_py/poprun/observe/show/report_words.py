@@ -1,0 +1,167 @@
+"""A report of a job, or the comparison of two, in words and tables. Pure."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from popdist.errors import name_instances
+from poprun.observe.account.job_report import AttemptReport, InstanceReport, JobReport, VerdictReport
+from poprun.observe.show.compare import Change, Comparison, Difference
+from poprun.plan.render.table import terminal_text
+from poprun.text.ranges import counted, describe_bytes, describe_seconds, fold_hosts
+
+_MOST_ROWS: Final = 16
+_LABEL_WIDTH: Final = 11
+_TEXTS: Final = ("host", "replicas", "end", "figure", "change")  # columns that stand to the left
+_MOST_SLOWDOWNS: Final = 8
+
+
+def render_report(job: JobReport, *, width: int, has_color: bool) -> str:
+    """The whole report in at most ``width`` columns; coloured if ``has_color``."""
+    parts = chain(_job(job), *(_attempt(job, number) for number in range(len(job.attempts))))
+    return terminal_text(*parts, width=width, has_color=has_color)
+
+
+def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
+    """The comparison: in the first line what differs, then all figures, and where differences come from."""
+    told = [f"{it.figure}: {_change(it)}" for it in found.differences if it.change is not Change.NONE]
+    rows = [
+        {
+            "figure": it.figure,
+            "first": it.before,
+            "second": it.after,
+            "change": _change(it),
+            "noise": f"{it.noise:.1%}" if it.noise else "",
+        }
+        for it in found.differences
+    ]
+    notes = [f"{it.figure}: {note}" for it in found.differences for note in it.notes]
+    head = "; ".join(told) or "no difference"
+    return terminal_text(head, "", _table(rows), "", *notes, width=width, has_color=has_color)
+
+
+def _change(difference: Difference) -> str:
+    """The change of a figure, such as ``10.7% slower``."""
+    return f"{abs(difference.share):.1%} {difference.change}" if difference.is_known else difference.change
+
+
+def _job(job: JobReport) -> Iterator[Text]:
+    """What was to run, and how it ended as a whole."""
+    yield _fact("job", f"{job.job_id}, by poprun {job.poprun_version}")
+    if job.plan is not None:
+        plan = job.plan
+        sizes = (counted(plan.num_instances, "instance"), counted(plan.num_replicas, "replica"))
+        yield _fact("size", f"{', '.join(sizes)} on {fold_hosts(plan.hosts)}")
+        yield _fact("program", shlex.join(plan.program))
+    end = f"exit code {job.exit_code}" if job.attempts else "it never ran"
+    end = end if job.is_over else "none: it was still running when this was written"
+    yield _fact("end", f"{end}: {job.error}" if job.error else end)
+
+
+def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
+    """One attempt: its end, its instances, and where their time went."""
+    attempt = job.attempts[number]
+    yield ""
+    name = f"attempt {number}" if len(job.attempts) > 1 else "run"
+    yield _fact(name, f"{attempt.started_at}, {describe_seconds(attempt.duration_seconds)}: {_end_of(attempt)}")
+    if number and any(it.num_steps for it in attempt.instances):
+        yield _fact("steps", "counted from 0 again in this attempt")
+    yield from _lines("verdict", [] if attempt.verdict is None else [_verdict(attempt.verdict)])
+    yield from _lines("printed", attempt.printed)
+    yield from _lines("slow", [it.text for it in attempt.slowdowns[:_MOST_SLOWDOWNS]])
+    yield from _lines("warning", attempt.warnings)
+    if not attempt.instances:
+        return
+    shown = _shown_instances(attempt)
+    yield ""
+    yield _table([_cells(it) for it in shown])
+    if timed := [it for it in shown if it.phase_seconds]:
+        yield ""
+        yield "where the time of each instance went"
+        yield _table([_shares(it) for it in timed])
+    if num_left := len(attempt.instances) - len(shown):
+        yield f"and {counted(num_left, 'more instance')}, which neither failed nor were slow"
+
+
+def _end_of(attempt: AttemptReport) -> str:
+    """How an attempt ended, in a line."""
+    if not attempt.is_over:
+        return "still running"
+    if attempt.printed or not attempt.stop_reason:
+        return f"exit code {attempt.exit_code}" if attempt.exit_code else "ended well"
+    return attempt.stop_reason
+
+
+def _end_of_instance(instance: InstanceReport) -> str:
+    if instance.problem:
+        return instance.problem
+    if instance.exit_code is None:
+        return "running, or lost"
+    end = instance.signal or f"exit code {instance.exit_code}"
+    return f"{end}, ended by poprun" if instance.was_stopped else end
+
+
+def _verdict(verdict: VerdictReport) -> str:
+    """Who is at fault, where in the code, and since when the others waited, as far as it is known."""
+    who = [name_instances(verdict.culprits)] if verdict.culprits else []
+    places = sorted({f"at {verdict.places[it]}" for it in verdict.culprits if it in verdict.places})
+    since = [f"since {verdict.since}"] if verdict.since is not None else []
+    facts = ", ".join([*who, *places[:1], *since])
+    return f"{verdict.cause}: {facts}" if facts else verdict.cause
+
+
+def _shown_instances(attempt: AttemptReport) -> list[InstanceReport]:
+    """The instances that are shown: all if they are few, else those that failed or were slow first."""
+    verdict = attempt.verdict
+    named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
+    named |= set() if attempt.first_failure is None else {attempt.first_failure}
+    first = sorted(attempt.instances, key=lambda it: (it.index not in named, it.index))[:_MOST_ROWS]
+    return sorted(first, key=lambda it: it.index)
+
+
+def _cells(instance: InstanceReport) -> Mapping[str, str]:
+    """The row of an instance: its cells by heading."""
+    steps, seconds, memory = instance.num_steps, instance.duration_seconds, instance.peak_memory_bytes
+    return {
+        "instance": str(instance.index),
+        "host": instance.host,
+        "replicas": instance.replicas,
+        "end": _end_of_instance(instance),
+        "ran for": "" if seconds is None else describe_seconds(seconds),
+        "steps": "" if not steps else f"{steps:,}",
+        "memory": "" if memory is None else describe_bytes(memory),
+    }
+
+
+def _shares(instance: InstanceReport) -> Mapping[str, str]:
+    """The row of an instance: the share of its time that each phase took, by phase."""
+    whole = sum(instance.phase_seconds.values()) or 1.0
+    shares = {
+        phase: f"{seconds / whole:.0%}" if seconds else "" for phase, seconds in instance.phase_seconds.items()
+    }
+    return {"instance": str(instance.index), **shares}
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Rows under their headings, without columns that are empty; those of ``_TEXTS`` stand to the left."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
+    for heading in headings:
+        table.add_column(Text(heading), justify="left" if heading in _TEXTS else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row.get(heading, "")) for heading in headings))
+    return table
+
+
+def _fact(label: str, value: str) -> Text:
+    return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "bold"), value)
+
+
+def _lines(label: str, lines: Sequence[str]) -> Iterator[Text]:
+    """Lines of which the first has a label."""
+    yield from (_fact("" if number else label, line) for number, line in enumerate(lines))

@@ -1,0 +1,61 @@
+"""Writes the report of a job to its files, pages and JSON, while the job runs and at its end."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from poprun.errors import UsageError
+from poprun.observe.show.report_file import render_job
+from poprun.text import screen
+from poprun.text.atomic_file import check_target, write_whole
+
+PAGE: Final = ".html"
+DATA: Final = ".json"
+
+_FIRST_SECONDS: Final = 1.0
+_GAP_SECONDS: Final = 30.0
+_LARGEST_SHARE: Final = 0.02  # of its time that poprun writes
+
+
+class ReportWriter:
+    """The files of a report; those that cannot be written in the middle of a job are told of once."""
+
+    def __init__(self, files: Sequence[str], folder: str) -> None:
+        self._paths = {file: os.path.join(folder, file) for file in files if file.endswith((PAGE, DATA))}
+        self._told: set[str] = set()
+        self._next_seconds = time.monotonic() + _FIRST_SECONDS
+
+    def check(self) -> None:
+        """Check that each file can be written, or raise a UsageError."""
+        for file, path in self._paths.items():
+            try:
+                check_target(path)
+            except OSError as error:
+                raise UsageError(f"--report {file} cannot be written: {error.strerror}") from None
+
+    def is_due(self, now_seconds: float) -> bool:
+        """Whether it is time to write how a running job stands."""
+        return now_seconds >= self._next_seconds
+
+    def write(self, job: Mapping[str, Any]) -> None:
+        """Replace each file by one that tells of ``job``."""
+        began_seconds = time.monotonic()
+        for file, path in self._paths.items():
+            try:
+                write_whole(path, _render(file, job))
+            except OSError as error:
+                if file not in self._told:
+                    so = "" if job["is_over"] else "; the job goes on"
+                    screen.log(f"warning: --report {path} cannot be written: {error.strerror}{so}")
+                self._told.add(file)
+        now_seconds = time.monotonic()
+        self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
+
+
+def _render(file: str, job: Mapping[str, Any]) -> str:
+    if file.endswith(DATA):
+        return render_job(job)
+    from poprun.observe.show.page import render_page
+
+    return render_page(job)

@@ -1,0 +1,68 @@
+"""Which collectives of several instances belong together, and who came to them last. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from poprun.observe.show.trace.recorded import GPU_ANNOTATION, CallKey, CollectiveCall, Slice
+
+_ROUNDING_NS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointCall:
+    """One collective: when each instance came to it."""
+
+    arrivals_ns: Mapping[int, int]  # by instance, of two or more
+
+    @property
+    def last(self) -> int:
+        """The instance that came last."""
+        return max(self.arrivals_ns, key=self.arrivals_ns.__getitem__)
+
+    @property
+    def delay_ns(self) -> float:
+        """How much later the last one came than the median of the others."""
+        others = [at for instance, at in self.arrivals_ns.items() if instance != self.last]
+        return self.arrivals_ns[self.last] - median(others)
+
+
+def find_joint_calls(calls: Mapping[int, Sequence[CollectiveCall]]) -> dict[CallKey, JointCall]:
+    """The collectives to which all instances of their group came in the window, by what they have in common."""
+    arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
+    members: dict[str, set[int]] = defaultdict(set)
+    for instance, own in calls.items():
+        for call in own:
+            arrivals[call.key][instance] = call.begin_ns
+            members[call.group].add(instance)
+    return {
+        key: JointCall(arrivals_ns=came)
+        for key, came in arrivals.items()
+        if len(came) > 1 and came.keys() == members[key[0]]
+    }
+
+
+def with_ends(calls: Iterable[CollectiveCall], slices: Iterable[Slice]) -> list[CollectiveCall]:
+    """The calls that have ended in the window, with their ends: those of their work in other threads, or on a GPU.
+
+    A group does its collectives in the order in which they were called.
+    """
+    work: dict[str, list[Slice]] = defaultdict(list)
+    for one in sorted(slices, key=lambda it: it.begin_ns):
+        if ":" in one.name and one.category in ("user_annotation", GPU_ANNOTATION):
+            work[one.name].append(one)
+    ended = []
+    for call in calls:
+        if call.end_ns:
+            ended.append(call)
+            continue
+        done = work.get(call.name, [])
+        if any(it.category == GPU_ANNOTATION for it in done):
+            done = work[call.name] = [it for it in done if it.category == GPU_ANNOTATION]
+        while done and done[0].begin_ns < call.begin_ns - _ROUNDING_NS:
+            done.pop(0)
+        if done:
+            ended.append(call._replace(end_ns=done.pop(0).end_ns))
+    return ended

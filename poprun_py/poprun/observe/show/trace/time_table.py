@@ -1,0 +1,234 @@
+"""Where the time of traced steps went on each instance, who was last, and what an ideal job would gain. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from poprun.errors import PlanError
+from poprun.observe.show.trace.joint_calls import JointCall
+from poprun.observe.show.trace.recorded import COLLECTIVE_NAME, DATA_NAME, CallKey, CollectiveCall, Slice
+from poprun.plan.render.table import terminal_text
+from poprun.text.fields import read_record
+from poprun.text.input_files import parse_json
+from poprun.text.ranges import counted
+from poprun.text.screen import visible
+
+TABLE_FILE: Final = "table.json"
+VERSION: Final = 1
+_MOST_OPERATIONS: Final = 10
+_MOST_ROWS: Final = 32
+_NANOSECONDS: Final = 1e9
+_COLLECTIVE_KERNEL: Final = "nccl"
+
+Spans = list[tuple[int, int]]  # from a begin to an end, by time, without overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceTimes:
+    """Where the time of one instance went; the parts from compute to idle add up to the length of its window."""
+
+    index: int
+    compute_seconds: float  # operations of torch ran
+    communication_seconds: float  # nothing but collectives to which all had come
+    waiting_for_others_seconds: float  # nothing but collectives to which somebody had not come
+    waiting_for_data_seconds: float
+    idle_seconds: float  # nothing of all this: Python itself, files, or sleep
+    num_last: int  # collectives to which it came last
+    delay_seconds: float  # how much later than the median of the others, at the mean of those
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation of torch on all instances, or of a GPU where there is one."""
+
+    name: Annotated[str, visible]
+    num_calls: int
+    seconds: float  # without the operations that it calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTable:
+    """Where the time of a trace went."""
+
+    num_steps: int
+    num_collectives: int
+    instances: tuple[InstanceTimes, ...]
+    operations: tuple[Operation, ...]  # those that took most time
+
+
+def read_table(text: str, source: str) -> TraceTable:
+    """The table in ``text``, which poprun wrote into the folder ``source``; a PlanError if it is none."""
+    try:
+        return read_record(TraceTable, parse_json(text), source, noun="a trace's table", version=VERSION)
+    except ValueError as error:
+        raise PlanError(f"{source}: its {TABLE_FILE} is damaged: {error}") from None
+
+
+def where_time_went(
+    index: int,
+    window: tuple[int, int],
+    thread: str,
+    slices: Sequence[Slice],
+    calls: Sequence[CollectiveCall],
+    joint_calls: Mapping[CallKey, JointCall],
+) -> InstanceTimes:
+    """The parts of a window: what the main ``thread`` of an instance does, or its GPUs where they do anything."""
+    kernels = [it for it in slices if it.category == "kernel"]
+    if kernels:
+        busy = _spans(it for it in kernels if _COLLECTIVE_KERNEL not in it.name.lower())
+        communicating = _spans(it for it in kernels if _COLLECTIVE_KERNEL in it.name.lower())
+    else:
+        own = [it for it in slices if it.row == thread and it.category == "cpu_op"]
+        busy = _spans(it for it in own if not it.name.startswith(COLLECTIVE_NAME))
+        communicating = _spans(it for it in own if it.name.startswith(COLLECTIVE_NAME))
+    collectives = [*communicating, *((it.begin_ns, it.end_ns) for it in calls)]
+    waiting = [
+        (it.begin_ns, min(it.end_ns, joint.arrivals_ns[joint.last]))
+        for it in calls
+        if (joint := joint_calls.get(it.key))
+    ]
+    data = _spans(it for it in slices if it.row == thread and it.name.startswith(DATA_NAME))
+    covered: Spans = []
+    ends = [0.0]  # of the parts, laid one behind the other: a moment counts for the first part that covers it
+    for spans in (data, busy, waiting, collectives, [window]):
+        covered = union((*covered, *spans))
+        ends.append(seconds_within(covered, window))
+    parts = [end - begin for begin, end in pairwise(ends)]
+    delays = [it.delay_ns for it in joint_calls.values() if it.last == index]
+    return InstanceTimes(
+        index=index,
+        waiting_for_data_seconds=parts[0],
+        compute_seconds=parts[1],
+        waiting_for_others_seconds=parts[2],
+        communication_seconds=parts[3],
+        idle_seconds=parts[4],
+        num_last=len(delays),
+        delay_seconds=sum(delays) / len(delays) / _NANOSECONDS if delays else 0.0,
+    )
+
+
+def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Counter[str]) -> None:
+    """Add the number of calls of each operation, and their time without that of the operations they call."""
+    category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
+    around: list[Slice] = []
+    for one in slices:
+        if one.category != category:
+            continue
+        while around and (around[-1].row != one.row or around[-1].end_ns <= one.begin_ns):
+            around.pop()
+        num_calls[one.name] += 1
+        own_ns[one.name] += one.end_ns - one.begin_ns
+        if around:
+            own_ns[around[-1].name] -= one.end_ns - one.begin_ns
+        around.append(one)
+
+
+def costliest(num_calls: Mapping[str, int], own_ns: Counter[str]) -> tuple[Operation, ...]:
+    """The operations that took most time of their own."""
+    most = own_ns.most_common(_MOST_OPERATIONS)
+    return tuple(Operation(name=name, num_calls=num_calls[name], seconds=ns / _NANOSECONDS) for name, ns in most)
+
+
+def _spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
+    return [(it.begin_ns, it.end_ns) for it in slices]
+
+
+def union(spans: Iterable[tuple[int, int]]) -> Spans:
+    """All that at least one of ``spans`` covers."""
+    made: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if made and begin <= made[-1][1]:
+            made[-1] = made[-1][0], max(made[-1][1], end)
+        elif end > begin:
+            made.append((begin, end))
+    return made
+
+
+def seconds_within(spans: Spans, window: tuple[int, int]) -> float:
+    """How many seconds of ``window`` the spans cover."""
+    lengths = (min(end, window[1]) - max(begin, window[0]) for begin, end in spans)
+    return sum(length for length in lengths if length > 0) / _NANOSECONDS
+
+
+def render_table(table: TraceTable, *, width: int, has_color: bool) -> str:
+    """The table in words: a step's time by instance, who was last, what took most time, what could be gained."""
+    return terminal_text(*_parts(table), width=width, has_color=has_color)
+
+
+def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
+    num_steps = max(1, table.num_steps)
+    what = "of a step" if table.num_steps else "in all"
+    yield Text(
+        f"{counted(len(table.instances), 'instance')}, {counted(table.num_steps, 'step')}: milliseconds {what}"
+    )
+    rows = [
+        (
+            str(it.index),
+            *(f"{getattr(it, name) * 1000 / num_steps:.1f}" for name in _PARTS),
+            f"{it.num_last} of {table.num_collectives}" if table.num_collectives else "",
+            f"{it.delay_seconds * 1000:.1f}" if it.num_last else "",
+        )
+        for it in table.instances[:_MOST_ROWS]
+    ]
+    yield _table(("instance", *_PARTS.values(), "came last", "by ms"), rows)
+    if num_left := len(table.instances) - len(rows):
+        yield f"and {counted(num_left, 'more instance')}"
+    compute = sum(it.compute_seconds for it in table.instances)
+    if table.operations:
+        yield ""
+        yield Text("the operations that took most time, on all instances together")
+        operations = [
+            (
+                it.name,
+                str(it.num_calls),
+                f"{it.seconds * 1000:.1f}",
+                f"{it.seconds / compute:.0%}" if compute else "",
+            )
+            for it in table.operations
+        ]
+        yield _table(("operation", "calls", "ms", "of compute"), operations)
+    yield ""
+    yield Text("an ideal job would need less time")
+    for reason, share in gains(table).items():
+        yield f"  {share:4.0%} less {reason}"
+
+
+_PARTS: Final = {
+    "compute_seconds": "compute",
+    "communication_seconds": "communication",
+    "waiting_for_others_seconds": "waiting\nfor others",
+    "waiting_for_data_seconds": "waiting\nfor data",
+    "idle_seconds": "idle",
+}
+"""The parts of an instance's time, and their headings."""
+
+
+_GAINS: Final = {
+    "if the instances shared the work evenly": "waiting_for_others_seconds",
+    "if data were always there": "waiting_for_data_seconds",
+    "if communication were hidden behind compute": "communication_seconds",
+}
+"""The parts that an ideal job would not have, and why."""
+
+
+def gains(table: TraceTable) -> dict[str, float]:
+    """By how much the time would shrink, as a share, without waits: at the mean of all instances."""
+    seconds = {part: sum(float(getattr(it, part)) for it in table.instances) for part in _PARTS}
+    whole = sum(seconds.values()) or 1.0
+    return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(headings):
+        is_name = number == 0
+        made.add_column(heading, justify="left" if is_name else "right", overflow="fold", no_wrap=not is_name)
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
