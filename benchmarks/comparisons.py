@@ -20,7 +20,7 @@ from subprocess import run
 
 from measuring.documents import put, table
 
-from poprun.observe.account.job_report import JobReport, read_report
+from poprun.observe.account.job_record import JobRecord, read_report
 from poprun.observe.show.compare import Change, Comparison, compare
 
 PROGRAM = Path(__file__).parent / "measuring" / "delayed_training.py"
@@ -28,7 +28,7 @@ PHASES = ("data", "forward", "optimizer")
 SHARES = (0.1, 0.2, 0.5)
 
 
-def report_of(folder: str, seconds: float, *words: str) -> JobReport:
+def report_of(folder: str, seconds: float, *words: str) -> JobRecord:
     """The report of one training."""
     file = Path(folder, "report.json")
     poprun = [str(Path(sys.executable).with_name("poprun")), "-n", "2", "--report", str(file)]

@@ -3,14 +3,15 @@
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 from popdist.ground.progress import Progress
 from poprun.observe.account.curves import JobCurves
+from poprun.observe.account.job_record import InstanceRecord, JobRecord
 from poprun.observe.account.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.observe.judge.job_end import JobEnd
 from poprun.observe.judge.slowness import Slowness
-from poprun.observe.show.report_file import job_to_dict
+from poprun.observe.show.report_file import record_job
+from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import parse_hosts
 from tests.planning import CLUSTER_NODE, planned
 
@@ -56,8 +57,8 @@ def measured_end(num_instances: int, seconds: float, began_seconds: float = 0.0,
     )
 
 
-def measured_job(num_instances: int, seconds: float, **last_lines: str) -> dict[str, Any]:
-    """The report of a job of one attempt on a slow network."""
+def measured_job(num_instances: int, seconds: float, **last_lines: str) -> tuple[JobRecord, LaunchPlan]:
+    """The record of a job of one attempt on a slow network, and its plan."""
     end = replace(
         measured_end(num_instances, seconds),
         last_lines={index: [*last_lines.values()] for index in range(num_instances)},
@@ -66,9 +67,15 @@ def measured_job(num_instances: int, seconds: float, **last_lines: str) -> dict[
     )
     hosts = parse_hosts("localhost" if num_instances < 16 else f"node[0-{num_instances // 8 - 1}]")
     plan = planned(CLUSTER_NODE, num_instances=num_instances, hosts=hosts)
-    job: dict[str, Any] = job_to_dict(replace(plan, program=("/usr/bin/python", "train.py")), "a job", [end])
-    for instance in job["attempts"][0]["instances"]:
-        ran = instance["duration_seconds"]
-        waiting = 0.0 if instance["index"] == 2 else 0.08
-        instance["phase_seconds"] = {**{name: it * ran for name, it in PHASES.items()}, "waiting": waiting * ran}
-    return job
+    plan = replace(plan, program=("/usr/bin/python", "train.py"))
+    job = record_job(plan, "a job", [end])
+    (attempt,) = job.attempts
+    instances = tuple(map(_with_phases, attempt.instances))
+    return replace(job, attempts=(replace(attempt, instances=instances),)), plan
+
+
+def _with_phases(instance: InstanceRecord) -> InstanceRecord:
+    ran = instance.duration_seconds or 0.0
+    waiting = 0.0 if instance.index == 2 else 0.08
+    phases = {**{name: it * ran for name, it in PHASES.items()}, "waiting": waiting * ran}
+    return replace(instance, phase_seconds=phases)

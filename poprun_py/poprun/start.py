@@ -121,7 +121,7 @@ class JobOutcome:
         if self.metrics is not None:
             self.metrics.update(self.plan, end, len(self.ends))
         if self.writer is not None and is_due:
-            self.writer.write(self._to_dict([*self.ends, end], ""))
+            self._write(self.writer, [*self.ends, end])
 
     def write(self, error: str) -> None:
         """Write the report of a job that is over and stop the metrics; ``error`` says why poprun gave up."""
@@ -133,14 +133,14 @@ class JobOutcome:
             self.writer, self.files = ReportWriter(self.files, os.curdir), ()
         if self.writer is not None:
             writer, self.writer = self.writer, None
-            writer.write(self._to_dict(self.ends, error))
+            self._write(writer, self.ends, error)
 
-    def _to_dict(self, ends: Sequence[JobEnd], error: str) -> Mapping[str, object]:
-        from poprun.observe.show.report_file import job_to_dict
+    def _write(self, writer: "ReportWriter", ends: Sequence[JobEnd], error: str = "") -> None:
+        from poprun.observe.show.report_file import record_job
 
         leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
-        job = job_to_dict(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
-        return {**job, "provenance": self.provenance}
+        job = record_job(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
+        writer.write(replace(job, provenance=self.provenance), self.plan)
 
 
 def _serve_metrics(port: int) -> "MetricsServer":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from poprun.observe.account.job_report import JobReport, read_report
+from poprun.observe.account.job_record import JobRecord, read_report
 from poprun.observe.show.compare import Change, Comparison, Difference, compare
 from poprun.observe.show.report_command import report
 from tests.unit.test_report_file import JOB
@@ -56,7 +56,7 @@ def job(
     return made
 
 
-def read(made: object) -> JobReport:
+def read(made: object) -> JobRecord:
     """The report as it is read from a file."""
     return read_report(json.dumps(made), "r.json")
 

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,10 +16,11 @@ from poprun.observe.account.curves import (
     InstanceCurves,
     JobCurves,
     WindowedCurve,
-    curves_to_dict,
-    folds_to_dict,
+    curves_of,
+    fold_curves,
 )
 from poprun.observe.account.state import InstanceStatus
+from poprun.text.fields import write_record
 
 values = st.floats(-1e9, 1e9)
 samples = st.lists(st.tuples(st.floats(0, 1e7), values), min_size=1, max_size=30)
@@ -40,7 +42,7 @@ def test_a_curve_is_bounded_and_lies_between_what_was_measured(
         assert min(value for _, value in some) - 1e-3 <= min(means)
         assert max(means) <= max(value for _, value in some) + 1e-3
         assert curve.last == some[-1][1]
-    fold = folds_to_dict(instances)["loss"]
+    fold: Any = write_record(fold_curves(instances)["loss"])
 
     assert len(fold["seconds"]) == len(fold["min"]) <= MAX_WINDOWS
     for low, middle, high in zip(fold["min"], fold["median"], fold["max"], strict=True):
@@ -98,7 +100,7 @@ def test_what_an_agent_sees_becomes_curves() -> None:
     )
     job.add_look(status, {"num_processes": 0, "memory_bytes": 0, "cpu_seconds": 0.0}, 104.0)  # all have ended
     job.add_look(status, {"progress": ""}, 104.0)
-    told = curves_to_dict(job.instances[0])
+    told = {name: write_record(curve) for name, curve in curves_of(job.instances[0]).items()}
 
     assert told == {
         "cpu": {"unit": "cores", "seconds": [1.0, 2.0, 3.0], "values": [None, None, 1.0], "last": 1.0},
@@ -129,7 +131,7 @@ def test_many_instances_are_folded() -> None:
     for index, curves in enumerate(instances[:2]):
         curves.add("memory", "bytes", 0.5, 10.0 * (index + 1))
         curves.add("memory", "bytes", MAX_WINDOWS + index - 1.0, 50.0)
-    folded = folds_to_dict(instances)["memory"]
+    folded: Any = write_record(fold_curves(instances)["memory"])
 
     assert (folded["unit"], folded["seconds"][:2], len(folded["min"])) == (
         "bytes",

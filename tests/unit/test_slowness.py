@@ -15,9 +15,9 @@ from popdist.ground.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
 from poprun.observe.account.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
 from poprun.observe.account.state import MachineTotals
+from poprun.observe.account.time_shares import split_time
 from poprun.observe.judge.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
 from poprun.observe.judge.watch import PERIOD_SECONDS, PerformanceWatch
-from poprun.observe.show.report_file import split_time
 
 USUAL = {"data": 0.002, "forward": 0.010, "backward": 0.020, "optimizer": 0.003, "outside": 0.001}
 NUM_BUCKETS = 3

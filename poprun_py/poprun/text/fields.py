@@ -96,15 +96,13 @@ def write_record(record: Any, *, version: int | None = None) -> dict[str, object
 
 def _written(kind: Any, value: Any) -> Any:
     """Return a value of the type ``kind`` as the value that a file contains."""
-    if value is None or kind in _WORDS:
+    if value is None or kind is Any or kind in _WORDS:
         return value
     if kind in _RANGES:
         return _RANGES[kind][1](value)
-    if get_origin(kind) in _UNIONS:
-        (kind,) = set(get_args(kind)) - {NoneType}
-        return _written(kind, value)
-    if get_origin(kind) is Annotated:
-        return _written(get_args(kind)[0], value)
+    if get_origin(kind) in (*_UNIONS, Annotated):
+        inner = next(it for it in get_args(kind) if it is not NoneType)
+        return _written(inner, value)
     if dataclasses.is_dataclass(kind):
         return write_record(value)
     if isinstance(value, Enum):
@@ -115,7 +113,17 @@ def _written(kind: Any, value: Any) -> Any:
         return {key: _written(get_args(kind)[1], each) for key, each in value.items()}
     if pair := _pair(kind):
         return {str(key): _written(pair[1], each) for key, each in value}
-    return [_written(get_args(kind)[0], each) for each in value]
+    return _written_list(kind, value)
+
+
+def _written_list(kind: Any, value: Sequence[Any]) -> list[Any]:
+    """The values of a tuple of the type ``kind`` as they stand in a file."""
+    (inner, *_) = get_args(kind)
+    inner = get_args(inner)[0] if get_origin(inner) is Annotated else inner
+    kinds = get_args(inner) if get_origin(inner) in _UNIONS else (inner,)
+    if all(it in _WORDS or it is NoneType for it in kinds):
+        return list(value)  # at once: a curve has many
+    return [_written(inner, each) for each in value]
 
 
 _WORDS: Final[Mapping[object, str]] = {

@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Any, Final
 
+from poprun.observe.account.job_record import Curve
 from poprun.observe.account.state import InstanceStatus
 
 MAX_WINDOWS: Final = 600  # of a curve; one that would have more doubles its windows
@@ -159,47 +160,47 @@ def count_steps(status: InstanceStatus) -> int:
     return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
 
 
-def curves_to_dict(curves: InstanceCurves) -> dict[str, object]:
-    """The curves of one instance as values that JSON knows."""
-    return {name: _curve_to_dict(curve) for name, curve in sorted(curves.by_name.items())}
+def curves_of(instance: InstanceCurves) -> dict[str, Curve]:
+    """The curves of one instance as the record of a job has them."""
+    return {name: _curve_of(curve) for name, curve in sorted(instance.by_name.items())}
 
 
-def _curve_to_dict(curve: WindowedCurve) -> dict[str, object]:
+def _curve_of(curve: WindowedCurve) -> Curve:
     values = curve.values(curve.window_seconds)
-    return {
-        "unit": curve.unit,
-        "seconds": _ends(len(values), curve.window_seconds),
-        "values": _rounded(values),
-        "last": _known(curve.last),
-    }
+    return Curve(
+        unit=curve.unit,
+        seconds=_ends(len(values), curve.window_seconds),
+        values=_rounded(values),
+        last=_known(curve.last),
+    )
 
 
-def folds_to_dict(instances: Sequence[InstanceCurves]) -> dict[str, dict[str, Any]]:
-    """The curves of many instances as values that JSON knows: least, median and most in each window."""
+def fold_curves(instances: Sequence[InstanceCurves]) -> dict[str, Curve]:
+    """The curves of many instances as the record has them: least, median and most in each window."""
     names = sorted({name for it in instances for name in it.by_name})
-    return {name: _fold_to_dict([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
+    return {name: _fold([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
 
 
-def _fold_to_dict(curves: Sequence[WindowedCurve]) -> dict[str, Any]:
+def _fold(curves: Sequence[WindowedCurve]) -> Curve:
     window_seconds = max(curve.window_seconds for curve in curves)
     windows = zip_longest(*(curve.values(window_seconds) for curve in curves))
     known = [[value for value in window if value is not None] for window in windows]
-    return {
-        "unit": curves[0].unit,
-        "seconds": _ends(len(known), window_seconds),
-        "min": _rounded([min(values, default=None) for values in known]),
-        "median": _rounded([median(values) if values else None for values in known]),
-        "max": _rounded([max(values, default=None) for values in known]),
-    }
+    return Curve(
+        unit=curves[0].unit,
+        seconds=_ends(len(known), window_seconds),
+        min=_rounded([min(values, default=None) for values in known]),
+        median=_rounded([median(values) if values else None for values in known]),
+        max=_rounded([max(values, default=None) for values in known]),
+    )
 
 
-def _ends(num_windows: int, window_seconds: float) -> list[float]:
-    return [(index + 1) * window_seconds for index in range(num_windows)]
+def _ends(num_windows: int, window_seconds: float) -> tuple[float, ...]:
+    return tuple((index + 1) * window_seconds for index in range(num_windows))
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
+def _rounded(values: Sequence[float | None]) -> tuple[float | None, ...]:
     """Six digits are more than a picture shows, and half as long."""
-    return [None if it is None else float(f"{it:.6g}") for it in values]
+    return tuple(None if it is None else float(f"{it:.6g}") for it in values)
 
 
 def _known(value: float | None) -> float | str | None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from popdist.errors import name_instances
 from poprun.errors import UsageError
-from poprun.observe.account.job_report import AttemptReport, Curve, InstanceReport, JobReport
+from poprun.observe.account.job_record import AttemptRecord, Curve, InstanceRecord, JobRecord
 from poprun.text.ranges import counted, describe_bytes, describe_seconds
 
 NUM_PARTS: Final = 6
@@ -74,7 +74,7 @@ class Comparison:
         return any(it.change in (Change.SLOWER, Change.MORE) for it in self.differences)
 
 
-def compare(before: JobReport, after: JobReport) -> Comparison:
+def compare(before: JobRecord, after: JobRecord) -> Comparison:
     """Compare the last attempts of two jobs; UsageError where one of them never ran."""
     for name, job in (("first", before), ("second", after)):
         if not job.attempts:
@@ -84,7 +84,7 @@ def compare(before: JobReport, after: JobReport) -> Comparison:
     return Comparison(warnings=tuple(_warnings(before, after)), differences=differences)
 
 
-def _warnings(before: JobReport, after: JobReport) -> Iterator[str]:
+def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
     """Why the two jobs may not be what somebody wants to compare."""
     first, second = before.plan, after.plan
     if first is not None and second is not None:
@@ -119,7 +119,7 @@ class _Speed:
         return (max(self.parts) - min(self.parts)) / 2 / self.seconds
 
 
-def _speed_difference(before: AttemptReport, after: AttemptReport) -> Difference:
+def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference:
     """The difference of the time of a step."""
     found = _speeds(before, after)
     if found is None:
@@ -156,7 +156,7 @@ def _length(seconds: float, form: str = ".4g") -> str:
     return f"{seconds:{form}} s" if abs(seconds) >= 1 else f"{seconds * 1000:{form}} ms"
 
 
-def _speeds(before: AttemptReport, after: AttemptReport) -> tuple[str, _Speed, _Speed] | None:
+def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _Speed] | None:
     """The speeds of both attempts, by steps or else by samples; None where they cannot be judged."""
     for name, figure in _RATES.items():
         first, second = _speed_of(before, name), _speed_of(after, name)
@@ -165,7 +165,7 @@ def _speeds(before: AttemptReport, after: AttemptReport) -> tuple[str, _Speed, _
     return None
 
 
-def _speed_of(attempt: AttemptReport, name: str) -> _Speed | None:
+def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
     """The speed of an attempt by the curve ``name`` of its instances; None without it, or if it is short."""
     windows = _training_windows(attempt.curves_of(name))
     ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
@@ -194,7 +194,7 @@ def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
     return windows[busy[0] + 1 : busy[-1]] if busy else ()
 
 
-def _places(before: AttemptReport, after: AttemptReport, longer: float) -> Iterator[str]:
+def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Iterator[str]:
     """The phases and instances in which steps became ``longer`` by a good part of that, in words."""
     first = {it.index: _step_phases(it) for it in before.instances}
     changes = {
@@ -225,12 +225,12 @@ def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
     return name_instances(indices)
 
 
-def _step_phases(instance: InstanceReport) -> dict[str, float]:
+def _step_phases(instance: InstanceRecord) -> dict[str, float]:
     """The seconds of each phase in a step."""
     return {phase: seconds / (instance.num_steps or 1) for phase, seconds in instance.phase_seconds.items()}
 
 
-def _memory_difference(before: AttemptReport, after: AttemptReport) -> Iterator[Difference]:
+def _memory_difference(before: AttemptRecord, after: AttemptRecord) -> Iterator[Difference]:
     """The difference of the most memory that an instance held, if it is known."""
     (first, _), (second, index) = _fullest(before), _fullest(after)
     if not first or not second:
@@ -248,6 +248,6 @@ def _memory_difference(before: AttemptReport, after: AttemptReport) -> Iterator[
     )
 
 
-def _fullest(attempt: AttemptReport) -> tuple[int, int]:
+def _fullest(attempt: AttemptRecord) -> tuple[int, int]:
     """The most memory of an instance, and its index."""
     return max(((it.peak_memory_bytes or 0, it.index) for it in attempt.instances), default=(0, 0))

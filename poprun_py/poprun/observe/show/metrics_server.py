@@ -14,8 +14,8 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from poprun.errors import UsageError
 from poprun.observe.account.curves import OF_NUMBERS, count_steps
 from poprun.observe.account.state import InstanceState, InstanceStatus
+from poprun.observe.account.time_shares import split_time
 from poprun.observe.judge.job_end import JobEnd
-from poprun.observe.show.report_file import split_time
 from poprun.plan.plan import LaunchPlan
 
 _HOST: Final = "127.0.0.1"

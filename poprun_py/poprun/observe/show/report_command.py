@@ -6,7 +6,7 @@ import sys
 import click
 
 from popdist.ground.contract import VERSION
-from poprun.observe.account.job_report import MOST_BYTES, JobReport, read_report
+from poprun.observe.account.job_record import MOST_BYTES, JobRecord, read_report
 from poprun.observe.show.compare import compare as compare_jobs
 from poprun.observe.show.report_words import render_comparison, render_report
 from poprun.observe.show.trace.time_table import TABLE_FILE, read_table, render_table
@@ -67,5 +67,5 @@ def trace(folder: str) -> None:
     print_out(render_table(table, width=width(), has_color=has_color()))
 
 
-def _read(file: str) -> JobReport:
+def _read(file: str) -> JobRecord:
     return read_report(read_text(file, "the report", MOST_BYTES), file)

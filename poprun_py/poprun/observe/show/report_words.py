@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.errors import name_instances
-from poprun.observe.account.job_report import AttemptReport, InstanceReport, JobReport, VerdictReport
+from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord, VerdictRecord
 from poprun.observe.show.compare import Change, Comparison, Difference
 from poprun.plan.render.table import terminal_text
 from poprun.text.ranges import counted, describe_bytes, describe_seconds, fold_hosts
@@ -21,7 +21,7 @@ _TEXTS: Final = ("host", "replicas", "end", "figure", "change")  # columns that 
 _MOST_SLOWDOWNS: Final = 8
 
 
-def render_report(job: JobReport, *, width: int, has_color: bool) -> str:
+def render_report(job: JobRecord, *, width: int, has_color: bool) -> str:
     """The whole report in at most ``width`` columns; coloured if ``has_color``."""
     parts = chain(_job(job), *(_attempt(job, number) for number in range(len(job.attempts))))
     return terminal_text(*parts, width=width, has_color=has_color)
@@ -50,7 +50,7 @@ def _change(difference: Difference) -> str:
     return f"{abs(difference.share):.1%} {difference.change}" if difference.is_known else difference.change
 
 
-def _job(job: JobReport) -> Iterator[Text]:
+def _job(job: JobRecord) -> Iterator[Text]:
     """What was to run, and how it ended as a whole."""
     yield _fact("job", f"{job.job_id}, by poprun {job.poprun_version}")
     if job.plan is not None:
@@ -63,7 +63,7 @@ def _job(job: JobReport) -> Iterator[Text]:
     yield _fact("end", f"{end}: {job.error}" if job.error else end)
 
 
-def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
+def _attempt(job: JobRecord, number: int) -> Iterator[Table | Text | str]:
     """One attempt: its end, its instances, and where their time went."""
     attempt = job.attempts[number]
     yield ""
@@ -79,7 +79,7 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
         return
     shown = _shown_instances(attempt)
     yield ""
-    yield _table([_cells(it) for it in shown])
+    yield _table([_cells(it, attempt) for it in shown])
     if timed := [it for it in shown if it.phase_seconds]:
         yield ""
         yield "where the time of each instance went"
@@ -88,7 +88,7 @@ def _attempt(job: JobReport, number: int) -> Iterator[Table | Text | str]:
         yield f"and {counted(num_left, 'more instance')}, which neither failed nor were slow"
 
 
-def _end_of(attempt: AttemptReport) -> str:
+def _end_of(attempt: AttemptRecord) -> str:
     """How an attempt ended, in a line."""
     if not attempt.is_over:
         return "still running"
@@ -97,16 +97,7 @@ def _end_of(attempt: AttemptReport) -> str:
     return attempt.stop_reason
 
 
-def _end_of_instance(instance: InstanceReport) -> str:
-    if instance.problem:
-        return instance.problem
-    if instance.exit_code is None:
-        return "running, or lost"
-    end = instance.signal or f"exit code {instance.exit_code}"
-    return f"{end}, ended by poprun" if instance.was_stopped else end
-
-
-def _verdict(verdict: VerdictReport) -> str:
+def _verdict(verdict: VerdictRecord) -> str:
     """Who is at fault, where in the code, and since when the others waited, as far as it is known."""
     who = [name_instances(verdict.culprits)] if verdict.culprits else []
     places = sorted({f"at {verdict.places[it]}" for it in verdict.culprits if it in verdict.places})
@@ -115,7 +106,7 @@ def _verdict(verdict: VerdictReport) -> str:
     return f"{verdict.cause}: {facts}" if facts else verdict.cause
 
 
-def _shown_instances(attempt: AttemptReport) -> list[InstanceReport]:
+def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
     """The instances that are shown: all if they are few, else those that failed or were slow first."""
     verdict = attempt.verdict
     named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
@@ -124,21 +115,21 @@ def _shown_instances(attempt: AttemptReport) -> list[InstanceReport]:
     return sorted(first, key=lambda it: it.index)
 
 
-def _cells(instance: InstanceReport) -> Mapping[str, str]:
+def _cells(instance: InstanceRecord, attempt: AttemptRecord) -> Mapping[str, str]:
     """The row of an instance: its cells by heading."""
     steps, seconds, memory = instance.num_steps, instance.duration_seconds, instance.peak_memory_bytes
     return {
         "instance": str(instance.index),
         "host": instance.host,
         "replicas": instance.replicas,
-        "end": _end_of_instance(instance),
+        "end": instance.describe_end(is_over=attempt.is_over),
         "ran for": "" if seconds is None else describe_seconds(seconds),
         "steps": "" if not steps else f"{steps:,}",
         "memory": "" if memory is None else describe_bytes(memory),
     }
 
 
-def _shares(instance: InstanceReport) -> Mapping[str, str]:
+def _shares(instance: InstanceRecord) -> Mapping[str, str]:
     """The row of an instance: the share of its time that each phase took, by phase."""
     whole = sum(instance.phase_seconds.values()) or 1.0
     shares = {

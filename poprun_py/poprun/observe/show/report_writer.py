@@ -2,11 +2,13 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from poprun.errors import UsageError
+from poprun.observe.account.job_record import JobRecord
 from poprun.observe.show.report_file import render_job
+from poprun.plan.plan import LaunchPlan
 from poprun.text import screen
 from poprun.text.atomic_file import check_target, write_whole
 
@@ -38,24 +40,24 @@ class ReportWriter:
         """Whether it is time to write how a running job stands."""
         return now_seconds >= self._next_seconds
 
-    def write(self, job: Mapping[str, Any]) -> None:
+    def write(self, job: JobRecord, plan: LaunchPlan | None) -> None:
         """Replace each file by one that tells of ``job``."""
         began_seconds = time.monotonic()
         for file, path in self._paths.items():
             try:
-                write_whole(path, _render(file, job))
+                write_whole(path, _render(file, job, plan))
             except OSError as error:
                 if file not in self._told:
-                    so = "" if job["is_over"] else "; the job goes on"
+                    so = "" if job.is_over else "; the job goes on"
                     screen.log(f"warning: --report {path} cannot be written: {error.strerror}{so}")
                 self._told.add(file)
         now_seconds = time.monotonic()
         self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
 
 
-def _render(file: str, job: Mapping[str, Any]) -> str:
+def _render(file: str, job: JobRecord, plan: LaunchPlan | None) -> str:
     if file.endswith(DATA):
-        return render_job(job)
+        return render_job(job, plan)
     from poprun.observe.show.page import render_page
 
-    return render_page(job)
+    return render_page(job, plan)

@@ -1,22 +1,23 @@
-"""The page of a job: one HTML text from a report as JSON has it, which needs neither a network nor other files.
+"""The page of a job: one HTML text from its record, which needs neither a network nor other files.
 
-Pure. Whatever programs printed stands in it as text. `sections` writes its parts, `charts` its curves, and
-`time_shares` finds where the time went.
+Pure. Whatever programs printed stands in it as text. `sections` writes its parts, and `charts` its curves.
 """
 
-from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
+from poprun.observe.account.job_record import JobRecord
 from poprun.observe.show.page import sections
+from poprun.plan.plan import LaunchPlan
 from poprun.plan.render.picture.documents import html_page
 
 
-def render_page(job: Mapping[str, Any]) -> str:
-    """The report ``job`` as an HTML document."""
+def render_page(job: JobRecord, plan: LaunchPlan | None) -> str:
+    """The record of a job as an HTML document, with a picture of its plan."""
     picture_css = files("poprun.plan.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
     css = f"{_file('report.css')}.picture {{\n{picture_css}}}\n"
-    return html_page(f"{sections.name_of(job)} · poprun", css, sections.render_sections(job), _file("report.js"))
+    return html_page(
+        f"{sections.name_of(job)} · poprun", css, sections.render_sections(job, plan), _file("report.js")
+    )
 
 
 def _file(name: str) -> str:

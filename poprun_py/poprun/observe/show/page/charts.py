@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
+from poprun.observe.account.curves import OF_NUMBERS
+from poprun.observe.account.job_record import AttemptRecord, Curve, InstanceRecord
 from poprun.text.ranges import describe_seconds, unit_of_bytes
 from popsize.svg import NUM_HUES, element, escaped
 
@@ -27,7 +29,6 @@ _DAY: Final = 86400
 _OF_ALL: Final = {"max": "bound", "median": "middle", "min": "bound"}
 """The lines of a curve that stands for many instances: keys of the report, and the class of each."""
 
-_NUMBERS: Final = "numbers/"  # how curves are called that hold numbers of `popdist.report`
 _TITLES: Final = {
     "steps_per_second": "steps a second",
     "samples_per_second": "samples a second",
@@ -77,27 +78,33 @@ class _Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def charts_of(attempts: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> list[Chart]:
+def charts_of(attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> list[Chart]:
     """Return the charts of all curves with values: reported numbers first, and the loss before all."""
-    names = {name for it in attempts for holder in (it, *it["instances"]) for name in holder["curves"]}
+    names = {name for it in attempts for curves in _curves_in(it) for name in curves}
     charts = [_chart(name, attempts, offsets) for name in sorted(names, key=_order)]
     return [it for it in charts if it.title not in _TITLES.values() or any(any(line.values) for line in it.lines)]
 
 
+def _curves_in(attempt: AttemptRecord) -> Iterator[Mapping[str, Curve]]:
+    """Yield the curves of an attempt, and those of its instances."""
+    yield attempt.curves
+    yield from (it.curves for it in attempt.instances)
+
+
 def _order(name: str) -> tuple[bool, bool, int, str]:
     place = list(_TITLES).index(name) if name in _TITLES else len(_TITLES)
-    return name != f"{_NUMBERS}loss", not name.startswith(_NUMBERS), place, name
+    return name != f"{OF_NUMBERS}loss", not name.startswith(OF_NUMBERS), place, name
 
 
-def _chart(name: str, attempts: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> Chart:
+def _chart(name: str, attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> Chart:
     """The chart of the curve ``name``: a line for each instance that has it, or three that stand for many."""
 
-    def line(label: str, style: str, key: str, holders: Sequence[Mapping[str, Any]]) -> Line:
-        curves = [(offset, it["curves"].get(name)) for offset, it in zip(offsets, holders, strict=True)]
+    def line(label: str, style: str, key: str, holders: Sequence[AttemptRecord | InstanceRecord]) -> Line:
+        curves = [(offset, it.curves.get(name)) for offset, it in zip(offsets, holders, strict=True)]
         parts = [
             [
                 (offset + at, value)
-                for at, value in zip(curve["seconds"], curve[key], strict=True)
+                for at, value in zip(curve.seconds, getattr(curve, key) or (), strict=False)
                 if value is not None
             ]
             for offset, curve in curves
@@ -105,21 +112,21 @@ def _chart(name: str, attempts: Sequence[Mapping[str, Any]], offsets: Sequence[f
         ]
         return Line(name=label, style=style, parts=parts)
 
-    if any(name in it["curves"] for it in attempts):
+    if any(name in it.curves for it in attempts):
         lines = [line(f"{key} of all", style, key, attempts) for key, style in _OF_ALL.items()]
     else:
-        names = _names_of_instances(len(attempts[0]["instances"]))
+        names = _names_of_instances(len(attempts[0].instances))
         lines = [
-            line(label, style, "values", [it["instances"][index] for it in attempts])
+            line(label, style, "values", [it.instances[index] for it in attempts])
             for index, (label, style) in enumerate(names)
         ]
-    last_first = (holder["curves"] for it in reversed(attempts) for holder in (it, *it["instances"]))
+    last_first = (curves for it in reversed(attempts) for curves in _curves_in(it))
     latest = next(curves[name] for curves in last_first if name in curves)
     return Chart(
-        title=_TITLES.get(name, name.removeprefix(_NUMBERS).replace("_", " ")),
-        unit=latest["unit"],
+        title=_TITLES.get(name, name.removeprefix(OF_NUMBERS).replace("_", " ")),
+        unit=latest.unit,
         lines=[it for it in lines if it.values],
-        last=_last_value(latest) if name.startswith(_NUMBERS) else "",
+        last=_last_value(latest) if name.startswith(OF_NUMBERS) else "",
     )
 
 
@@ -130,9 +137,9 @@ def _names_of_instances(count: int) -> Iterator[tuple[str, str]]:
         yield f"instance {index}" if count > 1 else "", style
 
 
-def _last_value(curve: Mapping[str, Any]) -> str:
+def _last_value(curve: Curve) -> str:
     """The value at the end, as text; a report has a number that JSON lacks, such as ``nan``, as text."""
-    known = [curve["last"]] if "last" in curve else [it for it in curve["median"] if it is not None]
+    known = [it for it in curve.middle if it is not None] if curve.last is None else [curve.last]
     last = known[-1] if known else ""
     return last if isinstance(last, str) else f"{last:.4g}"
 

@@ -1,15 +1,15 @@
-"""The parts of a job's page, each from its report as JSON has it. Pure."""
+"""The parts of a job's page, each from the record of the job. Pure."""
 
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
+from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord
+from poprun.observe.account.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.observe.show.page.charts import charts_of, render_charts
-from poprun.observe.show.page.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.plan_file import plan_from_dict
 from poprun.plan.render.picture.documents import render_fragment
 from poprun.plan.render.words import facts_of, size_of
 from poprun.text.ranges import describe_bytes, describe_rate, describe_seconds
@@ -23,26 +23,23 @@ _LETTERS_OF_A_LINE: Final = 240
 _LETTERS_OF_LINES: Final = 400_000  # of all instances
 _INDEX: Final = "instance"  # the first column of the table
 
-Json = Mapping[str, Any]
 
-
-def name_of(job: Json) -> str:
+def name_of(job: JobRecord) -> str:
     """The name of a job: its program, or its id where there is none."""
-    program = job["plan"]["program"] if job["plan"] else ()
+    program = job.plan.program if job.plan else ()
     if not program:
-        return f"job {job['job_id']}"
+        return f"job {job.job_id}"
     return shlex.join([os.path.basename(program[0]) or program[0], *program[1:]])
 
 
-def render_sections(job: Json) -> Iterator[str]:
+def render_sections(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
     """Every part of the page, in order."""
-    plan = None if job["plan"] is None else plan_from_dict(job["plan"], "the report")
-    time = find_job_time(job) if job["attempts"] else None
+    time = find_job_time(job.attempts) if job.attempts else None
     yield _header(job, plan, time)
     yield "<main>"
     yield _end(job)
     if time is not None:
-        attempts = job["attempts"]
+        attempts = job.attempts
         began = offsets(attempts)
         yield _section("Where the time went", *_time(time))
         if remarks := _remarks(attempts):
@@ -58,12 +55,12 @@ def _section(title: str, *parts: str) -> str:
     return element("section", element("h2", title), *parts)
 
 
-def _header(job: Json, plan: LaunchPlan | None, time: JobTime | None) -> str:
+def _header(job: JobRecord, plan: LaunchPlan | None, time: JobTime | None) -> str:
     facts = [] if plan is None else [size_of(plan)]
     if time is not None:
-        facts.append(f"began {_moment(job['attempts'][0]['started_at'])}")
-    if not job["is_over"]:
-        facts.append(f"as it stood {_moment(job['written_at'])}; the page is written anew every 30 s")
+        facts.append(f"began {_moment(job.attempts[0].started_at)}")
+    if not job.is_over:
+        facts.append(f"as it stood {_moment(job.written_at)}; the page is written anew every 30 s")
     state, words = _state_of(job)
     return element(
         "header",
@@ -74,28 +71,28 @@ def _header(job: Json, plan: LaunchPlan | None, time: JobTime | None) -> str:
     )
 
 
-def _state_of(job: Json) -> tuple[str, str]:
-    if not job["is_over"]:
+def _state_of(job: JobRecord) -> tuple[str, str]:
+    if not job.is_over:
         return "runs", "running"
-    if job["error"]:
-        return "failed", "given up" if job["attempts"] else "did not start"
-    return ("well", "ended well") if job["exit_code"] == 0 else ("failed", f"exit code {job['exit_code']}")
+    if job.error:
+        return "failed", "given up" if job.attempts else "did not start"
+    return ("well", "ended well") if job.exit_code == 0 else ("failed", f"exit code {job.exit_code}")
 
 
-def _figures(job: Json, time: JobTime) -> str:
+def _figures(job: JobRecord, time: JobTime) -> str:
     """What is asked first, in large letters."""
-    instances = job["attempts"][-1]["instances"]
-    steps = [it["num_steps"] for it in instances if it["num_steps"] is not None]
-    peaks = [it["peak_memory_bytes"] or 0 for it in instances]
+    instances = job.attempts[-1].instances
+    steps = [it.num_steps for it in instances if it.num_steps is not None]
+    peaks = [it.peak_memory_bytes or 0 for it in instances]
     figures = {"elapsed": describe_seconds(time.elapsed_seconds)}
     if time.goodput is not None:
         figures["goodput"] = f"{time.goodput:.0%}"
     if steps:
-        figures["steps of the last attempt" if len(job["attempts"]) > 1 else "steps"] = f"{max(steps):,}"
+        figures["steps of the last attempt" if len(job.attempts) > 1 else "steps"] = f"{max(steps):,}"
     if any(peaks):
         figures["most memory of an instance"] = describe_bytes(max(peaks))
-    if len(job["attempts"]) > 1:
-        figures["attempts"] = str(len(job["attempts"]))
+    if len(job.attempts) > 1:
+        figures["attempts"] = str(len(job.attempts))
     return element(
         "dl",
         *(element("div", element("dt", it), element("dd", escaped(value))) for it, value in figures.items()),
@@ -103,10 +100,10 @@ def _figures(job: Json, time: JobTime) -> str:
     )
 
 
-def _end(job: Json) -> str:
+def _end(job: JobRecord) -> str:
     """How the job and its attempts ended; empty for one that runs, or ended well at once."""
-    attempts = job["attempts"]
-    parts = [_text(job["error"])]
+    attempts = job.attempts
+    parts = [_text(job.error)]
     if len(attempts) == 1:
         parts.append(_text(_printed_end(attempts[0])))
     else:
@@ -115,18 +112,18 @@ def _end(job: Json) -> str:
     return _section("How it ended", *parts) if any(parts) else ""
 
 
-def _attempt(number: int, attempt: Json) -> str:
-    code = attempt["exit_code"]
+def _attempt(number: int, attempt: AttemptRecord) -> str:
+    code = attempt.exit_code
     end = "ended well after" if code == 0 else f"exit code {code} after"
-    state = end if attempt["is_over"] else "runs for"
-    duration = describe_seconds(attempt["duration_seconds"])
+    state = end if attempt.is_over else "runs for"
+    duration = describe_seconds(attempt.duration_seconds)
     name = element("b", f"attempt {number}")
     return element("li", name, escaped(f" {state} {duration}"), _text(_printed_end(attempt)))
 
 
-def _printed_end(attempt: Json) -> str:
+def _printed_end(attempt: AttemptRecord) -> str:
     """What poprun has printed of an attempt's end, else why it stopped it."""
-    return "\n".join(attempt["printed"]) or str(attempt["stop_reason"])
+    return "\n".join(attempt.printed) or str(attempt.stop_reason)
 
 
 def _text(text: str) -> str:
@@ -178,19 +175,19 @@ def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
     return element("div", *(parts or [" "]), class_="parts", role="img", aria_label=f"{name}: {told}")
 
 
-def _remarks(attempts: Sequence[Json]) -> str:
+def _remarks(attempts: Sequence[AttemptRecord]) -> str:
     """Who was slow, and what the user was warned of, by attempt."""
     rows = [
         element("li", escaped(f"attempt {number}: {words}" if len(attempts) > 1 else words))
         for number, attempt in enumerate(attempts)
-        for words in (*(slow["text"] for slow in attempt["slowdowns"]), *attempt["warnings"])
+        for words in (*(slow.text for slow in attempt.slowdowns), *attempt.warnings)
     ]
     return element("ul", *rows, class_="entries") if rows else ""
 
 
-def _table(attempt: Json) -> str:
+def _table(attempt: AttemptRecord) -> str:
     """The instances of the last attempt; the page's script sorts them."""
-    rows = [_cells(it, attempt) for it in attempt["instances"]]
+    rows = [_cells(it, attempt) for it in attempt.instances]
     shown = [name for name in rows[0] if any(row[name][1] for row in rows)]
     head = [
         element(
@@ -212,20 +209,19 @@ def _cell(column: str, value: object, text: str) -> str:
     return element("td", escaped(text), data_v=value)
 
 
-def _cells(instance: Json, attempt: Json) -> dict[str, tuple[object, str]]:
+def _cells(instance: InstanceRecord, attempt: AttemptRecord) -> dict[str, tuple[object, str]]:
     """For each column the value to sort by, and its text."""
-    seconds, peak, steps = instance["duration_seconds"], instance["peak_memory_bytes"], instance["num_steps"]
-    place = instance.get("place", {})
+    seconds, peak, steps = instance.duration_seconds, instance.peak_memory_bytes, instance.num_steps
+    place = instance.place or {}
     speed = steps / seconds if steps and seconds else None
-    cpu = instance["curves"].get("cpu", {}).get("values", ())
-    known = [it for it in cpu if it is not None]
+    known = [it for it in instance.curves["cpu"].middle if it is not None] if "cpu" in instance.curves else ()
     busy = fmean(known) if known else None
-    waiting = instance["phase_seconds"].get("waiting")
-    end = _end_of(instance, attempt)
+    waiting = instance.phase_seconds.get("waiting")
+    end = instance.describe_end(is_over=attempt.is_over)
     return {
-        _INDEX: (instance["index"], str(instance["index"])),
+        _INDEX: (instance.index, str(instance.index)),
         **{name: (value, str(value)) for name, value in place.items()},
-        "host": (instance["host"], instance["host"]),
+        "host": (instance.host, instance.host),
         "end": (end, end),
         "ran for": (seconds or 0, "" if seconds is None else describe_seconds(seconds)),
         "steps": (steps or 0, "" if steps is None else f"{steps:,}"),
@@ -233,43 +229,32 @@ def _cells(instance: Json, attempt: Json) -> dict[str, tuple[object, str]]:
         "waited": (waiting or 0, "" if waiting is None else describe_seconds(waiting)),
         "processors": (busy or 0, "" if busy is None else f"{busy:.2f}"),
         "peak memory": (peak or 0, "" if peak is None else describe_bytes(peak)),
-        "replicas": (instance["replicas"], instance["replicas"]),
+        "replicas": (instance.replicas, instance.replicas),
     }
 
 
-def _end_of(instance: Json, attempt: Json) -> str:
-    if instance["problem"]:
-        return str(instance["problem"])
-    if instance["began_seconds"] is None and instance["exit_code"] is None:
-        return "never ran"
-    if instance["exit_code"] is None:
-        return "not seen" if attempt["is_over"] else "runs"
-    end = instance["signal"] or (f"exit code {instance['exit_code']}" if instance["exit_code"] else "well")
-    return f"{end}, ended by poprun" if instance["was_stopped"] else str(end)
-
-
-def _last_lines(attempt: Json) -> str:
-    told = [it for it in attempt["instances"] if it["last_lines"] or it["excerpt"]]
+def _last_lines(attempt: AttemptRecord) -> str:
+    told = [it for it in attempt.instances if it.last_lines or it.excerpt]
     if not told:
         return element("p", "The programs printed nothing that poprun has kept.", class_="faint")
     most = max(3, _LETTERS_OF_LINES // (_LETTERS_OF_A_LINE * len(told)))
     details = []
     for instance in told:
-        printed = (instance["last_lines"] or instance["excerpt"])[-most:]
-        summary = element("summary", f"last lines of instance {instance['index']}")
-        is_first = instance["index"] == attempt["first_failure"]
+        printed = (instance.last_lines or instance.excerpt)[-most:]
+        summary = element("summary", f"last lines of instance {instance.index}")
+        is_first = instance.index == attempt.first_failure
         lines = _text("\n".join(without_codes(line)[:_LETTERS_OF_A_LINE] for line in printed))
         details.append(element("details", summary, lines, open="" if is_first else None))
     return element("div", *details, class_="said")
 
 
-def _what_ran(job: Json, plan: LaunchPlan | None) -> Iterator[str]:
+def _what_ran(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
     facts = {} if plan is None else facts_of(plan)
-    versions = {"poprun": job["poprun_version"], **job.get("provenance", {})}
+    versions = {"poprun": job.poprun_version, **job.provenance}
     if revision := versions.pop("revision", ""):
         facts["revision"] = revision
     facts["versions"] = ", ".join(f"{name} {it}" for name, it in versions.items())
-    facts["job"] = job["job_id"]
+    facts["job"] = job.job_id
     yield element(
         "dl", *(element("dt", name) + element("dd", escaped(it)) for name, it in facts.items()), class_="facts"
     )

@@ -1,9 +1,12 @@
-"""Where the time of a job went, in parts that add up, from its report as JSON has it. Pure."""
+"""Where the time of a job went, in parts that add up: the one set of words for that. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
+
+from popdist.ground.progress import PhaseCounters
+from poprun.observe.account.job_record import AttemptRecord, InstanceRecord
 
 PARTS: Final = {
     "start": "start",
@@ -20,6 +23,21 @@ PARTS: Final = {
 
 _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "compute", "outside": "other"}
 """The part to which a phase of another name belongs."""
+
+
+def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
+    """The seconds of each phase; ``waiting_seconds`` is for how long it waited for the slowest, as far as known.
+
+    What the sampler has not seen is the time before it, so it counts as "start". In the backward pass of
+    DistributedDataParallel a program waits in C++: where it uses no processor there it communicates or waits.
+    """
+    parts = dict(counters.seconds)
+    parts["start"] += max(0.0, elapsed_seconds - sum(parts.values()))
+    idle = min(counters.idle_backward_seconds, parts["backward"])
+    parts["backward"] -= idle
+    waiting = min(waiting_seconds, parts["communication"] + idle)
+    parts["communication"] += idle - waiting
+    return {**parts, "waiting": waiting}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,36 +62,35 @@ class JobTime:
         return means["compute"] / self.elapsed_seconds
 
 
-def find_job_time(job: Mapping[str, Any]) -> JobTime:
-    """The time of the job that a report tells of; at least one attempt."""
-    attempts = job["attempts"]
-    times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0]["instances"]]
+def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
+    """The time of a job with these attempts, one or more."""
+    times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0].instances]
     began = offsets(attempts)
     ended_seconds = 0.0
     for number, attempt in enumerate(attempts):
-        for time, instance in zip(times, attempt["instances"], strict=True):
+        for time, instance in zip(times, attempt.instances, strict=True):
             time["restart"] += max(0.0, began[number] - ended_seconds)
             for part, seconds in _parts(attempt, instance, "restart" if number else "start"):
                 time[part] += max(0.0, seconds)
-        ended_seconds = began[number] + attempt["duration_seconds"]
+        ended_seconds = began[number] + attempt.duration_seconds
     return JobTime(elapsed_seconds=ended_seconds, instances=times)
 
 
-def offsets(attempts: Sequence[Mapping[str, Any]]) -> list[float]:
+def offsets(attempts: Sequence[AttemptRecord]) -> list[float]:
     """When each attempt began, in seconds since the first one did."""
-    moments = [datetime.fromisoformat(attempt["started_at"]).timestamp() for attempt in attempts]
+    moments = [datetime.fromisoformat(attempt.started_at).timestamp() for attempt in attempts]
     return [moment - moments[0] for moment in moments]
 
 
-def _parts(attempt: Mapping[str, Any], instance: Mapping[str, Any], start: str) -> Iterator[tuple[str, float]]:
+def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iterator[tuple[str, float]]:
     """The parts of an instance's time in one attempt and their seconds; it begins with the part ``start``."""
-    whole, before = attempt["duration_seconds"], instance["began_seconds"]
+    whole, before = attempt.duration_seconds, instance.began_seconds
     if before is None:  # it never ran
         yield start, whole
         return
-    ran = instance["duration_seconds"]
+    ran = instance.duration_seconds
     ran = whole - before if ran is None else min(ran, whole - before)
-    phases = instance["phase_seconds"]
+    phases = instance.phase_seconds
     measured = sum(phases.values())
     scale = min(1.0, ran / measured) if measured else 0.0  # what was measured until a moment later is cut
     for phase, seconds in phases.items():

@@ -1,6 +1,6 @@
 """A report of a job read back from its JSON, and shown.
 
-Holds poprun.observe.account.job_report, poprun.observe.show.report_words and poprun.observe.show.report_command.
+Holds poprun.observe.account.job_record, poprun.observe.show.report_words and poprun.observe.show.report_command.
 """
 
 import copy
@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from poprun.errors import UsageError
-from poprun.observe.account.job_report import read_report
+from poprun.observe.account.job_record import read_report
 from poprun.observe.show.report_command import report
 from tests.unit.test_report_file import JOB
 
@@ -46,7 +46,7 @@ def test_a_report_is_shown_in_words(tmp_path: Path) -> None:
     assert "| ValueError: \\x1b[2J\\x00" in text
     assert "slow instance 1 is slow in data since step 20: +100 ms a step (50%): its disk" in text
     assert "warning memory" in text
-    assert "0 localhost 0-1 exit code 0 2.25 s 1,200 2.9 KiB" in text
+    assert "0 localhost 0-1 well 2.25 s 1,200 2.9 KiB" in text
     assert "instance da\\x1bta waiting\n" in text
     assert "0 25% 75%" in text
 

@@ -1,0 +1,241 @@
+"""The record of a job: all that its report says, written as JSON and read back by these dataclasses. Pure.
+
+Keys that are no fields are passed over, so that the report of a later poprun may have more of them; what reports
+of earlier ones lack has a default. Texts are made fit for a terminal as they are read: programs wrote some of
+them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from poprun.errors import PlanError, UsageError
+from poprun.text import IF_USED
+from poprun.text.fields import between, read_record
+from poprun.text.input_files import parse_json
+from poprun.text.ranges import Hosts
+from poprun.text.screen import visible
+
+VERSION: Final = 1
+"""Of the file that a report is written as."""
+
+MOST_BYTES: Final = 100 * 10**6
+
+Text = Annotated[str, visible]
+Index = Annotated[int, between(0, 10**6)]
+Count = Annotated[int, between(0, 2**63)]
+Seconds = Annotated[float, between(0.0, 1e12)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A value in the course of an attempt, as its mean over equal windows; None where it is not known."""
+
+    unit: Text = ""
+    seconds: tuple[Seconds, ...]  # the end of each window, since the attempt began
+    values: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
+    last: Any = field(default=None, metadata=IF_USED)  # a number, or in words one that JSON lacks
+    # in place of the values, where a curve stands for many instances
+    min: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
+    median: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
+    max: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
+
+    @property
+    def middle(self) -> tuple[float | None, ...]:
+        """The values, or the medians over instances."""
+        return self.values or self.median or ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """A collective that a program had called."""
+
+    number: Count
+    call: Text
+    is_done: bool
+    at: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCallsRecord:
+    """How far one process group was in one program."""
+
+    name: Text
+    num_called: Count
+    num_done: Count
+    calls: tuple[CallRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperRecord:
+    """Where a process below a program stood."""
+
+    process: Text
+    stack: tuple[Text, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceRecord:
+    """What an instance told at the last failure or hang."""
+
+    stack: tuple[Text, ...] = ()
+    helpers: tuple[HelperRecord, ...] = ()
+    groups: tuple[GroupCallsRecord, ...] = ()
+    full_disks: tuple[Text, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceRecord:
+    """One instance in one attempt."""
+
+    index: Index
+    host: Text
+    replicas: Text = ""
+    place: Mapping[Text, int] | None = field(default=None, metadata=IF_USED)  # in a shared replica
+    ipus: Text = ""
+    devices: tuple[Text, ...] = ()
+    exit_code: int | None = None
+    signal: Text = ""
+    was_stopped: bool = False
+    problem: Text = ""
+    hint: Text = ""
+    excerpt: tuple[Text, ...] = ()
+    began_seconds: Seconds | None = None
+    duration_seconds: Seconds | None = None
+    peak_memory_bytes: Count | None = None
+    memory: tuple[tuple[float, ...], ...] = ()  # pairs of seconds and bytes
+    num_steps: Count | None = None
+    last_lines: tuple[Text, ...] = ()
+    curves: Mapping[Text, Curve] = field(default_factory=dict)
+    phase_seconds: Mapping[Text, Seconds] = field(default_factory=dict)
+    evidence: EvidenceRecord | None = None
+
+    def describe_end(self, *, is_over: bool = True) -> str:
+        """How it ended, in words, in an attempt that ``is_over`` or not."""
+        if self.problem:
+            return self.problem
+        if self.exit_code is None:
+            ran = "not seen" if is_over else "runs"
+            return "never ran" if self.began_seconds is None else ran
+        end = self.signal or (f"exit code {self.exit_code}" if self.exit_code else "well")
+        return f"{end}, ended by poprun" if self.was_stopped else end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictRecord:
+    """Who is at fault for the end of an attempt."""
+
+    cause: Text
+    culprits: tuple[Index, ...] = ()
+    victims: tuple[Index, ...] = ()
+    torn_down: tuple[Index, ...] = ()
+    places: Mapping[int, Text] = field(default_factory=dict)
+    details: tuple[Text, ...] = ()
+    since: Text | None = None
+    advice: Text = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowdownRecord:
+    """Who was slow, and why."""
+
+    text: Text
+    instance: Index | None = None  # None where the network was
+    phase: Text = ""
+    delay_seconds: float = 0.0
+    share: float = 0.0
+    since_seconds: float = 0.0
+    since_step: int = 0
+    until_seconds: float | None = None
+    reasons: tuple[Text, ...] = ()
+    hosts: tuple[Text, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockRecord:
+    """The clock of another host."""
+
+    offset_seconds: float
+    uncertainty_seconds: float
+    drift: float
+    drift_uncertainty: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """One attempt of a job."""
+
+    started_at: Text
+    duration_seconds: Seconds
+    exit_code: int | None
+    is_over: bool = True
+    ended_at: Text | None = None
+    stop_reason: Text = ""
+    first_failure: Index | None = None
+    launcher_exit_code: int | None = None
+    launcher_excerpt: tuple[Text, ...] = ()
+    survivors: tuple[Count, ...] = ()
+    printed: tuple[Text, ...] = ()  # what poprun has printed of its end
+    verdict: VerdictRecord | None = None
+    warnings: tuple[Text, ...] = ()
+    slowdowns: tuple[SlowdownRecord, ...] = ()
+    clocks: Mapping[Text, ClockRecord] = field(default_factory=dict)
+    instances: tuple[InstanceRecord, ...]
+    curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
+
+    def curves_of(self, name: str) -> list[Curve]:
+        """The curve of each instance that has it; of a job with many, the one that stands for all."""
+        own = [it.curves[name] for it in self.instances if name in it.curves]
+        return own or ([self.curves[name]] if name in self.curves else [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """What the job held of a host."""
+
+    host: Text
+    held: tuple[Text, ...]
+    partition: Text | None
+    pool: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What was to run, as far as it is shown of reports; these have the whole plan."""
+
+    program: tuple[Text, ...]
+    hosts: Hosts
+    num_instances: Count
+    num_replicas: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A whole job."""
+
+    poprun_version: Text
+    job_id: Text
+    is_over: bool = True
+    written_at: Text = ""
+    exit_code: int | None
+    error: Text
+    plan: PlanRecord | None
+    leases: tuple[LeaseRecord, ...] = ()
+    attempts: tuple[AttemptRecord, ...]
+    provenance: Mapping[Text, Text] = field(default_factory=dict)
+
+
+def read_report(text: str, source: str) -> JobRecord:
+    """The report in ``text``, of the file ``source``; an error says what is wrong with it, and where."""
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{source} is damaged, or no report in JSON ({error}): poprun --report FILE.json writes one"
+        ) from None
+    if not isinstance(values, dict) or not {"version", "poprun_version", "attempts"} <= values.keys():
+        raise UsageError(f"{source} is no report of a job: poprun --report FILE.json writes one")
+    try:
+        return read_record(JobRecord, values, source, noun="a report", version=VERSION, is_part=True)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
