@@ -8,8 +8,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order, stop_order
@@ -23,26 +22,21 @@ from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessi
 from poprun.launch.process.limits import kill_counts
 from poprun.launch.process.process_tree import ProcessKey, StoppedChildren, end_descendants, own_tree, send
 from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
-from poprun.observe.account.state import InstanceState, JobIdentity, Phase
-from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure, num_lone
+from poprun.observe.account.state import JobIdentity, Phase
+from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import launcher_environment
 from poprun.plan.topology import MpiKind
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
-    from poprun.job.monitors import MonitorProcess
-    from poprun.job.stack_inquiry import StackInquiry
-    from poprun.launch.messages.clock import HostClocks
-    from poprun.observe.account.gpu_watch import GpuWatch
-    from poprun.observe.judge.hangs import Hang
+    from poprun.job.watchers import Stacks, Watcher
 
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
 _LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end, and a launcher to end
 _DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
 _MOST_LEFT: Final = 3
-_MEMORY_SECONDS: Final = 30.0  # how often memory is looked at
 
 
 class Attempt:
@@ -69,7 +63,6 @@ class Attempt:
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
         self._start_watch = StartWatch(time.monotonic(), plan.mpi if has_runtime else None)
         self._launcher_ended_early = False
-        self._has_told_lone = False
         self._launcher_ended_at_seconds = math.inf
         self._selector = selectors.DefaultSelector()
         self._links = AgentLinks(plan.num_instances, self._selector, identity.network)
@@ -77,22 +70,16 @@ class Attempt:
         self._streams = ProgramStreams(plan, environ, identity, shows_all=verbosity > 0)
         has_terminal = self._streams.is_inherited and os.isatty(0)
         self._record.hang_watch.is_interactive = has_terminal and plan.ending.hang_timeout_seconds is None
-        self._clocks = self._other_clocks()
-        self._inquiry: StackInquiry | None = None
-        self._monitor: MonitorProcess | None = None
-        self._gpu_watch: GpuWatch | None = None
+        self._watchers: Sequence[Watcher] = ()  # none before the launcher has been started
         self._stopped_children = StoppedChildren()
         self._survivors: list[ProcessKey] = []
-        self._memory_due_seconds = time.monotonic() + 2 * _MEMORY_SECONDS
-        self._memory_warnings: dict[str, str] = {}
 
     def run(self) -> JobEnd:
         """Start the job, see it to its end, and report a failure."""
         self._start_launcher()
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
         try:
-            self._prepare()
-            self._supervise()
+            self._supervise(self._prepare())
         finally:
             self._clean_up()
             self._selector.close()
@@ -118,24 +105,30 @@ class Attempt:
         if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
             remove_abandoned_sessions(session_parent(self._environ))
 
-    def _prepare(self) -> None:
-        """Start the monitor, and load what shows output, while the shims start."""
-        if self._plan.output.has_monitor:
-            from poprun.job.monitors import MonitorProcess
+    def _prepare(self) -> "Stacks":
+        """Load what watches the attempt and shows its output, while the shims start."""
+        from poprun.job.watchers import Clocks, GpuCurves, Hosts, Lone, Monitors, Speed, Stacks, Watched
 
-            self._monitor = MonitorProcess(self._environ)
-        if self._record.curves is not None:
-            from poprun.observe.account.gpu_watch import watch_gpus
-
-            self._gpu_watch = watch_gpus(self._plan, self._identity, self._environ, self._record.curves)
+        watched = Watched(
+            plan=self._plan,
+            environ=self._environ,
+            identity=self._identity,
+            record=self._record,
+            links=self._links,
+            streams=self._streams,
+            signals=self._signals,
+        )
+        monitors, clocks = Monitors(watched), Clocks(watched)
+        stacks = Stacks(watched, monitors)
+        others = (clocks, Hosts(watched), Speed(watched, clocks), Lone(watched))
+        self._watchers = (monitors, GpuCurves(watched), stacks, *others)
         if not self._streams.is_inherited:
             import poprun.job.output.relay  # noqa: F401 - there is time for it until the shims have started
+        return stacks
 
-    def _supervise(self) -> None:
+    def _supervise(self, stacks: "Stacks") -> None:
         while True:
-            is_calm = (
-                self._record.phase is Phase.RUNNING and not self._launcher.has_ended and self._inquiry is None
-            )
+            is_calm = self._record.phase is Phase.RUNNING and not (self._launcher.has_ended or stacks.are_awaited)
             self._listen(_LOOK_SECONDS if is_calm and not self._record.failed else _TICK_SECONDS)
             now = time.monotonic()
             self._stopped_children.continue_them()
@@ -144,21 +137,12 @@ class Attempt:
                 self._handle_event(instance, {"event": LOST, "is_frozen": True})
             if self._record.phase is Phase.STARTING:
                 self._start_watch.update(self._launcher.running, self._record.reported, now)
-            if self._links.viewers is not None:
-                self._links.viewers.send_view(self._record, self._streams.last_line, now)
-            if self._gpu_watch is not None:
-                self._gpu_watch.update(now)
-            self._record.hang_watch.update(self._record.statuses, now)
-            self._handle_stacks(now)
-            if self._clocks is not None:
-                self._clocks.ask(self._record.reachable, now)
-            self._watch_performance(now)
-            self._watch_memory(now)
-            self._tell_lone()
+            for watcher in self._watchers:
+                watcher.look(now)
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
-                awaits_stacks=self._inquiry is not None,
+                awaits_stacks=stacks.are_awaited,
                 awaits_culprit=bool(self._record.failed) and self._awaits_culprit(now),
                 has_launcher_ended=self._has_lost_launcher(now),
                 now_seconds=now,
@@ -168,7 +152,7 @@ class Attempt:
             decision = decide(snapshot, self._plan.ending)
             if decision.action is Action.FINISH:
                 return
-            self._act(decision)
+            self._act(decision, stacks)
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
         """Whether an instance that caused the failures of the others may still end by itself in time."""
@@ -207,12 +191,10 @@ class Attempt:
         if kind not in ("stats", "stacks", "clock", "calls"):
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
+        for watcher in self._watchers:
+            watcher.note(instance, event)
         if kind == "hello":
             self._handle_hello(instance, event)
-        elif kind == "stacks" and self._inquiry is not None:
-            self._inquiry.note_answer(instance)
-        elif kind == "clock" and self._clocks is not None:
-            self._clocks.add(instance, event, time.time_ns())
         elif kind == "left":
             self._tell_left(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
@@ -232,21 +214,6 @@ class Attempt:
         network, route = self._identity.network, self._identity.route(self._plan, instance)
         is_here = network is None or (route is not None and route.address == network.control_host)
         return is_here and self._record.runtimes.get(instance) in self._launcher.started
-
-    def _other_clocks(self) -> "HostClocks | None":
-        """What is known of the clocks of other hosts; None where there are none."""
-        network = self._identity.network
-        if network is None:
-            return None
-        from poprun.launch.messages.clock import ROUND_SECONDS, HostClocks
-
-        names = {
-            index: route.name
-            for index in range(self._plan.num_instances)
-            if (route := self._identity.route(self._plan, index)) and route.address != network.control_host
-        }
-        seconds = 1.0 if self._plan.trace.folder is not None else ROUND_SECONDS
-        return HostClocks(names, self._links.send_order, seconds)
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it died before the shim could look
@@ -273,100 +240,7 @@ class Attempt:
         self._links.send_to_all({"order": "signal", "signal": int(signal.SIGCONT)})
         self._record.hang_watch.begin_anew(time.monotonic())
 
-    def _handle_stacks(self, now_seconds: float) -> None:
-        """Use the stacks of the programs when all have answered; request them when the user wants them."""
-        inquiry, record = self._inquiry, self._record
-        if inquiry is not None and inquiry.is_over(record.statuses, now_seconds):
-            self._inquiry = None
-            if inquiry.is_about_suspicion:
-                record.hang_watch.note_calls(inquiry.calls(record.evidence), record.statuses, now_seconds)
-            else:
-                self._print_stacks(self._describe_stacks(inquiry))
-        if self._signals.wants_stacks and self._inquiry is None:
-            self._signals.wants_stacks = False
-            self._ask_for_stacks()
-
-    def _describe_stacks(self, inquiry: "StackInquiry") -> str:
-        """The stacks in words, after who keeps the others waiting if it is a hang."""
-        from poprun.observe.account.stacks import read_lines
-        from poprun.observe.judge.verdict import find_verdict_of_hang
-        from poprun.observe.show.standstill import describe_verdict
-
-        statuses, evidence, findings = self._record.statuses, self._record.evidence, []
-        read_line = read_lines(evidence.values())
-        if inquiry.hang is not None:
-            verdict = find_verdict_of_hang(inquiry.hang, statuses, evidence, read_line)
-            self._record.verdict_of_hang = verdict
-            if verdict.is_about_absence and inquiry.hang.waiting:
-                inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
-            findings = describe_verdict(verdict, self._plan.places)
-        return inquiry.text(statuses, evidence, read_line, findings)
-
-    def _watch_performance(self, now_seconds: float) -> None:
-        """Ask the programs now and then when they have called their collectives, and say who is slow."""
-        statuses = self._record.statuses
-        if self._record.phase is not Phase.RUNNING or any(status.counters is None for status in statuses):
-            return
-        if len(statuses) == 1 or any(status.state is not InstanceState.RUNNING for status in statuses):
-            return
-        from poprun.observe.judge.watch import MOST_HELPERS, PerformanceWatch
-
-        if self._record.performance is None:
-            self._record.performance = PerformanceWatch(self._record.began_at_seconds, self._plan.places)
-        watch = self._record.performance
-        lines = watch.update(len(statuses), now_seconds)
-        if self._clocks is not None and (network := self._identity.network) is not None:
-            own_host = next((it.name for it in network.hosts if it.address == network.control_host), None)
-            lines += watch.note_links(self._clocks.round_trips(), own_host)
-        for line in lines:
-            log(line)
-        if watch.is_due(now_seconds):
-            fits = self._clocks.fits() if self._clocks is not None else {}
-            hosts = {index: self._plan.instance(index).host for index in range(len(statuses))}
-            now_ns = time.time_ns()
-            ahead = {index: fits[host].offset_at(now_ns) if host in fits else 0.0 for index, host in hosts.items()}
-            watch.ask(ahead, now_seconds)
-            for index in range(len(statuses)):
-                most_helpers = MOST_HELPERS if index == watch.suspect else 0
-                self._links.send_order(index, {"order": "calls", "most_helpers": most_helpers})
-
-    def _watch_memory(self, now_seconds: float) -> None:
-        """Warn once for each host whose memory will be full before long."""
-        if now_seconds >= self._memory_due_seconds:
-            from poprun.observe.judge.memory_growth import warn_of_growth
-
-            self._memory_due_seconds = now_seconds + _MEMORY_SECONDS
-            warn_of_growth(self._plan, self._record.statuses, self._memory_warnings, log)
-
-    def _tell_lone(self) -> None:
-        """Say once, while they run, that instances train without each other."""
-        if not self._has_told_lone and (number := num_lone(self._record.statuses)) > 1:
-            from poprun.observe.show.printed_report import describe_lone
-
-            self._has_told_lone = True
-            log(describe_lone(number, self._plan))
-
-    def _print_stacks(self, text: str) -> None:
-        """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""
-        viewers = self._links.viewers
-        is_shown = viewers is not None and viewers.add_text(text)
-        if not is_shown or self._monitor is None:
-            log(text)
-
-    def _ask_for_stacks(self, hang: "Hang | None" = None) -> None:
-        from poprun.job.stack_inquiry import StackInquiry
-
-        timeout_seconds = self._plan.ending.hang_timeout_seconds
-        self._inquiry = StackInquiry(
-            self._record.statuses,
-            time.monotonic(),
-            self._links.send_order,
-            hang,
-            timeout_seconds,
-            self._plan.places,
-        )
-
-    def _act(self, decision: Decision) -> None:
+    def _act(self, decision: Decision, stacks: "Stacks") -> None:
         if decision.action is Action.WAIT:
             return
         self._log(1, f"{decision.action}: {decision.reason}")
@@ -374,7 +248,7 @@ class Attempt:
             self._enter(Phase.RUNNING)
             self._start_programs()
         elif decision.action is Action.ASK:
-            self._inquiry = None  # a failure explains what seemed to be a hang
+            stacks.forget()
             for instance in self._record.ask(time.monotonic()):
                 self._links.send_order(instance, {"order": "stacks", "most_helpers": 0})
         elif decision.action is Action.INTERRUPT:
@@ -383,7 +257,7 @@ class Attempt:
             self._links.send_to_all({"order": "signal", "signal": int(signal.SIGINT)})
         elif decision.action is Action.REPORT_HANG:
             self._record.hang_watch.is_told = True
-            self._ask_for_stacks(self._record.hang_watch.hang)
+            stacks.ask(self._record.hang_watch.hang)
         elif decision.action in (Action.STOP, Action.TIME_OUT, Action.STOP_HUNG):
             self._record.is_timed_out = decision.action is Action.TIME_OUT
             self._record.is_hung = decision.action is Action.STOP_HUNG
@@ -427,10 +301,8 @@ class Attempt:
             self._await_launcher()
         self._launcher.end(signal.SIGKILL)
         self._await_launcher()
-        if self._monitor is not None:
-            self._monitor.wait()
-        if self._gpu_watch is not None:
-            self._gpu_watch.close()
+        for watcher in self._watchers:
+            watcher.close()
         network = self._identity.network
         self._survivors = end_descendants(() if network is None else network.lease_holders, KILL_SECONDS)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
@@ -445,8 +317,8 @@ class Attempt:
 
     def end(self, *, is_over: bool) -> JobEnd:
         """The end of the attempt, or how it stands."""
-        record, signals, watch = self._record, self._signals, self._record.performance
-        return JobEnd(
+        record, signals = self._record, self._signals
+        end = JobEnd(
             statuses=record.statuses,
             num_interrupts=signals.num_interrupts,
             is_terminated=signals.is_terminated,
@@ -458,22 +330,19 @@ class Attempt:
             began_at_seconds=record.began_at_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
-            has_told_lone=self._has_told_lone,
             has_started=record.has_started,
             launcher_ended_early=self._launcher_ended_early,
             stop_reason=record.stop_reason,
             survivors=tuple(key.pid for key in self._survivors),
             interrupted=self._streams.interrupted,
             evidence=record.evidence,
-            verdict_of_hang=record.verdict_of_hang if record.is_hung else None,
-            warnings=(*self._memory_warnings.values(), *(watch.describe_pauses() if watch else ())),
-            slowdowns=watch.all_slowdowns if watch else (),
-            waiting_seconds=watch.waiting_seconds if watch else {},
             is_over=is_over,
             curves=record.curves,
             last_lines=self._streams.last_lines(),
-            clock_rounds=self._clocks.rounds if self._clocks is not None else {},
         )
+        for watcher in self._watchers:
+            end = watcher.add_to(end)
+        return end
 
     def _report(self) -> JobEnd:
         """The end of the attempt, after a failure was explained to the user."""

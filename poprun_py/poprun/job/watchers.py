@@ -1,0 +1,312 @@
+"""What watches an attempt: each watcher looks in turn, hears events, and adds to the attempt's end."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from poprun.job.agents import AgentLinks
+from poprun.job.output.streams import ProgramStreams
+from poprun.job.record import Record
+from poprun.job.signals import ReceivedSignals
+from poprun.observe.account.state import InstanceState, JobIdentity, Phase
+from poprun.observe.judge.job_end import JobEnd, num_lone
+from poprun.plan.plan import LaunchPlan
+from poprun.text.screen import log
+
+if TYPE_CHECKING:
+    from poprun.job.monitors import MonitorProcess
+    from poprun.job.stack_inquiry import StackInquiry
+    from poprun.launch.messages.clock import HostClocks
+    from poprun.observe.account.gpu_watch import GpuWatch
+    from poprun.observe.judge.hangs import Hang
+
+_HOSTS_SECONDS: Final = 30.0  # how often hosts are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """An attempt, as those see it that watch it."""
+
+    plan: LaunchPlan
+    environ: Mapping[str, str]
+    identity: JobIdentity
+    record: Record
+    links: AgentLinks
+    streams: ProgramStreams
+    signals: ReceivedSignals
+
+
+class Watcher:
+    """Watches one thing of an attempt."""
+
+    def look(self, now_seconds: float) -> None:
+        """Look, in each turn of the loop, and say what is new."""
+
+    def note(self, instance: int, event: Mapping[str, Any]) -> None:
+        """Hear an event of an instance, which the record has already."""
+
+    def add_to(self, end: JobEnd) -> JobEnd:
+        """Return the end of the attempt, or how it stands, with what was found."""
+        return end
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class Monitors(Watcher):
+    """The monitors that are connected, and the one on poprun's own terminal for `--monitor`."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._own = _own_monitor(watched)
+
+    def look(self, now_seconds: float) -> None:
+        """Send a view when one is due."""
+        if self._watched.links.viewers is not None:
+            self._watched.links.viewers.send_view(
+                self._watched.record, self._watched.streams.last_line, now_seconds
+            )
+
+    def show(self, text: str) -> None:
+        """Print a text; a monitor on this terminal prints it above its drawing."""
+        viewers = self._watched.links.viewers
+        is_shown = viewers is not None and viewers.add_text(text)
+        if not is_shown or self._own is None:
+            log(text)
+
+    def close(self) -> None:
+        """Wait until the terminal is free."""
+        if self._own is not None:
+            self._own.wait()
+
+
+def _own_monitor(watched: Watched) -> "MonitorProcess | None":
+    if not watched.plan.output.has_monitor:
+        return None
+    from poprun.job.monitors import MonitorProcess
+
+    return MonitorProcess(watched.environ)
+
+
+class GpuCurves(Watcher):
+    """What the GPUs of this host do, as curves."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watch: GpuWatch | None = None
+        if watched.record.curves is not None:
+            from poprun.observe.account.gpu_watch import watch_gpus
+
+            self._watch = watch_gpus(watched.plan, watched.identity, watched.environ, watched.record.curves)
+
+    def look(self, now_seconds: float) -> None:
+        """Read what the maker's tool has printed."""
+        if self._watch is not None:
+            self._watch.update(now_seconds)
+
+    def close(self) -> None:
+        """End the maker's tool."""
+        if self._watch is not None:
+            self._watch.close()
+
+
+class Stacks(Watcher):
+    """Where the programs stand: asked for in a hang, or at the user's wish."""
+
+    def __init__(self, watched: Watched, monitors: Monitors) -> None:
+        self._watched = watched
+        self._monitors = monitors
+        self._inquiry: StackInquiry | None = None
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether programs have been asked, and have not all answered."""
+        return self._inquiry is not None
+
+    def look(self, now_seconds: float) -> None:
+        """Look for a hang; use the stacks when all have answered, and request them when the user wants them."""
+        inquiry, record, signals = self._inquiry, self._watched.record, self._watched.signals
+        record.hang_watch.update(record.statuses, now_seconds)
+        if inquiry is not None and inquiry.is_over(record.statuses, now_seconds):
+            self._inquiry = None
+            if inquiry.is_about_suspicion:
+                record.hang_watch.note_calls(inquiry.calls(record.evidence), record.statuses, now_seconds)
+            else:
+                self._monitors.show(self._describe(inquiry))
+        if signals.wants_stacks and self._inquiry is None:
+            signals.wants_stacks = False
+            self.ask()
+
+    def note(self, instance: int, event: Mapping[str, Any]) -> None:
+        """Wait no longer for an instance that has answered."""
+        if event["event"] == "stacks" and self._inquiry is not None:
+            self._inquiry.note_answer(instance)
+
+    def ask(self, hang: "Hang | None" = None) -> None:
+        """Ask all programs, because of a hang or at the user's wish."""
+        from poprun.job.stack_inquiry import StackInquiry
+
+        plan, record = self._watched.plan, self._watched.record
+        self._inquiry = StackInquiry(
+            record.statuses,
+            time.monotonic(),
+            self._watched.links.send_order,
+            hang,
+            plan.ending.hang_timeout_seconds,
+            plan.places,
+        )
+
+    def forget(self) -> None:
+        """Wait for no answer any more: a failure explains what seemed to be a hang."""
+        self._inquiry = None
+
+    def add_to(self, end: JobEnd) -> JobEnd:
+        """Add who kept the others waiting, where the job was ended for that."""
+        return replace(end, verdict_of_hang=self._watched.record.verdict_of_hang) if end.is_hung else end
+
+    def _describe(self, inquiry: "StackInquiry") -> str:
+        """The stacks in words, after who keeps the others waiting if it is a hang."""
+        from poprun.observe.account.stacks import read_lines
+        from poprun.observe.judge.verdict import find_verdict_of_hang
+        from poprun.observe.show.standstill import describe_verdict
+
+        record, findings = self._watched.record, list[str]()
+        read_line = read_lines(record.evidence.values())
+        if inquiry.hang is not None:
+            verdict = find_verdict_of_hang(inquiry.hang, record.statuses, record.evidence, read_line)
+            record.verdict_of_hang = verdict
+            if verdict.is_about_absence and inquiry.hang.waiting:
+                inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
+            findings = describe_verdict(verdict, self._watched.plan.places)
+        return inquiry.text(record.statuses, record.evidence, read_line, findings)
+
+
+def _other_clocks(watched: Watched) -> "HostClocks | None":
+    network, plan, identity = watched.identity.network, watched.plan, watched.identity
+    if network is None:
+        return None
+    from poprun.launch.messages.clock import ROUND_SECONDS, HostClocks
+
+    names = {
+        index: route.name
+        for index in range(plan.num_instances)
+        if (route := identity.route(plan, index)) and route.address != network.control_host
+    }
+    seconds = 1.0 if plan.trace.folder is not None else ROUND_SECONDS
+    return HostClocks(names, watched.links.send_order, seconds)
+
+
+class Clocks(Watcher):
+    """The clocks of other hosts; there are none in a job of one host."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self.others = _other_clocks(watched)
+
+    def look(self, now_seconds: float) -> None:
+        """Ask for the time, when that is due."""
+        if self.others is not None:
+            self.others.ask(self._watched.record.reachable, now_seconds)
+
+    def note(self, instance: int, event: Mapping[str, Any]) -> None:
+        """Keep an answer."""
+        if event["event"] == "clock" and self.others is not None:
+            self.others.add(instance, event, time.time_ns())
+
+    def add_to(self, end: JobEnd) -> JobEnd:
+        """Add all answers."""
+        return end if self.others is None else replace(end, clock_rounds=self.others.rounds)
+
+    def ahead_seconds(self, instances: range) -> dict[int, float]:
+        """By how much the clock of each instance is ahead of poprun's."""
+        fits = {} if self.others is None else self.others.fits()
+        hosts = {index: self._watched.plan.instance(index).host for index in instances}
+        now_ns = time.time_ns()
+        return {index: fits[host].offset_at(now_ns) if host in fits else 0.0 for index, host in hosts.items()}
+
+
+class Speed(Watcher):
+    """Who keeps the others waiting: programs are asked now and then when they have called their collectives."""
+
+    def __init__(self, watched: Watched, clocks: Clocks) -> None:
+        self._watched = watched
+        self._clocks = clocks
+
+    def look(self, now_seconds: float) -> None:
+        """Say who is slow; ask again when that is due."""
+        record, plan = self._watched.record, self._watched.plan
+        statuses = record.statuses
+        if record.phase is not Phase.RUNNING or any(status.counters is None for status in statuses):
+            return
+        if len(statuses) == 1 or any(status.state is not InstanceState.RUNNING for status in statuses):
+            return
+        from poprun.observe.judge.watch import MOST_HELPERS, PerformanceWatch
+
+        if record.performance is None:
+            record.performance = PerformanceWatch(record.began_at_seconds, plan.places)
+        watch = record.performance
+        lines = watch.update(len(statuses), now_seconds)
+        network = self._watched.identity.network
+        if self._clocks.others is not None and network is not None:
+            own_host = next((it.name for it in network.hosts if it.address == network.control_host), None)
+            lines += watch.note_links(self._clocks.others.round_trips(), own_host)
+        for line in lines:
+            log(line)
+        if watch.is_due(now_seconds):
+            watch.ask(self._clocks.ahead_seconds(range(len(statuses))), now_seconds)
+            for index in range(len(statuses)):
+                most_helpers = MOST_HELPERS if index == watch.suspect else 0
+                self._watched.links.send_order(index, {"order": "calls", "most_helpers": most_helpers})
+
+    def add_to(self, end: JobEnd) -> JobEnd:
+        """Add who was slow, and for how long each has waited."""
+        watch = self._watched.record.performance
+        if watch is None:
+            return end
+        return replace(
+            end,
+            warnings=(*end.warnings, *watch.describe_pauses()),
+            slowdowns=watch.all_slowdowns,
+            waiting_seconds=watch.waiting_seconds,
+        )
+
+
+class Hosts(Watcher):
+    """What is wrong with a host, such as memory that will be full before long: said once for each host."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._due_seconds = time.monotonic() + 2 * _HOSTS_SECONDS
+        self._warnings: dict[str, str] = {}
+
+    def look(self, now_seconds: float) -> None:
+        """Apply all rules now and then."""
+        if now_seconds >= self._due_seconds:
+            from poprun.observe.judge.memory_growth import warn_of_growth
+
+            self._due_seconds = now_seconds + _HOSTS_SECONDS
+            warn_of_growth(self._watched.plan, self._watched.record.statuses, self._warnings, log)
+
+    def add_to(self, end: JobEnd) -> JobEnd:
+        """Add all warnings."""
+        return replace(end, warnings=(*end.warnings, *self._warnings.values()))
+
+
+class Lone(Watcher):
+    """Whether instances train without each other."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._is_told = False
+
+    def look(self, now_seconds: float) -> None:  # noqa: ARG002 - as each watcher's
+        """Say so once, while they run."""
+        if not self._is_told and (number := num_lone(self._watched.record.statuses)) > 1:
+            from poprun.observe.show.printed_report import describe_lone
+
+            self._is_told = True
+            log(describe_lone(number, self._watched.plan))
+
+    def add_to(self, end: JobEnd) -> JobEnd:
+        """Add whether the user was told."""
+        return replace(end, has_told_lone=self._is_told)
