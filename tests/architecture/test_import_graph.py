@@ -26,6 +26,9 @@ AGENT = words(
 )
 """All that the agents may use of ours, beside their own folder."""
 
+COUNTERS = words("poprun poprun.observe poprun.observe.account poprun.observe.account.machine_counters")
+"""What agents load because the order to start names it."""
+
 LEAN = words("__future__ _json _socket _struct os resource select stat") | {*sys.builtin_module_names}
 """What they may use of the standard library: what is in the interpreter, and modules that load no others."""
 
@@ -141,6 +144,7 @@ def test_the_launcher_never_imports_torch() -> None:
     [
         ("poprun.launch.start_shim", AGENT, LEAN),
         ("poprun.launch.agent", AGENT, LEAN),
+        ("poprun.observe.account.machine_counters", COUNTERS, LEAN),
         ("poprun.__main__", words("poprun poprun.__main__"), words("_signal errno os sys")),
     ],
 )

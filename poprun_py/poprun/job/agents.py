@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
 _VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more
 _MOST_REASONS: Final = 10
+_COUNTERS: Final = "poprun.observe.account.machine_counters"  # which agents load, each on its host
 _SHIM_EVENTS: Final = ("agent_lost", "runtime_lost")
 
 Event = tuple[int, dict[str, Any]]
@@ -292,6 +293,7 @@ def start_order(
         "announcement_at": ANNOUNCEMENT_AT,
         "recorder_at": RECORDER_AT,
         "announcement_format": ANNOUNCEMENT_FORMAT,
+        "counters": _COUNTERS,
         "open_files": identity.open_files if identity.network is None else 0,
         "grace_seconds": plan.ending.stop_timeout_seconds,
     }

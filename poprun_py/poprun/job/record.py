@@ -96,7 +96,8 @@ def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: flo
         busy_at_seconds = status.busy_at_seconds if _is_idle(status.usage, usage) else now_seconds
         memory = status.memory.after(now_seconds, usage.memory_bytes)
         status = replace(status, usage=usage, busy_at_seconds=busy_at_seconds, memory=memory)
-        status = replace(status, machine=MachineTotals.read(event))
+        machine = MachineTotals.read(event)
+        status = replace(status, machine=machine, first_machine=status.first_machine or machine)
     page = bytes.fromhex(event["progress"])
     status = replace(status, counters=PhaseCounters.read(page) or status.counters)
     progress = Progress.read(page)

@@ -272,20 +272,26 @@ class Speed(Watcher):
 
 
 class Hosts(Watcher):
-    """What is wrong with a host, such as memory that will be full before long: said once for each host."""
+    """What is wrong with a host, such as memory that will be full before long: said once of each."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._due_seconds = time.monotonic() + 2 * _HOSTS_SECONDS
-        self._warnings: dict[str, str] = {}
+        self._warnings: dict[tuple[str, str], str] = {}  # by kind and host
 
     def look(self, now_seconds: float) -> None:
         """Apply all rules now and then."""
         if now_seconds >= self._due_seconds:
-            from poprun.observe.judge.memory_growth import warn_of_growth
+            from poprun.observe.judge.host_rules import find_host_findings
+            from poprun.observe.show.host_words import describe_finding
 
             self._due_seconds = now_seconds + _HOSTS_SECONDS
-            warn_of_growth(self._watched.plan, self._watched.record.statuses, self._warnings, log)
+            plan, statuses = self._watched.plan, self._watched.record.statuses
+            hosts = {status.index: plan.instance(status.index).host for status in statuses}
+            for finding in find_host_findings(statuses, hosts):
+                if (finding.kind, finding.host) not in self._warnings:
+                    warning = self._warnings[finding.kind, finding.host] = describe_finding(finding)
+                    log(f"warning: {warning}")
 
     def add_to(self, end: JobEnd) -> JobEnd:
         """Add all warnings."""

@@ -329,6 +329,8 @@ class ProgramWatch:
         self._begun_line = b""
         self._announcement = (0, "")
         self._recorder_at = 0
+        self._counters_module = ""
+        self._counters: Message = {}
         self._tree: list[ProcessKey] = []
         self._num_looks = 0
         self._next_seconds = 0.0
@@ -338,6 +340,7 @@ class ProgramWatch:
         self._page_bytes = order["progress_bytes"]
         self._announcement = (order["announcement_at"], order["announcement_format"])
         self._recorder_at = order["recorder_at"]
+        self._counters_module = order["counters"]
         self._page = os.memfd_create(_PAGE_NAME)
         os.ftruncate(self._page, _TEXT_AT)
         return self._page
@@ -403,9 +406,11 @@ class ProgramWatch:
         self._wait_for_next_second()
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
+            reader = __import__(self._counters_module, fromlist=("read_counters",))  # which the start order names
+            self._counters = reader.read_counters(self._announced()[0])
         self._num_looks += 1
         progress = self._read_page()  # first, as it moves fastest
-        facts = {**measure(self._tree), **measure_pressure(self._announced()[0])}
+        facts = {**measure(self._tree), **measure_pressure(self._announced()[0]), "counters": self._counters}
         return {"event": "stats", **facts, "progress": progress, **self._read_numbers()}
 
     def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:

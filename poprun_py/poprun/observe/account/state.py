@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -140,6 +140,7 @@ class MachineTotals:
     num_major_faults: float = 0.0  # pages of its processes that had to come from a disk
     num_in_disk_wait: int = 0  # of its processes, at this moment
     room_bytes: int = 0  # memory that its host, or its control group, has left; 0 where nobody tells
+    counters: Mapping[str, float] = field(default_factory=dict)  # of `machine_counters`, which only grow
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Self:
@@ -150,6 +151,7 @@ class MachineTotals:
             num_major_faults=event.get("major_faults", 0.0),
             num_in_disk_wait=event.get("num_in_disk_wait", 0),
             room_bytes=event.get("room_bytes", 0),
+            counters=event.get("counters", {}),
         )
 
 
@@ -173,6 +175,7 @@ class InstanceStatus:
     progress: Progress | None = None  # what the program said of itself when it was looked at last, or None
     counters: PhaseCounters | None = None  # where its time has gone, or None where no sampler runs
     machine: MachineTotals | None = None
+    first_machine: MachineTotals | None = None  # the same at the first look
     machine_evidence: "Evidence | None" = None  # what may explain its failure, of a host that is not poprun's
     # monotonic time at which the last change of ``progress`` was heard of
     progressed_at_seconds: float | None = None

@@ -1,0 +1,47 @@
+"""What a kernel counts of its machine: each reader makes numbers of it, and agents read them on each host.
+
+poprun's order to start names this module to the agents, which load it in a bare interpreter: standard library
+only, and little of it. A reader gets a process of the program, and returns totals that only grow, by name.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Final
+
+_CPUS: Final = "/sys/devices/system/cpu"
+_MILLISECONDS: Final = 1000.0
+
+
+def read_counters(pid: int) -> dict[str, float]:
+    """All that the readers tell."""
+    return {name: total for reader in READERS for name, total in reader(pid).items()}
+
+
+def read_heat(_pid: int, root: str = _CPUS) -> dict[str, float]:
+    """How long the mean core was throttled because it, or its package, was hot; nothing where nobody counts."""
+    totals = []
+    for cpu in range(_num_cpus(root)):
+        folder = f"{root}/cpu{cpu}/thermal_throttle"
+        times = [_read(f"{folder}/{part}_throttle_total_time_ms") for part in ("core", "package")]
+        totals += [max(int(time) for time in times if time)] if any(times) else []
+    return {"heat_seconds": sum(totals) / len(totals) / _MILLISECONDS} if totals else {}
+
+
+READERS: Final[tuple[Callable[[int], dict[str, float]], ...]] = (read_heat,)
+
+
+def _num_cpus(root: str) -> int:
+    """The number of processors that are there, or may come, such as of ``0-127``."""
+    last = _read(f"{root}/possible").rpartition("-")[2]
+    return int(last) + 1 if last.isdecimal() else 0
+
+
+def _read(file: str) -> str:
+    try:
+        with open(file, encoding="ascii") as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""
