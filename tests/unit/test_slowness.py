@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from popdist.ground.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
-from poprun.observe.account.arrivals import GroupCalls, Look, Window, find_arrivals, measure_window
+from poprun.observe.account.arrivals import Look, Window, find_arrivals, measure_window
+from poprun.observe.account.evidence import GroupRecord
 from poprun.observe.account.state import MachineTotals
 from poprun.observe.account.time_shares import split_time
 from poprun.observe.judge.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
@@ -90,7 +91,7 @@ class MadeUpJob:
             num_samples=0,
         )
         moments = {number: at + clock_ahead for number, at in last.items()}
-        group = GroupCalls(members=tuple(range(self.num_instances)), moments=moments)
+        group = GroupRecord(name="0", ranks=tuple(range(self.num_instances)), moments=moments)
         return Look(
             at_seconds=self.now,
             groups={"0": group},
@@ -230,8 +231,8 @@ def test_who_wants_a_core_like_all_others_is_not_named_for_it() -> None:
 
 def test_only_collectives_that_all_members_have_called_count() -> None:
     """A group is the instances that torch names, or those that have called it."""
-    group = GroupCalls(members=(0, 1), moments={1: 5.0, 2: 6.0})
-    look = replace(MadeUpJob(1).look(0), groups={"a": group, "b": replace(group, members=(0, 2))})
+    group = GroupRecord(name="0", ranks=(0, 1), moments={1: 5.0, 2: 6.0})
+    look = replace(MadeUpJob(1).look(0), groups={"a": group, "b": replace(group, ranks=(0, 2))})
     other = replace(look, groups={"a": replace(group, moments={2: 6.5, 3: 7.0})})
 
     assert find_arrivals({0: look, 1: other}, 0.0) == [{0: 6.0, 1: 6.5}]

@@ -76,7 +76,8 @@ def record(parts: str, index: int, steps: list[list[int]], data_ns: int, clock: 
         add("autograd::engine::evaluate_function: MmBackward0", "cpu_op", arrival - BACKWARD, BACKWARD)
         add("aten::mm", "cpu_op", arrival - BACKWARD, BACKWARD // 2)
         add("gloo:all_reduce", "user_annotation", arrival + 1000, ready + REDUCE - arrival - 1000, row=8)
-        calls.append(["0", number, "gloo:all_reduce", clock.at(arrival)])
+        call = {"process_group": ["0"], "collective_seq_id": number, "profiling_name": "gloo:all_reduce"}
+        calls.append({**call, "time_created_ns": clock.at(arrival), "is_p2p": False})
         add("Optimizer.step#SGD.step", "user_annotation", ready + REDUCE, OPTIMIZER)
         add("aten::add_", "cpu_op", ready + REDUCE, OPTIMIZER)
         waited += ready - arrival
@@ -93,7 +94,7 @@ def record(parts: str, index: int, steps: list[list[int]], data_ns: int, clock: 
         "begun_ns": clock.at(BEGAN_NS),
         "ended_ns": clock.at(now),
         "exchanges": [clock.exchange(BEGAN_NS - MS), clock.exchange(now + MS)],
-        "calls": calls,
+        "recorder": json.dumps({"entries": calls}),
         "waits": [[[], number, "step", clock.at(now - 100 + number), clock.at(now)] for number in (1, 2)],
     }
     Path(parts, f"instance-{index}.json").write_text(json.dumps(trace), encoding="utf-8")
@@ -296,7 +297,7 @@ def test_groups_of_popdists_are_told_apart() -> None:
     calls = {}
     for index, members in enumerate(([0, 2], [1, 3], [0, 2], [1, 3])):
         waits = [[members, 1, "step", index, 9], [[], 2, "barrier", index, 9]]
-        text = json.dumps({**about, "exchanges": [], "calls": [], "waits": waits})
+        text = json.dumps({**about, "exchanges": [], "recorder": "", "waits": waits})
         calls[index] = read_about(text).calls
     joint = find_joint_calls(calls)
 

@@ -188,7 +188,7 @@ class Recording:
         try:
             profile.stop()
             self._about["exchanges"].append(ask_clock())
-            self._about["calls"] = self._calls()
+            self._about["recorder"] = self._recorder()
             profile.export_chrome_trace(f"{self._file}.tmp")
             os.replace(f"{self._file}.tmp", f"{self._file}.json")
         except Exception as error:  # noqa: BLE001 - the program must continue as without the recording
@@ -204,20 +204,12 @@ class Recording:
         except Exception:  # noqa: BLE001 - the program itself will get the device's error
             return
 
-    def _calls(self) -> list[list[Any]]:
-        """Return group, number, name and time of each collective that torch's recorder has seen in the window."""
-        entries: list[dict[str, Any]] = []
+    def _recorder(self) -> str:
+        """Return what torch's recorders hold, as torch writes the text; poprun reads the text."""
         try:
-            for line in self._read_recorder().splitlines():  # a line per recorder, empty if it is missing
-                entries += json.loads(line or b"{}").get("entries") or ()
-        except (OSError, ValueError, AttributeError):
-            return []
-        wanted = ("collective_seq_id", "profiling_name", "time_created_ns")
-        return [
-            [entry["process_group"][0], *(entry[name] for name in wanted)]
-            for entry in entries
-            if entry["time_created_ns"] >= self._about["begun_ns"] and not entry["is_p2p"]
-        ]
+            return self._read_recorder().decode(errors="replace")
+        except OSError:
+            return ""
 
     def _give_way(self) -> None:
         """End the window because the program starts its own profiler."""

@@ -95,8 +95,8 @@ class _Link:
 def cut_record(text: bytes) -> Message:
     """Of what the recorders hold, JSON in a line each: groups, how far each is, their last calls; else nothing."""
     try:
-        groups = [_cut_group(*group) for group in _groups_in(text)]
-    except _MALFORMED:
+        groups = [_cut_group(*group) for group in groups_in(text)]
+    except MALFORMED:
         return {}
     return {"groups": groups} if groups else {}
 
@@ -105,21 +105,24 @@ def list_calls(text: bytes) -> Message:
     """Of what the recorders hold, JSON in a line each: when each collective was called, by group; else nothing."""
     found: dict[str, dict[str, Any]] = {}
     try:
-        for name, calls, record in _groups_in(text):
+        for name, calls, record in groups_in(text):
             if entries := [entry for entry in calls if not entry.get("is_p2p")]:
                 numbers = [int(entry["collective_seq_id"]) for entry in entries]
                 microseconds = [int(entry["time_created_ns"]) // 1000 for entry in entries]
                 found[name] = {"ranks": _ranks(name, record), "numbers": numbers, "microseconds": microseconds}
-    except _MALFORMED:
+    except MALFORMED:
         return {}
     return {**found}
 
 
-_MALFORMED: Final = (AttributeError, KeyError, IndexError, TypeError, ValueError)
+MALFORMED: Final = (AttributeError, KeyError, IndexError, TypeError, ValueError)
 
 
-def _groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
-    """Each group with its entries, and the record that holds them; a line that is no JSON holds none."""
+def groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
+    """Each group with its entries, and the record that holds them; a line that is no JSON holds none.
+
+    Malformed entries raise one of ``MALFORMED``, here or where they are read.
+    """
     for line in text.split(b"\n"):
         try:
             record: dict[str, Any] = decode(line)

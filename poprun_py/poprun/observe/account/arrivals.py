@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from popdist.ground.progress import PhaseCounters, read_places, read_stamps, read_step_ends
+from poprun.observe.account.evidence import GroupRecord
 from poprun.observe.account.state import InstanceStatus, MachineTotals
 
 _MICROSECONDS: Final = 1e6
@@ -15,19 +16,11 @@ _LEAST_MEMBERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCalls:
-    """When one instance called the last collectives of one group."""
-
-    members: tuple[int, ...]  # the instances of the group; none where nobody tells
-    moments: Mapping[int, float]  # seconds since 1970, by the number of the collective in its group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """What one instance has told at one moment; all numbers but the moments are running totals."""
 
     at_seconds: float  # when poprun heard it; monotonic
-    groups: Mapping[str, GroupCalls]
+    groups: Mapping[str, GroupRecord]  # with the moments of their calls
     step_ends: Sequence[float]  # when its optimizer's last steps ended, ascending; by the same clock
     counters: PhaseCounters
     machine: MachineTotals
@@ -43,14 +36,14 @@ def read_look(
     if counters is None:
         return None
     groups = {
-        name: GroupCalls(members=(), moments={number: at - offset_seconds for number, at in moments.items()})
+        name: GroupRecord(name=name, moments={number: at - offset_seconds for number, at in moments.items()})
         for name, moments in read_stamps(page).items()
     }
     try:
         for name, group in event["groups"].items():
             seconds = [number / _MICROSECONDS - offset_seconds for number in group["microseconds"]]
             moments = dict(zip(map(int, group["numbers"]), seconds, strict=True))
-            groups[name] = GroupCalls(members=tuple(map(int, group["ranks"])), moments=moments)
+            groups[name] = GroupRecord(name=name, ranks=tuple(map(int, group["ranks"])), moments=moments)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return Look(
@@ -89,7 +82,7 @@ def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
     found = []
     for name in {name for look in looks.values() for name in look.groups}:
         groups = {index: look.groups[name] for index, look in looks.items() if name in look.groups}
-        members = {member for group in groups.values() for member in group.members} or set(groups)
+        members = {member for group in groups.values() for member in group.ranks} or set(groups)
         if len(members) < _LEAST_MEMBERS or not members <= groups.keys():
             continue
         numbers = set.intersection(*(set(groups[index].moments) for index in members))
@@ -149,13 +142,17 @@ def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[lis
     return list(cycles.values())
 
 
+def delay_of(instance: int, arrivals: Mapping[int, float]) -> float:
+    """How much later an instance came to a collective than the median of the others."""
+    return arrivals[instance] - median(at for other, at in arrivals.items() if other != instance)
+
+
 def _worst_delays(cycle: Sequence[Arrivals]) -> tuple[dict[int, float], dict[int, float]]:
     """Each instance's largest delay against most others in a step, and its wait where they were furthest apart."""
     delays: dict[int, float] = {}
     for arrival in cycle:
-        for index, at in arrival.items():
-            others = median(other for member, other in arrival.items() if member != index)
-            delays[index] = max(delays.get(index, 0.0), at - others)
+        for index in arrival:
+            delays[index] = max(delays.get(index, 0.0), delay_of(index, arrival))
     widest = max(cycle, key=lambda it: max(it.values()) - min(it.values()))
     return delays, {index: max(widest.values()) - at for index, at in widest.items()}
 

@@ -6,7 +6,7 @@ them (https://docs.python.org/3/library/faulthandler.html), and torch's recorder
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final
 
@@ -107,6 +107,8 @@ class GroupRecord:
     num_called: int = 0
     num_done: int = 0
     calls: tuple[Call, ...] = ()  # those that are not done, and the last ones, ascending
+    # when it came to each, by number, in seconds since 1970, where it was asked for that
+    moments: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def pending(self) -> Call | None:

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Final
 
+from poprun.observe.account.arrivals import delay_of
 from poprun.observe.show.trace.recorded import GPU_ANNOTATION, CallKey, CollectiveCall, Slice
 
 _ROUNDING_NS: Final = 1000
@@ -25,8 +25,7 @@ class JointCall:
     @property
     def delay_ns(self) -> float:
         """How much later the last one came than the median of the others."""
-        others = [at for instance, at in self.arrivals_ns.items() if instance != self.last]
-        return self.arrivals_ns[self.last] - median(others)
+        return delay_of(self.last, self.arrivals_ns)
 
 
 def find_joint_calls(calls: Mapping[int, Sequence[CollectiveCall]]) -> dict[CallKey, JointCall]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from poprun.launch.messages.clock import Exchange
+from poprun.launch.recorder import MALFORMED, groups_in
 from poprun.text.ranges import fold_numbers
 
 DATA_NAME: Final = "enumerate(DataLoader)"
@@ -95,11 +96,16 @@ def read_about(text: str) -> About:
     try:
         pid, num_steps, problem = int(values["pid"]), int(values["num_steps"]), str(values["problem"])
         about = About(pid=pid, num_steps=num_steps, problem=problem)
-        if "calls" not in values:
+        if "recorder" not in values:
             return about
+        begun_ns = int(values["begun_ns"])
         calls = [
-            CollectiveCall(str(group), int(number), str(name), int(at))
-            for group, number, name, at in values["calls"]
+            CollectiveCall(
+                group, int(it["collective_seq_id"]), str(it["profiling_name"]), int(it["time_created_ns"])
+            )
+            for group, entries, _ in groups_in(values["recorder"].encode())
+            for it in entries
+            if int(it["time_created_ns"]) >= begun_ns and not it["is_p2p"]
         ]
         waits = [
             CollectiveCall(_popdist_group(members), int(number), str(name), int(begin), int(end))
@@ -109,12 +115,12 @@ def read_about(text: str) -> About:
             about,
             thread=str(int(values["thread"])),
             first_step=int(values["first_step"]),
-            begun_ns=int(values["begun_ns"]),
+            begun_ns=begun_ns,
             ended_ns=int(values["ended_ns"]),
             exchanges=tuple(Exchange(*map(int, it)) for it in values["exchanges"] if it),
             calls=tuple(sorted((*calls, *waits), key=lambda it: it.begin_ns)),
         )
-    except (KeyError, TypeError, OverflowError) as error:
+    except (*MALFORMED, OverflowError) as error:
         raise ValueError(f"it is damaged: {error}") from None
 
 
