@@ -3,7 +3,7 @@
 Each program leaves a grandchild in a session of its own; the suite's fixtures prove after each test that nothing
 of it is left.
 
-Holds poprun.job.agents, poprun.job.loop, poprun.launch.shim, poprun.launch.start_shim and
+Holds poprun.job.agents, poprun.job.loop, poprun.job.watchers, poprun.launch.shim, poprun.launch.start_shim and
 poprun.launch.start_rank_shim.
 """
 

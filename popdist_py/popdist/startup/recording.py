@@ -1,8 +1,8 @@
 """The recording of some steps of this program: torch's profiler, collectives, DataLoader workers, and the clock.
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program if poprun wants a
-trace, so it is written for Python 3.8. `poprun.observe.show.trace` reads the files. No error in this module stops the
-program.
+trace, so it is written for Python 3.8. `poprun.observe.show.trace` reads the files. No error in this module stops
+the program.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from poprun.plan.topology import MpiKind
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
-    from poprun.job.watchers import Stacks, Watcher
+    from poprun.job.watchers import StackWatch, Watcher
 
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
@@ -105,13 +105,13 @@ class Attempt:
         if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
             remove_abandoned_sessions(session_parent(self._environ))
 
-    def _prepare(self) -> "Stacks":
+    def _prepare(self) -> "StackWatch":
         """Load what watches the attempt and shows its output, while the shims start."""
-        from poprun.job.watchers import Clocks, GpuCurves, Hosts, Lone, Monitors, Speed, Stacks, Watched
+        from poprun.job.watchers import Clocks, GpuCurves, Hosts, Lone, Monitors, Speed, StackWatch, Watched
 
         watched = Watched(
             plan=self._plan,
-            environ=self._environ,
+            variables=self._environ,
             identity=self._identity,
             record=self._record,
             links=self._links,
@@ -119,14 +119,14 @@ class Attempt:
             signals=self._signals,
         )
         monitors, clocks = Monitors(watched), Clocks(watched)
-        stacks = Stacks(watched, monitors)
+        stacks = StackWatch(watched, monitors)
         others = (clocks, Hosts(watched), Speed(watched, clocks), Lone(watched))
         self._watchers = (monitors, GpuCurves(watched), stacks, *others)
         if not self._streams.is_inherited:
             import poprun.job.output.relay  # noqa: F401 - there is time for it until the shims have started
         return stacks
 
-    def _supervise(self, stacks: "Stacks") -> None:
+    def _supervise(self, stacks: "StackWatch") -> None:
         while True:
             is_calm = self._record.phase is Phase.RUNNING and not (self._launcher.has_ended or stacks.are_awaited)
             self._listen(_LOOK_SECONDS if is_calm and not self._record.failed else _TICK_SECONDS)
@@ -138,7 +138,7 @@ class Attempt:
             if self._record.phase is Phase.STARTING:
                 self._start_watch.update(self._launcher.running, self._record.reported, now)
             for watcher in self._watchers:
-                watcher.look(now)
+                watcher.update(now)
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
@@ -192,7 +192,7 @@ class Attempt:
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
         for watcher in self._watchers:
-            watcher.note(instance, event)
+            watcher.add_event(instance, event)
         if kind == "hello":
             self._handle_hello(instance, event)
         elif kind == "left":
@@ -240,7 +240,7 @@ class Attempt:
         self._links.send_to_all({"order": "signal", "signal": int(signal.SIGCONT)})
         self._record.hang_watch.begin_anew(time.monotonic())
 
-    def _act(self, decision: Decision, stacks: "Stacks") -> None:
+    def _act(self, decision: Decision, stacks: "StackWatch") -> None:
         if decision.action is Action.WAIT:
             return
         self._log(1, f"{decision.action}: {decision.reason}")

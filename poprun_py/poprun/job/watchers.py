@@ -1,4 +1,4 @@
-"""What watches an attempt: each watcher looks in turn, hears events, and adds to the attempt's end."""
+"""What watches an attempt: each watcher is called in turn, hears events, and adds to the attempt's end."""
 
 import time
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Watched:
     """An attempt, as those see it that watch it."""
 
     plan: LaunchPlan
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
     identity: JobIdentity
     record: Record
     links: AgentLinks
@@ -40,10 +40,10 @@ class Watched:
 class Watcher:
     """Watches one thing of an attempt."""
 
-    def look(self, now_seconds: float) -> None:
-        """Look, in each turn of the loop, and say what is new."""
+    def update(self, now_seconds: float) -> None:
+        """Find out what is new, in each turn of the loop, and say it."""
 
-    def note(self, instance: int, event: Mapping[str, Any]) -> None:
+    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
         """Hear an event of an instance, which the record has already."""
 
     def add_to(self, end: JobEnd) -> JobEnd:
@@ -61,7 +61,7 @@ class Monitors(Watcher):
         self._watched = watched
         self._own = _own_monitor(watched)
 
-    def look(self, now_seconds: float) -> None:
+    def update(self, now_seconds: float) -> None:
         """Send a view when one is due."""
         if self._watched.links.viewers is not None:
             self._watched.links.viewers.send_view(
@@ -86,7 +86,7 @@ def _own_monitor(watched: Watched) -> "MonitorProcess | None":
         return None
     from poprun.job.monitors import MonitorProcess
 
-    return MonitorProcess(watched.environ)
+    return MonitorProcess(watched.variables)
 
 
 class GpuCurves(Watcher):
@@ -97,9 +97,9 @@ class GpuCurves(Watcher):
         if watched.record.curves is not None:
             from poprun.observe.account.gpu_watch import watch_gpus
 
-            self._watch = watch_gpus(watched.plan, watched.identity, watched.environ, watched.record.curves)
+            self._watch = watch_gpus(watched.plan, watched.identity, watched.variables, watched.record.curves)
 
-    def look(self, now_seconds: float) -> None:
+    def update(self, now_seconds: float) -> None:
         """Read what the maker's tool has printed."""
         if self._watch is not None:
             self._watch.update(now_seconds)
@@ -110,7 +110,7 @@ class GpuCurves(Watcher):
             self._watch.close()
 
 
-class Stacks(Watcher):
+class StackWatch(Watcher):
     """Where the programs stand: asked for in a hang, or at the user's wish."""
 
     def __init__(self, watched: Watched, monitors: Monitors) -> None:
@@ -123,7 +123,7 @@ class Stacks(Watcher):
         """Whether programs have been asked, and have not all answered."""
         return self._inquiry is not None
 
-    def look(self, now_seconds: float) -> None:
+    def update(self, now_seconds: float) -> None:
         """Look for a hang; use the stacks when all have answered, and request them when the user wants them."""
         inquiry, record, signals = self._inquiry, self._watched.record, self._watched.signals
         record.hang_watch.update(record.statuses, now_seconds)
@@ -137,7 +137,7 @@ class Stacks(Watcher):
             signals.wants_stacks = False
             self.ask()
 
-    def note(self, instance: int, event: Mapping[str, Any]) -> None:
+    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
         """Wait no longer for an instance that has answered."""
         if event["event"] == "stacks" and self._inquiry is not None:
             self._inquiry.note_answer(instance)
@@ -203,12 +203,12 @@ class Clocks(Watcher):
         self._watched = watched
         self.others = _other_clocks(watched)
 
-    def look(self, now_seconds: float) -> None:
+    def update(self, now_seconds: float) -> None:
         """Ask for the time, when that is due."""
         if self.others is not None:
             self.others.ask(self._watched.record.reachable, now_seconds)
 
-    def note(self, instance: int, event: Mapping[str, Any]) -> None:
+    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
         """Keep an answer."""
         if event["event"] == "clock" and self.others is not None:
             self.others.add(instance, event, time.time_ns())
@@ -232,7 +232,7 @@ class Speed(Watcher):
         self._watched = watched
         self._clocks = clocks
 
-    def look(self, now_seconds: float) -> None:
+    def update(self, now_seconds: float) -> None:
         """Say who is slow; ask again when that is due."""
         record, plan = self._watched.record, self._watched.plan
         statuses = record.statuses
@@ -279,7 +279,7 @@ class Hosts(Watcher):
         self._due_seconds = time.monotonic() + 2 * _HOSTS_SECONDS
         self._warnings: dict[tuple[str, str], str] = {}  # by kind and host
 
-    def look(self, now_seconds: float) -> None:
+    def update(self, now_seconds: float) -> None:
         """Apply all rules now and then."""
         if now_seconds >= self._due_seconds:
             from poprun.observe.judge.host_rules import find_host_findings
@@ -305,7 +305,7 @@ class Lone(Watcher):
         self._watched = watched
         self._is_told = False
 
-    def look(self, now_seconds: float) -> None:  # noqa: ARG002 - as each watcher's
+    def update(self, now_seconds: float) -> None:  # noqa: ARG002 - as each watcher's
         """Say so once, while they run."""
         if not self._is_told and (number := num_lone(self._watched.record.statuses)) > 1:
             from poprun.observe.show.printed_report import describe_lone
