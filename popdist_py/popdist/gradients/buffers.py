@@ -1,8 +1,8 @@
-"""The buffers of all wrapped models, such as statistics of BatchNorm, while replicas take turns on them.
+"""The buffers of all wrapped models, such as the statistics of BatchNorm, in a step that runs several replicas.
 
-Every replica starts a step from the same values. Afterwards a buffer of floats becomes the mean of what the
-replicas made of it, any other what replica 0 made of it; those of other models too, as a generator's step runs the
-discriminator. A buffer that a replica makes, or gives another form, is only compared.
+Every replica starts a step from the same buffers. After the step a floating-point buffer is the mean over all
+replicas, and any other buffer has the value of replica 0. Buffers of other models are included, because the step
+of a generator runs the discriminator. A buffer that a replica creates or reshapes is only compared.
 """
 
 import hashlib
@@ -28,43 +28,43 @@ from popdist.job.weights import sums_of
 R = TypeVar("R")
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
-"""Where buffers are, and in which dtype they are added: those of one kind are added together."""
+"""The device of a buffer and the dtype of its sum. Buffers of the same kind are added together."""
 
 LARGE: Final = 1 << 16
-"""Numbers above which a buffer to which torch has counted no write is compared in checked steps only."""
+"""Buffers with more elements are large. If torch counted no write, only checked steps compare a large buffer."""
 
 _NEVER: Final = -1
-"""No count of writes."""
+"""A version that no tensor has, so that the buffer counts as written."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelBuffer:
-    """One buffer: where it is, and what it was when the step began."""
+    """One buffer of a model: its owner module, its tensor, and a copy from the beginning of the step."""
 
     name: str
     owner: nn.Module
     key: str
-    tensor: Tensor  # a DTensor, too; of that the part counts that is here
-    version: int  # torch's count of writes when the buffer last held ``start``
+    tensor: Tensor  # may be a DTensor; only the local part of a DTensor is used
+    version: int  # torch's count of writes when the buffer was last equal to ``start``
     start: Tensor  # a copy from the beginning of the step
-    is_uncounted: bool = False  # it was written although torch had counted nothing: through ``.data``
+    is_uncounted: bool = False  # whether a program wrote the buffer through ``.data``, which torch does not count
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether torch's count of writes tells that a large buffer still holds ``start``."""
-        # some operations write without being counted, that of BatchNorm among them: to small buffers
+        """Whether the buffer is large and torch has counted no write since the buffer was equal to ``start``."""
+        # Some operations write to small buffers and are not counted, such as BatchNorm.
         if self.is_uncounted or self.start.numel() <= LARGE:
             return False
         return num_writes(self.tensor) == self.version
 
     @property
     def is_of_same_form(self) -> bool:
-        """Whether the start has the shape, dtype and device of the buffer, which ``.data`` may have changed."""
+        """Whether ``start`` still has the buffer's shape, dtype and device, which ``.data`` may have changed."""
         now, start = local_part(self.tensor), self.start
         return now.shape == start.shape and now.dtype == start.dtype and now.device == start.device
 
     def now(self) -> Tensor | None:
-        """The tensor that is in the buffer's place; None for another shape or dtype."""
+        """Return the tensor that is this buffer in the module now; None if its shape or dtype has changed."""
         now = getattr(self.owner, self.key, None)
         if not isinstance(now, Tensor):
             return None
@@ -74,27 +74,27 @@ class ModelBuffer:
         return now
 
     def set(self, value: Tensor) -> None:
-        """Write ``value`` into the buffer, and put the buffer back if something else is in its place."""
+        """Write ``value`` into the buffer; if the module has another tensor now, register the buffer again."""
         local_part(self.tensor).copy_(value)
         if getattr(self.owner, self.key, None) is not self.tensor:
             setattr(self.owner, self.key, self.tensor)
         self.version = num_writes(self.tensor)
 
     def assign(self, value: Tensor) -> None:
-        """Write a ``value`` into the buffer that is not ``start``."""
+        """Write ``value``, which differs from ``start``, into the buffer, and count the buffer as written."""
         self.set(value)
         self.version = _NEVER
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which buffers of ``dtype`` are added: without floats replica 0 brings values, others zeros."""
+    """Return the dtype in which buffers of ``dtype`` are added: int64 for integers, otherwise a wide float."""
     return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """The buffers that changed since the step began; ``all_of_them`` compares large unwritten ones, too."""
+    """Return the buffers that changed in the step; ``all_of_them`` also compares large buffers without a write."""
     found: dict[str, Tensor] = {}
-    others: dict[str, tuple[Tensor, Tensor]] = {}  # of accelerators, which are asked once for all
+    others: dict[str, tuple[Tensor, Tensor]] = {}  # on accelerators: compared together, because a wait costs time
     for name, buffer in buffers.items():
         now = buffer.now()
         if now is None or (not all_of_them and now is buffer.tensor and buffer.is_unwritten):
@@ -110,7 +110,7 @@ def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = Fals
 
 
 def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """The names of the pairs of tensors that differ; few kernels and one wait for each kind of tensors."""
+    """Return the names of the pairs of tensors that differ. Each device and dtype costs one synchronization."""
     kinds: dict[Kind, list[str]] = {}
     for name, (now, _) in pairs.items():
         if now.numel():
@@ -125,20 +125,20 @@ def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """What tells, for a buffer that is left alone, whether it has changed."""
+    """Return a value that differs when ``tensor`` is another object or torch has counted another write."""
     return id(tensor), num_writes(tensor)
 
 
 class ReplicaBuffers:
-    """The buffers of a wrapped model and, in its step, those of all other models without a step."""
+    """The buffers of one wrapped model and, during its step, the buffers of all models that are not in a step."""
 
     def __init__(self, module: nn.Module, label: str | None) -> None:
         self.module = module
-        self.buffers: dict[str, ModelBuffer] = {}  # by name, a tied one once
-        # those that a replica has made or changed in form: they are left alone until their mark changes
+        self.buffers: dict[str, ModelBuffer] = {}  # by name; a tied buffer occurs once
+        # Marks of buffers that a replica has created or reshaped: a step ignores them until their mark changes.
         self.apart: dict[str, tuple[int, int] | None] = {}
         self._described: tuple[list[int], str] = ([], "no buffers")
-        self.label = label  # the same on all instances; None for a model that only some of them have
+        self.label = label  # equal on all instances; None for a model that only some instances have
         self.is_in_step = False
         self.fault: str | None = None
         self._others: dict[str, ReplicaBuffers] = {}
@@ -151,7 +151,10 @@ class ReplicaBuffers:
             _models[label] = weakref.ref(self)
 
     def __str__(self) -> str:
-        """What must be the same on all instances, in words."""
+        """Return a text with the number of buffers and a digest of their names, dtypes and shapes.
+
+        The text must be equal on all instances.
+        """
         key = [id(buffer.tensor) for buffer in self.buffers.values()]
         if key != self._described[0]:
             forms = [f"{name} {it.start.dtype} {tuple(it.start.shape)}" for name, it in self.buffers.items()]
@@ -161,17 +164,17 @@ class ReplicaBuffers:
 
     @property
     def has_none(self) -> bool:
-        """Whether there are no buffers now and were none: then there is nothing to do."""
+        """Whether the module has no buffers now and had no buffers when buffers were last copied."""
         return not self.buffers and next(self.module.buffers(), None) is None
 
     def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Name, owner, key and tensor of every buffer that is there now."""
+        """Yield the name, owner module, key and tensor of every buffer that the module has now."""
         for path, owner in self.module.named_modules():
             for key, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
                 yield f"{path}.{key}" if path else key, owner, key, tensor
 
     def remember(self, *, is_checked: bool = False) -> list[str]:
-        """Remember what each buffer is now; in a checked step gives large ones that were written uncounted."""
+        """Copy every buffer; in a checked step return the large buffers that were written but not counted."""
         if self.has_none:
             return []
         known = {id(buffer.tensor): buffer for buffer in self.buffers.values()}
@@ -206,7 +209,7 @@ class ReplicaBuffers:
         return faults
 
     def begin_step(self, *, is_checked: bool = False) -> None:
-        """Remember what every replica starts from, of all models; in a checked step compare large buffers, too."""
+        """Begin a step: copy the buffers of all models, so that every replica starts from the same values."""
         written = self.written_outside()
         self.fault = None if not written else _outside_fault(written, self.module)
         self._outside = {name: self._outside[name] for name in written}
@@ -217,15 +220,15 @@ class ReplicaBuffers:
                 other.leave_out(self)
 
     def _idle_models(self) -> list["ReplicaBuffers"]:
-        """The other models that all instances have, and that have no step at the moment."""
+        """Return the other models that all instances have and that are not in a step at the moment."""
         return [it for it in _all_models() if it is not self and not it.is_in_step]
 
     def other_modules(self) -> list[nn.Module]:
-        """The modules of the other models that all instances have."""
+        """Return the modules of the other models that all instances have."""
         return [it.module for it in _all_models() if it is not self]
 
     def begin_pass(self) -> None:
-        """Remember what the next pass outside of the micro batches starts from, of this and all other models."""
+        """Copy the buffers of all models before a forward pass that is outside of the micro batches."""
         self._begin([], is_checked=False)
         for other in self._idle_models():
             other.remember()
@@ -253,22 +256,22 @@ class ReplicaBuffers:
                 self._tracked[f"{other.label} {name}"] = buffer
 
     def leave_out(self, other: "ReplicaBuffers") -> None:
-        """The step of ``other`` begins: its buffers no longer belong to this step."""
+        """Remove the buffers of the model ``other`` from this step, because a step of ``other`` begins."""
         if self._others.pop(str(other.label), None) is not None:
             self._tracked = {key: it for key, it in self._tracked.items() if not key.startswith(f"{other.label} ")}
             own = set(self._tracked)
             self._made = [it and {key: value for key, value in it.items() if key in own} for it in self._made]
 
     def end_step(self) -> None:
-        """The step has ended, with a gradient or without."""
+        """Note that the step has ended, whether or not the step made a gradient."""
         self.is_in_step = False
 
     def end_replica(self, *, has_run: bool) -> None:
-        """Keep what the next local replica made of the buffers, and put them back for the one after it."""
+        """Save the buffers that a replica has changed, and restore all buffers for the next local replica."""
         self._made.append(self.store() if has_run else None)
 
     def store(self) -> dict[str, Tensor]:
-        """What the replica that computes has made of the buffers, by key; they hold what the step began with."""
+        """Return copies of the buffers that the current replica has changed, by key, and restore these buffers."""
         changed = find_changed(self._tracked, all_of_them=self.is_checked)
         if not changed:
             return {}
@@ -280,12 +283,12 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def load(self, made: Mapping[str, Tensor]) -> None:
-        """Let a replica go on with what :meth:`store` put aside."""
+        """Write the buffers that :meth:`store` returned back into the models, so that their replica continues."""
         for key, value in made.items():
             self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
-        """End a pass outside of the micro batches, in which buffers of other models may have been written, too."""
+        """End a pass outside of the micro batches, and keep the buffers that the pass wrote, of any model."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
         for other in self._idle_models():
             self._track(other, seen)
@@ -295,21 +298,21 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put back what the step began with."""
+        """Restore all buffers to their values at the beginning of the step, and drop the saved changes."""
         for key in find_changed(self._tracked, all_of_them=self.is_checked):
             self._tracked[key].set(self._tracked[key].start)
         self._made = []
 
     @property
     def start_sums(self) -> list[tuple[str, int]]:
-        """In a checked step, the model's own buffers by name with a checksum of what each was when it began."""
+        """Names and checksums of the model's own buffers at the start of a checked step; otherwise empty."""
         if not self.is_checked:
             return []
         starts = {name: it.start for name, it in self.buffers.items() if type(it.start) is Tensor}
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
-        """The buffers that the local replicas have changed: bit i for the i-th own one, and keys of others."""
+        """Return which buffers changed: a bit for each of this model, and the keys of other models' buffers."""
         keys = set().union(*filter(None, self._made))
         if not keys:
             return 0, []
@@ -317,7 +320,7 @@ class ReplicaBuffers:
         return own, sorted(keys - set(self.buffers))
 
     def irregular_now(self) -> dict[str, Tensor | None]:
-        """The buffers, by key, that a replica has made, taken away, or given another shape or dtype."""
+        """Return the buffers, by key, that a replica created, removed (None), or gave another shape or dtype."""
         found: dict[str, Tensor | None] = {}
         for label, model in {"": self, **self._others}.items():
             if model.has_none:
@@ -337,18 +340,18 @@ class ReplicaBuffers:
         return found
 
     def set_apart(self, keys: Iterable[str]) -> None:
-        """Leave these buffers out of the next steps, until they change again."""
+        """Exclude the buffers with these keys from the next steps, until these buffers change again."""
         for key in keys:
             model, name = self._model_of(key)
             model.apart[name] = None
 
     def tensor_of(self, key: str) -> Tensor | None:
-        """The buffer that is there now, if there is one."""
+        """Return the buffer that the model has now under ``key``; None if the model has no such buffer."""
         model, name = self._model_of(key)
         return next((tensor for other, _, _, tensor in model.found() if other == name), None)
 
     def describe(self, key: str) -> str:
-        """The buffer in words."""
+        """Return the name of the buffer for a message, with the class of its model if this is another model."""
         model, name = self._model_of(key)
         return name if model is self else f"{name} of {type(model.module).__name__}"
 
@@ -358,12 +361,15 @@ class ReplicaBuffers:
 
     @property
     def labels(self) -> list[str]:
-        """What the other models are called whose buffers belong to this step."""
+        """Labels of the other models whose buffers belong to this step, sorted."""
         return sorted(self._others)
 
     @torch.no_grad()
     def combine(self, group: Group, layout: ReplicaLayout, own: int, others: Iterable[str]) -> None:
-        """Give the changed buffers, the same on all instances, what all replicas made of them."""
+        """Set each changed buffer to the mean over all replicas, or if not floating-point, to replica 0's value.
+
+        All instances must pass the same ``own`` and ``others``.
+        """
         kinds: dict[Kind, list[str]] = {}
         for key in [name for i, name in enumerate(self.buffers) if own >> i & 1] + sorted(others):
             start = self._tracked[key].start
@@ -379,7 +385,7 @@ class ReplicaBuffers:
                 self._tracked[key].assign(value)
 
     def _brought(self, kind: Kind, keys: Sequence[str], made: Mapping[str, Tensor] | None, replica: int) -> Tensor:
-        """What a replica brings to the sum: its values and a 1 to be counted; zeros where it does not count."""
+        """Return a replica's addend: its values and the count 1. All are zeros if the replica does not count."""
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((made or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
@@ -387,7 +393,7 @@ class ReplicaBuffers:
         return flat if counts else flat.zero_()
 
     def run_outside(self, forward: Callable[[], R]) -> R:
-        """Call ``forward``, a pass in training mode outside of all micro batches, and remember what it wrote."""
+        """Call ``forward``, a training pass outside of all micro batches, and save the buffers that it changed."""
         if not self._outside:
             self._begin([], is_checked=False)
         try:
@@ -397,11 +403,11 @@ class ReplicaBuffers:
                 self._outside = {name: it.clone() for name, it in find_changed(self.buffers).items()}
 
     def clear_outside_writes(self) -> None:
-        """Accept what was written outside of the micro batches, or has replaced that."""
+        """Forget which buffers were written outside of the micro batches, so that no error is raised for them."""
         self._outside = {}
 
     def written_outside(self) -> list[str]:
-        """The buffers that still hold what a pass in training mode outside of all micro batches wrote."""
+        """Return the names of buffers that still have the value that a training pass outside of a step wrote."""
         now = {name: self.buffers[name].now() for name in self._outside}
         return [name for name, value in self._outside.items() if _has_same_bits(now[name], value)]
 
@@ -410,7 +416,7 @@ _num_copies: Final[Counter[str]] = Counter()
 
 
 def label_of_copy(label: str | None) -> str | None:
-    """What the next copy of the model ``label`` is called, where all instances make the same copies."""
+    """Return the label of the next copy of the model ``label``, such as ``label.1``; None if ``label`` is None."""
     if label is None:
         return None
     _num_copies[label] += 1
@@ -418,14 +424,14 @@ def label_of_copy(label: str | None) -> str | None:
 
 
 def check_buffers(module: nn.Module) -> None:
-    """Check that no wrapped model in ``module`` holds what a pass outside of the micro batches wrote."""
+    """Raise WeightsError if a buffer in ``module`` has a value that a pass outside of the micro batches wrote."""
     for model in _models_in(module):
         if written := model.written_outside():
             raise WeightsError(_outside_fault(written, model.module))
 
 
 def accept_buffers(module: nn.Module) -> None:
-    """Accept the buffers of all wrapped models in ``module`` as they are: they are equal on all instances."""
+    """Accept the current buffers of all wrapped models in ``module``, because they are equal on all instances."""
     for model in _models_in(module):
         model.clear_outside_writes()
 
@@ -436,11 +442,11 @@ def _models_in(module: nn.Module) -> list["ReplicaBuffers"]:
 
 
 _models: Final[dict[str, "weakref.ref[ReplicaBuffers]"]] = {}
-"""The wrapped models of this process, by label, in the order in which they were made."""
+"""The wrapped models of this process, by label, in the order in which they were created."""
 
 
 def _all_models() -> Iterator[ReplicaBuffers]:
-    """The wrapped models that still exist, the newest first: of two for one module the old one may soon go."""
+    """Yield the wrapped models that still exist, newest first, because an older wrapper may soon be deleted."""
     for label, reference in reversed(tuple(_models.items())):
         model = reference()
         if model is None:
@@ -450,20 +456,20 @@ def _all_models() -> Iterator[ReplicaBuffers]:
 
 
 def _has_same_bits(left: Tensor | None, right: Tensor) -> bool:
-    """Whether they are equal, on one device, where NaN equals NaN."""
+    """Return whether two tensors have the same shape, device and elements; NaN equals NaN here."""
     if left is None or left.shape != right.shape or left.device != right.device:
         return False
     return not _has_other_bits(left, right)
 
 
 def _has_other_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Whether two tensors of one shape differ, where NaN equals NaN."""
+    """Return whether two tensors of the same shape differ in any element; NaN equals NaN here."""
     return _other_bits(left, right).any()
 
 
 def _other_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Which elements of two tensors of one shape differ, where NaN equals NaN."""
-    return (left != right) & ((left == left) | (right == right))  # noqa: PLR0124 - NaN
+    """Return a mask of the elements in which two tensors of the same shape differ; NaN equals NaN here."""
+    return (left != right) & ((left == left) | (right == right))  # noqa: PLR0124 - only NaN differs from itself
 
 
 def _outside_fault(names: list[str], module: nn.Module) -> str:
